@@ -1,0 +1,43 @@
+# What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
+.PHONY: env train test test-all lint typecheck bench
+.DEFAULT_GOAL := test
+
+BIN := .venv/bin
+# Extra arguments: `make train ARGS="train.steps=50"`, `make test ARGS="-k zero"`.
+ARGS ?=
+export PYTHON
+
+# The quickstart shows tensor and sequence parallelism on CPU ranks; with accelerators it runs one rank on each.
+ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/neuron*)
+LAYOUT := $(if $(ACCELERATORS),parallel.tensor=1 parallel.sequence=false)
+
+# Creates .venv, or does nothing when it is complete. TORCH=2.11.0 chooses another torch than the one installed.
+ifdef TORCH
+env:
+	@scripts/env.sh $(TORCH)
+else
+env: .venv/.complete
+endif
+
+.venv/.complete: pyproject.toml constraints.txt scripts/env.sh
+	@scripts/env.sh
+
+train: env
+	@$(BIN)/shardwise train quickstart $(LAYOUT) $(ARGS)
+
+test: env
+	$(BIN)/pytest $(ARGS)
+
+test-all: env
+	$(BIN)/pytest -m "slow or not slow" $(ARGS)
+
+lint: env
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+typecheck: env
+	$(BIN)/mypy
+
+bench: env
+	$(BIN)/python benchmarks/run.py $(ARGS)
