@@ -1,0 +1,39 @@
+"""Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
+
+from shardwise.config.layout import Layout
+from shardwise.config.load import config_from, load_config, recipe_name, recipe_names, recipe_text
+from shardwise.config.model import LlamaConfig, ModelConfig
+from shardwise.config.root import Config
+from shardwise.config.sections import (
+    DataConfig,
+    DtypeName,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Precision,
+    PrecisionConfig,
+    TrainConfig,
+)
+from shardwise.config.text import dump_yaml, parse_yaml
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "DtypeName",
+    "Layout",
+    "LlamaConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Precision",
+    "PrecisionConfig",
+    "TrainConfig",
+    "config_from",
+    "dump_yaml",
+    "load_config",
+    "parse_yaml",
+    "recipe_name",
+    "recipe_names",
+    "recipe_text",
+]

@@ -1,0 +1,149 @@
+"""How a world of ranks is divided, and whether a configuration fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.config.model import ModelConfig
+from shardwise.config.sections import TrainConfig
+from shardwise.errors import ConfigError, listing, nearest_multiples, nearest_numbers
+
+if TYPE_CHECKING:
+    from shardwise.config.root import Config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism of a world of ranks; rank order is [pipeline, data, tensor], tensor fastest.
+
+    Raises:
+        ConfigError: where `world` is no multiple of `tensor` × `pipeline`.
+    """
+
+    world: int
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"the {name} ({value}) must be at least 1"
+            for name, value in (
+                ("world size", self.world),
+                ("tensor-parallel degree", self.tensor),
+                ("pipeline degree", self.pipeline),
+            )
+            if value < 1
+        ]
+        if not problems:
+            problems = world_problems(self.world, self.tensor * self.pipeline)
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def data(self) -> int:
+        """The data-parallel degree: world / (tensor × pipeline)."""
+        return self.world // (self.tensor * self.pipeline)
+
+    def accumulation(self, train: TrainConfig) -> int:
+        """Micro-batches per optimizer step on each rank: global batch / (micro batch × data).
+
+        Raises:
+            ConfigError: where that is no whole number.
+        """
+        problems = batch_problems(train, self.data)
+        if problems:
+            raise ConfigError(problems)
+        return train.global_batch // (train.micro_batch * self.data)
+
+
+def world_problems(world: int, model_ranks: int) -> list[str]:
+    """Whether `world` ranks can hold whole copies of a model cut over `model_ranks`."""
+    if world % model_ranks == 0:
+        return []
+    near = listing(nearest_multiples(world, model_ranks), "or")
+    return [
+        f"the number of ranks ({world}) must be a multiple of parallel.tensor ({model_ranks}): "
+        f"nearest {near} (--nproc, or the world size of torchrun)"
+    ]
+
+
+def batch_problems(train: TrainConfig, data: int) -> list[str]:
+    """Whether the global batch divides into micro-batches over `data` replicas."""
+    portion = train.micro_batch * data
+    if train.global_batch % portion == 0:
+        return []
+    near = listing(nearest_multiples(train.global_batch, portion), "or")
+    return [
+        f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch × data-parallel degree "
+        f"({train.micro_batch} × {data} = {portion}): nearest {near}"
+    ]
+
+
+def check_layout(config: Config, world: int) -> Layout:
+    """The layout of `config` on `world` ranks.
+
+    Raises:
+        ConfigError: with every reason why `config` cannot run on `world` ranks.
+    """
+    tensor = config.parallel.tensor
+    sequence = config.parallel.sequence and tensor > 1
+    problems = [f"the number of ranks ({world}) must be at least 1"] if world < 1 else world_problems(world, tensor)
+    if not problems:
+        problems += batch_problems(config.train, world // tensor)
+    problems += _tensor_problems(config, sequence) + _schedule_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    return Layout(world, tensor, sequence)
+
+
+def _tensor_problems(config: Config, sequence: bool) -> list[str]:
+    model, tensor = config.model, config.parallel.tensor
+    length = config.train.sequence_length
+    reasons = _tensor_misfits(model, tensor, length if sequence else None)
+    if not reasons:
+        return []
+    valid = [
+        degree
+        for degree in range(1, model.num_attention_heads + 1)
+        if not _tensor_misfits(model, degree, length if config.parallel.sequence else None)
+    ]
+    near = listing(nearest_numbers(tensor, valid), "or")
+    return [f"parallel.tensor ({tensor}) must {reason}: nearest valid degree {near}" for reason in reasons]
+
+
+def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
+    sizes: Iterable[tuple[str, int]] = (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("model.hidden_size", model.hidden_size),
+        ("model.intermediate_size", model.intermediate_size),
+    )
+    reasons = [f"divide {key} ({value})" for key, value in sizes if value % tensor]
+    kv_heads = model.num_key_value_heads
+    if kv_heads % tensor and tensor % kv_heads:
+        reasons.append(f"divide or be a multiple of model.num_key_value_heads ({kv_heads})")
+    if sequence_length is not None and sequence_length % tensor:
+        reasons.append(f"divide train.sequence_length ({sequence_length}) with parallel.sequence")
+    return reasons
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    train, problems = config.train, []
+    limit = config.model.max_position_embeddings
+    if train.sequence_length > limit and not config.model.extends_positions:
+        problems.append(
+            f"train.sequence_length ({train.sequence_length}) must be at most "
+            f"model.max_position_embeddings ({limit}) without model.rope_scaling"
+        )
+    if config.optimizer.warmup_steps > train.steps:
+        problems.append(
+            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be at most train.steps ({train.steps})"
+        )
+    if train.eval_every and config.data.split_weights[1] == 0:
+        problems.append(
+            f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "
+            f"{train.eval_every}: give it a weight, or set train.eval_every=0"
+        )
+    return problems

@@ -1,0 +1,193 @@
+"""From a recipe and `key=value` overrides to a `Config`, or to every reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from shardwise.config.base import PROBLEMS
+from shardwise.config.root import Config
+from shardwise.config.text import parse_value, parse_yaml
+from shardwise.errors import ConfigError, listing, nearest_name
+
+_RECIPES = Path(__file__).parent.parent / "recipes"
+_SUFFIXES = (".yaml", ".yml")
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.stem for path in _RECIPES.glob("*.yaml"))
+
+
+def recipe_text(recipe: str) -> str:
+    """The YAML of a shipped recipe's name or of a file.
+
+    Raises:
+        ConfigError: for an unknown recipe (nearest named) and an unreadable file.
+    """
+    is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
+    if not is_file and recipe not in recipe_names():
+        near = nearest_name(recipe, recipe_names(), cutoff=0.4)
+        hint = f"did you mean {near}? " if near else ""
+        raise ConfigError(
+            f"unknown recipe {recipe!r}: {hint}shipped recipes are {listing(recipe_names())}; "
+            "a path to your own ends with .yaml"
+        )
+    path = Path(recipe).expanduser() if is_file else _RECIPES / f"{recipe}.yaml"
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe file {recipe}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe file {recipe} cannot be read: {error}") from None
+
+
+def recipe_name(recipe: str) -> str:
+    """The short name of a recipe, which names its runs: `my/llama.yaml` is `llama`."""
+    return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a shipped recipe's name or a YAML file, with `a.b=value` overrides applied.
+
+    Raises:
+        ConfigError: with all problems of the file and the overrides together.
+    """
+    values = parse_yaml(recipe_text(recipe), recipe)
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"the recipe {recipe} must be a mapping of sections: {listing(Config.model_fields)}")
+    problems: list[str] = []
+    for override in overrides:
+        try:
+            _apply(values, override)
+        except ConfigError as error:
+            problems += error.problems
+    return config_from(values, problems)
+
+
+def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Config:
+    """The configuration that a nested mapping describes.
+
+    Raises:
+        ConfigError: with `problems`, found before, and every problem of `values`.
+    """
+    found = list(problems)
+    config = None
+    try:
+        config = Config.model_validate(dict(values))
+    except ValidationError as error:
+        found += [text for details in error.errors(include_url=False) for text in _texts(details)]
+    if found or config is None:
+        raise ConfigError(list(dict.fromkeys(found)))
+    return config
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"the override {override!r} must read key=value, such as train.steps=100")
+    value = parse_value(text, f"the override {override!r}")
+    target = values
+    for key in keys[:-1]:
+        inner = target.get(key)
+        if inner is None:
+            inner = target[key] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{path}: unknown key; {key} is one value and has no keys of its own")
+        target = inner
+    target[keys[-1]] = value
+
+
+def _texts(details: Any) -> list[str]:
+    kind, context = details["type"], details.get("ctx", {})
+    path = ".".join(str(part) for part in details["loc"])
+    value = details["input"]
+    if kind == PROBLEMS:
+        return list(context["problems"])
+    if kind == "default_factory_not_called":
+        return []
+    if kind == "missing":
+        field = _field(details["loc"])
+        return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
+    if kind == "extra_forbidden":
+        return [_unknown(path)]
+    rule = _rule(kind, context, value)
+    shown = f" ({value!r})" if not isinstance(value, (dict, list)) else ""
+    return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
+
+
+def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
+    """How a pydantic error type reads after `quantity (value)`."""
+    fixed = {
+        "float_type": "must be a number",
+        "string_type": "must be text; put it in quotes",
+        "string_too_short": "must not be empty; null leaves it unset",
+        "finite_number": "must be a finite number",
+        "tuple_type": "must be a list of two numbers",
+        "too_short": "must be a list of two numbers",
+        "too_long": "must be a list of two numbers",
+        "model_type": "must be a mapping of keys",
+        "model_attributes_type": "must be a mapping of keys",
+        "dict_type": "must be a mapping of keys",
+    }
+    if kind in fixed:
+        return fixed[kind]
+    if kind == "bool_type":
+        word = str(value).lower()
+        return (
+            f"must be true or false; write {word} without quotes"
+            if word in ("true", "false")
+            else ("must be true or false")
+        )
+    if kind == "int_type":
+        whole = isinstance(value, float) and value.is_integer()
+        return f"must be a whole number; write {int(value)}" if whole else "must be a whole number"
+    if kind == "literal_error":
+        return f"must be {str(context['expected']).replace(chr(39), '')}"
+    for name, (key, words) in _BOUNDS.items():
+        if kind == name:
+            return f"must be {words} {context[key]}"
+    return None
+
+
+_BOUNDS = {
+    "greater_than": ("gt", "greater than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def _unknown(path: str) -> str:
+    paths = _known_paths()
+    leaf = path.rpartition(".")[2]
+    same_leaf = [known for known in paths if known.rpartition(".")[2] == leaf]
+    near = same_leaf[0] if len(same_leaf) == 1 else nearest_name(path, paths)
+    if near:
+        return f"{path}: unknown key; did you mean {near}?"
+    section = path.rpartition(".")[0]
+    known = [name for name in paths if name.rpartition(".")[0] == section]
+    return f"{path}: unknown key; {section or 'the top level'} has {listing(known)}"
+
+
+@cache
+def _known_paths() -> dict[str, FieldInfo]:
+    return dict(_paths(Config, ""))
+
+
+def _paths(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _paths(field.annotation, f"{prefix}{name}.")
+
+
+def _field(location: Sequence[str | int]) -> FieldInfo | None:
+    return _known_paths().get(".".join(str(part) for part in location))

@@ -1,0 +1,37 @@
+"""The whole configuration of a run."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from shardwise.config.base import Section
+from shardwise.config.layout import Layout, check_layout
+from shardwise.config.model import ModelConfig
+from shardwise.config.sections import (
+    DataConfig,
+    LogConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+
+
+class Config(Section):
+    """Everything that a run reads, resolved and immutable."""
+
+    model: ModelConfig = Field(description="what is trained")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="how the model is cut")
+    train: TrainConfig = Field(description="how long and in what portions")
+    optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
+    data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
+    log: LogConfig = Field(default_factory=LogConfig, description="what the run tells")
+
+    def check(self, world: int) -> Layout:
+        """The layout on `world` ranks.
+
+        Raises:
+            ConfigError: with every reason why this configuration cannot run on `world` ranks.
+        """
+        return check_layout(self, world)

@@ -1,0 +1,92 @@
+"""Which fields each rotary-embedding scaling takes (`model.rope_scaling`, as Hugging Face writes it)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.errors import listing, nearest_name
+
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "dynamic": ("original_max_position_embeddings",),
+    "yarn": (
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "truncate",
+    ),
+    "longrope": ("attention_factor", "factor"),
+}
+
+
+def rope_scaling_problems(scaling: Mapping[str, Any], head_dim: int) -> list[str]:
+    """What is wrong with a `rope_scaling` mapping; an empty list when nothing is."""
+    rope_type = scaling.get("rope_type")
+    if rope_type not in _REQUIRED:
+        shown = "is missing" if rope_type is None else f"({rope_type!r}) must be one of {listing(_REQUIRED, 'or')}"
+        if rope_type is None:
+            shown += f": one of {listing(_REQUIRED, 'or')}"
+        return [f"model.rope_scaling.rope_type {shown}"]
+    allowed = ("rope_type", *_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
+    problems = [
+        f"model.rope_scaling.{key} is missing: rope_type {rope_type} needs it"
+        for key in _REQUIRED[rope_type]
+        if scaling.get(key) is None
+    ]
+    for key, value in scaling.items():
+        if key not in allowed:
+            near = nearest_name(str(key), allowed)
+            hint = f"did you mean {near}?" if near else f"rope_type {rope_type} takes {listing(allowed)}"
+            problems.append(f"model.rope_scaling.{key}: unknown key; {hint}")
+        elif key != "rope_type" and value is not None:
+            problems += _value_problems(key, value, head_dim)
+    if not problems and rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        problems.append(
+            f"model.rope_scaling.high_freq_factor ({scaling['high_freq_factor']}) must be greater than "
+            f"model.rope_scaling.low_freq_factor ({scaling['low_freq_factor']})"
+        )
+    if not problems and rope_type == "yarn":
+        fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+        if fast < slow:
+            problems.append(
+                f"model.rope_scaling.beta_fast ({fast}) must be at least model.rope_scaling.beta_slow ({slow})"
+            )
+    return problems
+
+
+def _value_problems(key: str, value: object, head_dim: int) -> list[str]:
+    name = f"model.rope_scaling.{key} ({value!r})"
+    if key in ("short_factor", "long_factor"):
+        if not isinstance(value, list) or not all(_is_number(item) for item in value):
+            return [f"model.rope_scaling.{key} must be a list of numbers"]
+        if len(value) != head_dim // 2:
+            return [
+                f"model.rope_scaling.{key} (length {len(value)}) must have one number per rotary frequency, "
+                f"half of model.head_dim ({head_dim // 2})"
+            ]
+        return []
+    if key == "truncate":
+        return [] if isinstance(value, bool) else [f"{name} must be true or false"]
+    if key == "original_max_position_embeddings":
+        valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return [] if valid else [f"{name} must be a positive integer"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return [f"{name} must be a number"]
+    if key == "factor" and value < 1:
+        return [f"{name} must be at least 1"]
+    return [] if value > 0 else [f"{name} must be greater than 0"]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

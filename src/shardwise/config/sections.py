@@ -1,0 +1,143 @@
+"""The sections beside the model: `parallel.*`, `train.*`, `optimizer.*`, `precision.*`, `data.*` and `log.*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from shardwise.config.base import Section, reject
+
+DtypeName = Literal["float32", "bfloat16"]
+_MAX_SEED = 2**63 - 1
+
+
+class ParallelConfig(Section):
+    """How the model is cut; the data-parallel degree is what remains of the world."""
+
+    tensor: int = Field(default=1, gt=0, description="tensor-parallel degree (TP)")
+    sequence: bool = Field(
+        default=False, description="sequence parallelism between the tensor-parallel regions; no effect at TP 1"
+    )
+
+
+class TrainConfig(Section):
+    """How long and in what portions."""
+
+    steps: int = Field(gt=0, description="optimizer steps of the whole schedule")
+    stop_after: int | None = Field(
+        default=None, gt=0, description="end after this many steps of this run; the schedule stays that of steps"
+    )
+    global_batch: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
+    micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
+    sequence_length: int = Field(gt=0, description="tokens per sequence")
+    seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
+    eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
+    eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
+
+
+class OptimizerConfig(Section):
+    """The update rule, its schedule and its sharding."""
+
+    name: Literal["adamw"] = Field(default="adamw", description="the optimizer")
+    lr: float = Field(gt=0, description="peak learning rate")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup to lr")
+    schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="AdamW's two averaging factors")
+    eps: float = Field(default=1e-8, gt=0, description="added to AdamW's denominator")
+    max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
+    zero: Literal[0, 1] = Field(default=1, description="1 shards optimizer state over data parallelism (ZeRO-1)")
+    bucket_mib: float = Field(default=25.0, gt=0, description="size of a gradient-reduction bucket in MiB")
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        problems = []
+        if self.min_lr > self.lr:
+            problems.append(f"optimizer.min_lr ({self.min_lr}) must be at most optimizer.lr ({self.lr})")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
+        reject(problems)
+        return self
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Resolved dtype names: of parameters (and compute), accumulated gradients, their reduction, optimizer state."""
+
+    parameter: DtypeName
+    gradient: DtypeName
+    reduce: DtypeName
+    optimizer: DtypeName
+
+
+class PrecisionConfig(Section):
+    """Which dtype holds what."""
+
+    mode: Literal["float32", "mixed", "bfloat16"] | None = Field(
+        default=None,
+        description="mixed = bfloat16 with float32 masters; null = float32 on CPU, mixed on accelerators",
+    )
+    gradient: DtypeName | None = Field(default=None, description="accumulated gradients; null = the mode's own")
+    reduce: DtypeName | None = Field(default=None, description="gradient reduction; null = the mode's own")
+    optimizer: DtypeName | None = Field(default=None, description="masters and moments; null = the mode's own")
+
+    def resolved(self, accelerator: bool) -> Precision:
+        """The dtype of each role, where the mode's own may depend on the device."""
+        mode = self.mode or ("mixed" if accelerator else "float32")
+        parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
+        other: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
+        return Precision(parameter, self.gradient or other, self.reduce or other, self.optimizer or other)
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    dataset: Literal["python", "tiny"] = Field(
+        default="python",
+        description="built-in text, used when path is null: python = the standard library's sources and "
+        "documentation, tiny = a small corpus in the package",
+    )
+    path: str | None = Field(default=None, min_length=1, description="your own text file, directory or .jsonl")
+    format: Literal["auto", "text", "jsonl"] = Field(default="auto", description="of path; auto goes by the file name")
+    text_key: str = Field(default="text", min_length=1, description="the field of a .jsonl line that holds the text")
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a tokenizer.json or its folder; null = byte-level BPE of model.vocab_size trained on the data",
+    )
+    split: str = Field(default="95,5", description="weights of the training and evaluation parts")
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        try:
+            train, evaluation = self.split_weights
+            valid = 0 < train < float("inf") and 0 <= evaluation < float("inf")
+        except ValueError:
+            valid = False
+        reject(
+            []
+            if valid
+            else [f"data.split ({self.split!r}) must be two weights, training (above 0) and evaluation, such as 95,5"]
+        )
+        return self
+
+    @property
+    def split_weights(self) -> tuple[float, float]:
+        """Weights of the training and the evaluation part."""
+        train, evaluation = self.split.split(",")
+        return float(train), float(evaluation)
+
+
+class LogConfig(Section):
+    """What a run tells."""
+
+    every: int = Field(default=1, gt=0, description="steps between progress and metrics lines")
+    drift_every: int = Field(
+        default=100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
+    )
+    tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
+    sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
+    sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")

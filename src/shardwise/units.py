@@ -1,0 +1,49 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+_COUNT_SUFFIXES = ("", " k", " M", " B", " T", " P", " E")
+_SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
+
+
+def count(value: float) -> str:
+    """A count in powers of 1,000: `count(5_300_000)` is `5.3 M`; below 1,000 as it is."""
+    return _scaled(value, 1000.0, _COUNT_SUFFIXES)
+
+
+def size(value: float) -> str:
+    """Bytes in powers of 1,024: `size(3 * 2**29)` is `1.5 GiB`."""
+    return _scaled(value, 1024.0, _SIZE_SUFFIXES)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two units that matter: `120 ms`, `12.3 s`, `4 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
+    if seconds < 0:
+        return "-" + duration(-seconds)
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days} d {hours:02d} h"
+
+
+def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
+    if value < 0:
+        return "-" + _scaled(-value, base, suffixes)
+    number, power = float(value), 0
+    while power < len(suffixes) - 1 and number >= base - 0.5:
+        number /= base
+        power += 1
+    if power == 0:
+        text = f"{number:.0f}" if number == int(number) else f"{number:.3g}"
+    else:
+        text = f"{number:.0f}" if number >= 99.95 else f"{number:.1f}"
+    return text + suffixes[power]
