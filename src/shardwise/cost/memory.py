@@ -1,0 +1,141 @@
+"""Bytes that one rank needs at its peak, and bytes of the weights that a run leaves on disk.
+
+Legend: S sequence length, B micro batch, T = S·B tokens, H hidden size, F intermediate size, V vocabulary, L blocks,
+h heads, q = h · head_dim, kv = key/value heads · head_dim, t tensor-parallel degree, s = t under sequence parallelism,
+else 1, d data-parallel degree, a bytes of an activation (those of a parameter).
+"""
+
+from dataclasses import dataclass, fields
+
+from shardwise.config import Config, Layout
+from shardwise.cost.params import DTYPE_BYTES, LocalWidths, local_parameter_count, parameter_count
+
+LOSS_CHUNK_ELEMENTS_CPU = 2**21
+"""Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
+LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
+"""Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
+
+_MIB = 2**20
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank at the peak of a training step, by kind.
+
+    What the process holds before the model is built (interpreter, torch, a device's context) is not part of it.
+
+    Attributes:
+        parameters: the local shards, with the vocabulary's padding.
+        gradients: one for each parameter, in the gradient dtype.
+        optimizer: AdamW's two moments, and a master where the optimizer's dtype is not the parameters'; 1/d with ZeRO.
+        activations: what the backward pass of one micro-batch keeps.
+        loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
+        buffers: rotary tables, a bucket on its way over data parallelism, and the backward pass's own working set.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(size for _, size in self.rows())
+
+    def rows(self) -> list[tuple[str, int]]:
+        """(kind, bytes), in the order in which they are shown."""
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -> MemoryEstimate:
+    """Peak bytes per rank of training `config` without recompute, eagerly executed."""
+    precision = config.precision.resolved(accelerator)
+    elements = local_parameter_count(config.model, layout.tensor)
+    shard = -(-elements // layout.data) if config.optimizer.zero else elements
+    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
+    loss = _loss(config, layout, accelerator)
+    return MemoryEstimate(
+        parameters=elements * DTYPE_BYTES[precision.parameter],
+        gradients=elements * DTYPE_BYTES[precision.gradient],
+        optimizer=moments_and_master * shard * DTYPE_BYTES[precision.optimizer],
+        activations=_activations(config, layout, accelerator),
+        loss=loss,
+        buffers=_buffers(config, layout, accelerator, elements, loss),
+    )
+
+
+def final_weights_bytes(config: Config, accelerator: bool = False) -> int:
+    """Disk that the final Hugging Face folder's weights take, in the dtype that the model computes in."""
+    return parameter_count(config.model) * DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
+
+
+def _activations(config: Config, layout: Layout, accelerator: bool) -> int:
+    """What autograd saves of one micro-batch: L blocks, and the final norm with its output.
+
+    A block's terms, in order:
+
+    | saved                                         | elements            |
+    |-----------------------------------------------|---------------------|
+    | input of the attention norm, its 1/rms        | T·H/s, T/s float32  |
+    | input of QKV (gathered, or the norm's output) | T·H                 |
+    | QKV output: the values are a view of it       | T·(q + 2kv)/t       |
+    | queries and keys after rotation               | T·(q + kv)/t        |
+    | attention output, which is o_proj's input     | T·q/t               |
+    | its log-sum-exp                               | T·h/t float32       |
+    | input of the MLP norm, its 1/rms              | T·H/s, T/s float32  |
+    | input of gate and up                          | T·H                 |
+    | gate and up                                   | T·2F/t              |
+    | silu(gate)                                    | T·F/t               |
+    | silu(gate)·up, which is down_proj's input     | T·F/t               |
+
+    An accelerator's fused RMSNorm saves its input as it is. On a CPU it is made of single operations that save its
+    input and the normalised input, both in float32. A key/value projection that is replicated beyond its heads has kv/t
+    = head_dim.
+    """
+    model, dtype = config.model, config.precision.resolved(accelerator).parameter
+    local, a = LocalWidths.of(model, layout.tensor), DTYPE_BYTES[dtype]
+    tokens = config.train.sequence_length * config.train.micro_batch
+    tokens_between = tokens // (layout.tensor if layout.sequence else 1)
+    norm = tokens_between * (model.hidden_size * (a if accelerator else 2 * _FLOAT32) + _FLOAT32)
+    heads = model.num_attention_heads // layout.tensor
+    attention = model.hidden_size + (local.query + 2 * local.key_value) + (local.query + local.key_value) + local.query
+    mlp = model.hidden_size + 4 * local.intermediate
+    block = 2 * norm + tokens * (a * (attention + mlp) + _FLOAT32 * heads)
+    return model.num_hidden_layers * block + norm + a * tokens_between * model.hidden_size
+
+
+def _loss(config: Config, layout: Layout, accelerator: bool) -> int:
+    """Head and loss: dW in float32 [V/t, H], dx [T/s, H], and a chunk's logits and gathered input with its gradient.
+
+    A chunk's logits are float32; in bfloat16 the matrix product's own output and the gradient handed to the next one
+    stand beside them.
+    """
+    a = DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
+    hidden, rows = config.model.hidden_size, LocalWidths.of(config.model, layout.tensor).vocabulary
+    tokens = config.train.sequence_length * config.train.micro_batch
+    limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
+    tokens_a_row = config.train.micro_batch * (layout.tensor if layout.sequence else 1)
+    chunk = min(tokens, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
+    per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + 2 * a
+    input_gradient = a * tokens // (layout.tensor if layout.sequence else 1) * hidden
+    return _FLOAT32 * rows * hidden + input_gradient + chunk * (rows * per_logit + 2 * a * hidden)
+
+
+def _buffers(config: Config, layout: Layout, accelerator: bool, elements: int, loss: int) -> int:
+    """Rotary tables (cos and sin, float32 [S, head_dim]), a bucket in flight when d > 1, and the backward working set.
+
+    The working set is the largest weight's gradient before it is added up, and a block's gradients of the MLP's
+    product, activation and gate/up with that of its input: T·(4F/t + H). The loss's own memory is gone by then, so only
+    what exceeds it counts.
+    """
+    model, precision = config.model, config.precision.resolved(accelerator)
+    local, a = LocalWidths.of(model, layout.tensor), DTYPE_BYTES[precision.parameter]
+    tokens = config.train.sequence_length * config.train.micro_batch
+    rotary = 2 * _FLOAT32 * config.train.sequence_length * model.head_dim
+    bucket = min(round(config.optimizer.bucket_mib * _MIB), elements * DTYPE_BYTES[precision.reduce])
+    largest = max(local.vocabulary, 2 * local.intermediate, local.query + 2 * local.key_value) * model.hidden_size
+    working = a * (largest + tokens * (4 * local.intermediate + model.hidden_size))
+    return rotary + (bucket if layout.data > 1 else 0) + max(working - loss, 0)

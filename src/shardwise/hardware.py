@@ -1,0 +1,127 @@
+"""What this machine has, asked without torch: accelerators, their peak speed, usable CPUs."""
+
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+
+_TERA = 1e12
+
+
+# Peak dense FLOP/s of one rank's device, in TFLOP/s: (words of the device name, bfloat16, float32).
+# Sparse figures of the data sheets are halved. float32 is the non-tensor-core rate: torch multiplies float32 matrices
+# at full precision ("highest") unless told otherwise, so TF32 would be the wrong denominator. None: the device has no
+# such units (V100 emulates bfloat16). The first row whose words all occur in the name wins: specific rows stand first.
+_PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
+    ("GB200", 2500.0, 80.0),  # NVIDIA GB200 NVL72 data sheet, divided by 72 (bfloat16 without sparsity)
+    ("B200", 2250.0, 75.0),  # NVIDIA HGX B200 data sheet, divided by 8 (bfloat16 without sparsity)
+    ("GH200", 989.5, 67.0),  # NVIDIA GH200 Grace Hopper Superchip data sheet
+    ("H200 NVL", 835.5, 60.0),  # NVIDIA H200 Tensor Core GPU data sheet, NVL column
+    ("H200", 989.5, 67.0),  # NVIDIA H200 Tensor Core GPU data sheet, SXM column
+    ("H100 PCIE", 756.5, 51.2),  # NVIDIA H100 Tensor Core GPU data sheet, PCIe column
+    ("H100 NVL", 835.5, 60.0),  # NVIDIA H100 Tensor Core GPU data sheet, NVL column
+    ("H100", 989.5, 67.0),  # NVIDIA H100 Tensor Core GPU data sheet, SXM column
+    ("H800 PCIE", 756.5, 51.2),  # as H100 PCIe: only FP64 and NVLink differ
+    ("H800", 989.5, 67.0),  # as H100 SXM: only FP64 and NVLink differ
+    ("A100", 312.0, 19.5),  # NVIDIA A100 80GB data sheet, SXM and PCIe alike
+    ("A800", 312.0, 19.5),  # as A100: only NVLink differs
+    ("A30", 165.0, 10.3),  # NVIDIA A30 data sheet
+    ("A10", 125.0, 31.2),  # NVIDIA A10 data sheet
+    ("A10G", 70.0, 35.0),  # NVIDIA A10G data sheet (Amazon EC2 G5)
+    ("L40S", 362.0, 91.6),  # NVIDIA L40S data sheet
+    ("L4", 121.0, 30.3),  # NVIDIA L4 data sheet
+    ("V100 PCIE", None, 14.0),  # NVIDIA V100 data sheet, PCIe column
+    ("V100", None, 15.7),  # NVIDIA V100 data sheet, SXM2 column
+    # A rank on Trainium is one NeuronCore. trn1: a chip has 2 cores and 190 / 47.5 TFLOP/s (AWS Neuron, "Trainium
+    # Architecture"). trn2: a chip has 8 physical cores and 667 / 181 TFLOP/s (AWS Neuron, "Trainium2 Architecture"),
+    # and a rank is by default a logical core made of two of them.
+    ("TRN1", 190.0 / 2, 47.5 / 2),
+    ("TRN2", 667.0 / 4, 181.0 / 4),
+)
+
+
+def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tuple[str, int]:
+    """Kind and number of the accelerators that this process may use: "nvidia", "neuron", or ("cpu", 0) without any.
+
+    Device files are counted, less what `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or `NEURON_RT_NUM_CORES` hide.
+    A torch built for CPU alone ("+cpu" in its version) can use none, whatever the machine holds.
+    """
+    if _torch_is_built_for_cpu():
+        return "cpu", 0
+    gpus = _numbered(dev, "nvidia")
+    if gpus and (count := _visible_gpus(len(gpus))):
+        return "nvidia", count
+    chips = _numbered(dev, "neuron")
+    if chips:
+        return "neuron", _neuron_cores(chips, sys_root)
+    return "cpu", 0
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak dense FLOP/s of one device for matrix products in `dtype` ("bfloat16" or "float32"); None when unknown.
+
+    A slice of a GPU (MIG) has no published peak, so it is unknown too.
+    """
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if "MIG" in words:
+        return None
+    for wanted, bfloat16, float32 in _PEAKS:
+        if words.issuperset(wanted.split()):
+            tera = {"bfloat16": bfloat16, "float32": float32}.get(dtype)
+            return None if tera is None else tera * _TERA
+    return None
+
+
+def cpu_count() -> int:
+    """CPUs that this process may run on: its affinity mask, not the machine's total."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _torch_is_built_for_cpu() -> bool:
+    try:
+        return metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _numbered(dev: Path, prefix: str) -> list[int]:
+    """Numbers N of the device files `prefix`N, sorted; control files such as nvidiactl do not count."""
+    found = (re.fullmatch(rf"{prefix}(\d+)", path.name) for path in dev.glob(f"{prefix}*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _visible_gpus(present: int) -> int:
+    """GPUs left by `CUDA_VISIBLE_DEVICES`; as in CUDA, the list ends at the first entry that names no device."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    count = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        names_a_device = int(entry) < present if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
+        if not names_a_device:
+            break
+        count += 1
+    return count
+
+
+def _neuron_cores(chips: list[int], sys_root: Path) -> int:
+    """Logical NeuronCores: one rank each.
+
+    The driver lists a chip's physical cores under /sys; Trainium2 joins two into a logical core unless
+    `NEURON_LOGICAL_NC_CONFIG` says otherwise. A driver too old to list them is a Trainium1's: 2 cores a chip.
+    """
+    visible = os.environ.get("NEURON_RT_VISIBLE_CORES")
+    if visible:
+        spans = [part.split("-") for part in visible.split(",")]
+        return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
+    if asked := os.environ.get("NEURON_RT_NUM_CORES"):
+        return int(asked)
+    physical = 0
+    for chip in chips:
+        listed = sys_root / f"devices/virtual/neuron_device/neuron{chip}/core_count"
+        physical += int(listed.read_text()) if listed.is_file() else 2
+    cores_per_chip = physical // len(chips)
+    default = "2" if cores_per_chip == 8 else "1"
+    return physical // int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", default))

@@ -1,0 +1,237 @@
+"""A run's folder: its layout on disk and the only code that writes its shared files.
+
+    runs/NAME/
+        config.yaml          as resolved
+        environment.json     versions, commit, command line, devices
+        metrics.jsonl        one event a line
+        ranks/rank-0000.jsonl
+        tensorboard/
+        checkpoints/step-00000100/
+        logs/rank-0000.log
+        results.json
+    runs/latest -> NAME
+
+Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite float is written as the string "nan",
+"inf" or "-inf", which Python's `float()` reads back (null stays free to mean "unknown").
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+RUNS = Path("runs")
+_REDACTED = "(redacted)"
+_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+# Arguments are matched by the end of their name: data.tokenizer and data.text_key are not secrets.
+_SECRET_ARGUMENT = re.compile(r"(?:^|[._-])(?:token|secret|password|(?:api|access|secret)[_-]?key)$", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_VARIABLES_OF_INTEREST = re.compile(
+    r"(?:CUDA|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|OMP|MKL|KMP|OPENBLAS|NEURON|XLA|FI|SLURM|OMPI|PMI|HF|SHARDWISE)_.*"
+    r"|(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)|LD_(?:LIBRARY_PATH|PRELOAD)|TOKENIZERS_PARALLELISM"
+)
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """`value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replaces `path` by `text`, so that a reader or a crash sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None) -> Path:
+    """Reserves and returns `root`/RECIPE-YYYYMMDD-HHMMSS, local time; runs of the same second get -2, -3, …
+
+    `recipe` is a shipped recipe's name or a YAML file, of which the stem counts. The folder is made here, so that two
+    launches at once cannot take the same name.
+    """
+    stamp = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
+    name = re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(recipe).name.removesuffix(".yaml").removesuffix(".yml"))
+    root.mkdir(parents=True, exist_ok=True)
+    attempt = 1
+    while True:
+        path = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            attempt += 1
+        else:
+            return path
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line; each line reaches the file in one write."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(f"{json_text(record)}\n".encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RunDirectory:
+    """The paths and writers of one run. Making the object touches nothing; `create` makes the folders."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.results = self.path / "results.json"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+
+    def rank_metrics(self, rank: int) -> Path:
+        return self.path / "ranks" / f"rank-{rank:04d}.jsonl"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank:04d}.log"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was started here: an empty or merely reserved folder holds none."""
+        return self.config.exists() or self.metrics.exists() or self.results.exists()
+
+    def create(self) -> "RunDirectory":
+        """Makes the folders. ConfigError when the path is no folder or already holds a run."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"--run-dir ({self.path}) must be a folder, it is a file: choose another path")
+        if self.holds_run:
+            raise ConfigError(
+                f"--run-dir ({self.path}) already holds a run: choose a new folder, or leave --run-dir out and "
+                f"one is named {RUNS}/RECIPE-YYYYMMDD-HHMMSS"
+            )
+        for folder in ("ranks", "logs"):
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+        return self
+
+    def mark_latest(self, root: Path = RUNS) -> None:
+        """Points `root`/latest to this run, atomically; the link is relative when the run lies in `root`."""
+        link = root / "latest"
+        if link.exists() and not link.is_symlink():
+            raise ConfigError(f"{link} must be a symbolic link, which each run replaces: move what is there away")
+        root.mkdir(parents=True, exist_ok=True)
+        inside = self.path.resolve().parent == root.resolve()
+        temporary = root / f".latest.{os.getpid()}.tmp"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self.path.name if inside else self.path.resolve(), target_is_directory=True)
+        temporary.replace(link)
+
+    def write_config(self, yaml_text: str) -> None:
+        write_atomic(self.config, yaml_text)
+
+    def write_environment(self, versions: Mapping[str, str | None], devices: Iterable[str], cpus: int) -> None:
+        write_atomic(self.environment, json_text(environment(versions, devices, cpus), indent=2) + "\n")
+
+    def write_results(self, results: Mapping[str, Any]) -> None:
+        write_atomic(self.results, json_text(results, indent=2) + "\n")
+
+
+def environment(versions: Mapping[str, str | None], devices: Iterable[str], cpus: int) -> dict[str, Any]:
+    """Where and how this run was started; secrets are redacted.
+
+    `versions` are of the packages that matter (shardwise, torch, numpy), `devices` one description per rank, `cpus`
+    those that the process may use.
+    """
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time_zone": time.strftime("%Z"),
+        "command": redacted_arguments(sys.argv),
+        "directory": str(Path.cwd()),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": dict(versions),
+        "git": _git_state(Path.cwd()),
+        "cpus": cpus,
+        "devices": list(devices),
+        "variables": {
+            name: _REDACTED if _SECRET_VARIABLE.search(name) else _without_login(value)
+            for name, value in sorted(os.environ.items())
+            if _VARIABLES_OF_INTEREST.fullmatch(name)
+        },
+    }
+
+
+def redacted_arguments(arguments: Iterable[str]) -> list[str]:
+    """A command line whose `name=value` and `--name value` secrets, and log-ins inside URLs, are hidden."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        secret = _SECRET_ARGUMENT.search(name.lstrip("-")) is not None
+        if hide_next:
+            shown.append(_REDACTED)
+        elif secret and equals:
+            shown.append(f"{name}={_REDACTED}")
+        else:
+            shown.append(_without_login(argument))
+        hide_next = secret and not equals and argument.startswith("-")
+    return shown
+
+
+def _without_login(text: str) -> str:
+    return _URL_LOGIN.sub(_REDACTED, text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the repository that holds `folder` and whether tracked files differ from it; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None
