@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: env train test test-all lint typecheck bench
+.PHONY: env train test test-all lint typecheck bench docs
 .DEFAULT_GOAL := test
 
 BIN := .venv/bin
@@ -41,3 +41,7 @@ typecheck: env
 
 bench: env
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# The pages that come from the code; tests/arch fails when they are not current.
+docs: env
+	$(BIN)/python scripts/write_docs.py

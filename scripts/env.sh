@@ -60,6 +60,7 @@ if [ -n "$torch" ]; then
     sed "s/^torch==.*/torch==$torch/" constraints.txt >"$constraints"
 fi
 
+printf 'make env: installing into .venv (the first time takes a minute or more)\n'
 pip() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint "$constraints" "$@"; }
 pip setuptools
 pip --no-build-isolation --editable '.[dev]'

@@ -1,0 +1,48 @@
+"""Write the documentation that comes from the code: docs/configuration.md, from the configuration's own schema."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pydantic
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from shardwise.config import Config
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+All keys of a recipe. `shardwise train RECIPE key=value …` overrides them. `make docs` writes this page from the schema.
+"""
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return "derived"
+    if field.default is PydanticUndefined:
+        return "required"
+    return f"`{json.dumps(field.default)}`"
+
+
+def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        assert field.description, f"{prefix}.{name} has no description"
+        yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
+
+
+def page() -> str:
+    parts = [INTRODUCTION]
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type)
+        assert issubclass(section, pydantic.BaseModel)
+        table = "\n".join(rows(section, name))
+        parts.append(f"## {name}: {field.description}\n\n| key | default | meaning |\n|---|---|---|\n{table}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

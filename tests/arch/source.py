@@ -1,0 +1,70 @@
+"""The package as the architecture tests read it: files, syntax trees, imports, configuration keys."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pydantic
+
+from shardwise.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "shardwise"
+
+
+def package_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def python_files() -> list[Path]:
+    """Every Python file that the project keeps, tests included."""
+    folders = ("src", "tests", "benchmarks", "scripts", "examples")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_names(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all that a file imports; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def dotted(node: ast.expr) -> str | None:
+    """`a.b.c` of an attribute chain, None of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else None
+    return None
+
+
+def attribute_names(path: Path) -> set[str]:
+    return {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def models_of(annotation: object) -> list[type[pydantic.BaseModel]]:
+    """The pydantic models that a field's annotation mentions, unions and Annotated included."""
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    return [model for argument in getattr(annotation, "__args__", ()) for model in models_of(argument)]
+
+
+def config_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        inner = models_of(field.annotation)
+        keys += [key for child in inner for key in config_keys(child, f"{prefix}{name}.")] or [f"{prefix}{name}"]
+    return keys

@@ -1,0 +1,79 @@
+"""The import contracts of pyproject.toml, and the same promise measured: what starts without torch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+
+TORCH_FREE = ("cli", "launch", "config", "cost", "hardware", "runlog", "errors", "units", "data")
+
+RUN_MAIN = """
+import sys
+from shardwise.cli import main
+try:
+    code = main()
+except SystemExit as exit:
+    code = exit.code
+loaded = sorted(name for name in sys.modules if name.partition(".")[0] == "torch")
+if loaded:
+    sys.exit(f"torch was imported: {loaded[:5]}")
+sys.exit(code)
+"""
+
+
+def python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_import_contracts() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_importing_the_package_loads_nothing(tmp_path: Path) -> None:
+    code = "import sys, shardwise; print(*(name for name in sys.modules if name.startswith(('torch', 'shardwise.'))))"
+    result = python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("package", TORCH_FREE)
+def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.modules['torch'] = None; import shardwise.{package}"
+    result = python(code, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["recipes"],
+        ["recipes", "quickstart"],
+        ["train", "llama2-tiny", "--dry-run"],
+    ],
+    ids=" ".join,
+)
+def test_command_runs_without_torch(arguments: list[str], tmp_path: Path) -> None:
+    result = python(RUN_MAIN, *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    assert not list(tmp_path.iterdir()), "the command must leave nothing behind"
+
+
+def test_public_names_resolve() -> None:
+    import shardwise
+
+    for name in shardwise.__all__:
+        assert getattr(shardwise, name).__name__ == name
+    assert set(shardwise.__all__) <= set(dir(shardwise))
+    with pytest.raises(AttributeError, match="no attribute 'Megatron'"):
+        _ = shardwise.Megatron  # type: ignore[attr-defined]

@@ -1,0 +1,81 @@
+"""What the documentation says is so: its code runs, its commands are accepted, its keys and targets exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.write_docs import PAGE, page
+from tests.arch.source import ROOT, config_keys
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+SCRIPTS = {
+    found[1]: block for block in blocks("python") if (found := re.match(r"# (\w+\.py); run it with: torchrun", block))
+}
+COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if "shardwise" in line]
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"zero1.py", "layers.py"} <= set(SCRIPTS)
+    assert len(COMMANDS) > 5
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_readme_script_trains(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
+
+
+def test_readme_commands_are_accepted(tmp_path: Path) -> None:
+    """In the order of the README, in one folder: some lines need what an earlier one wrote. Nothing is trained."""
+    (tmp_path / "corpus.jsonl").write_text('{"text": "some text of my own"}\n' * 1000, encoding="utf-8")
+    for line in COMMANDS:
+        arguments = shlex.split(line, comments=True)
+        arguments = arguments[arguments.index("shardwise") + 1 :]
+        if arguments[0] == "train" and "--dry-run" not in arguments:
+            arguments.append("--dry-run")
+        script = Path(sys.executable).with_name("shardwise")
+        result = subprocess.run([script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+
+
+def test_readme_keys_exist() -> None:
+    sections = "|".join({key.partition(".")[0] for key in config_keys()})
+    prose = re.sub(r"^```python\n.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(rf"\b((?:{sections})\.[a-z_]+)\b", prose))
+    assert named
+    assert named <= set(config_keys())
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):(?!=)", makefile, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)\b", README + CONTRIBUTING, re.MULTILINE))
+    assert {"train", "test"} <= named
+    assert named <= targets
+
+
+def test_generated_page_is_current() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README + CONTRIBUTING)
+    assert links
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert not missing

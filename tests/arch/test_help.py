@@ -1,0 +1,43 @@
+"""The command line is a contract: its help is frozen in tests/arch/help and changes only on purpose.
+
+After a deliberate change, write the snapshots anew: `python tests/arch/test_help.py`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SNAPSHOTS = Path(__file__).with_name("help")
+SCRIPT = Path(sys.executable).with_name("shardwise")
+
+
+def help_of(*command: str) -> str:
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    result = subprocess.run([SCRIPT, *command, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def commands() -> list[str]:
+    """The commands that `shardwise --help` lists."""
+    listed = re.search(r"\{([a-z,]+)\}", help_of())
+    assert listed, "shardwise --help lists its commands as {one,two}"
+    return listed.group(1).split(",")
+
+
+def current() -> dict[str, str]:
+    return {"shardwise": help_of()} | {f"shardwise-{name}": help_of(name) for name in commands()}
+
+
+def test_help_is_frozen() -> None:
+    assert current() == {path.stem: path.read_text(encoding="utf-8") for path in SNAPSHOTS.glob("*.txt")}
+
+
+if __name__ == "__main__":
+    SNAPSHOTS.mkdir(exist_ok=True)
+    for old in SNAPSHOTS.glob("*.txt"):
+        old.unlink()
+    for name, text in current().items():
+        SNAPSHOTS.joinpath(f"{name}.txt").write_text(text, encoding="utf-8")

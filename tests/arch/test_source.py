@@ -1,0 +1,93 @@
+"""Rules of the source that no tool of `make lint` checks."""
+
+import ast
+import re
+
+from tests.arch.source import (
+    PACKAGE,
+    ROOT,
+    attribute_names,
+    config_keys,
+    dotted,
+    imported_names,
+    package_files,
+    place,
+    python_files,
+    tree,
+)
+
+MAX_LINES = 500
+
+
+def is_private_torch(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in rest)
+
+
+def test_private_torch_names_have_one_home() -> None:
+    found = []
+    for path in package_files():
+        if path.name == "_torch_private.py":
+            continue
+        names = list(imported_names(path))
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Attribute) and (name := dotted(node)):
+                names.append((node.lineno, name))
+        found += [f"{place(path, line)} {name}" for line, name in names if is_private_torch(name)]
+    assert not found, "only _torch_private.py may use a private torch name:\n" + "\n".join(found)
+
+
+def test_collectives_have_one_home() -> None:
+    """Only comm.py talks to torch.distributed's collectives: the byte meter sees everything that is sent."""
+    verbs = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "isend", "irecv", "send", "recv")
+    called = re.compile(rf"(dist|distributed)\.({'|'.join(verbs)})(_\w+)?$")
+    found = []
+    for path in package_files():
+        if path.relative_to(PACKAGE).parts[0] in ("comm.py", "comm"):
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and (name := dotted(node.func)) and called.search(name):
+                found.append(f"{place(path, node.lineno)} {name}")
+    assert not found, "call the collectives of comm.py instead:\n" + "\n".join(found)
+
+
+def test_no_vendor_outside_device() -> None:
+    """`torch.accelerator` decides: `cuda` is written in device.py only (hardware.py reads vendors' device files)."""
+    found = []
+    for path in package_files():
+        if path.name in ("device.py", "hardware.py", "_torch_private.py"):
+            continue
+        for node in ast.walk(tree(path)):
+            name = node.attr if isinstance(node, ast.Attribute) else None
+            text = node.value if isinstance(node, ast.Constant) else None
+            if name == "cuda" or (isinstance(text, str) and re.fullmatch(r"cuda(:\d+)?", text)):
+                found.append(place(path, node.lineno))
+    assert not found, "ask shardwise.device instead:\n" + "\n".join(found)
+
+
+def test_files_stay_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in python_files()}
+    long = [f"{place(path, lines)}" for path, lines in lengths.items() if lines > MAX_LINES]
+    assert not long, f"a file of more than {MAX_LINES} lines has more than one subject:\n" + "\n".join(long)
+
+
+def test_nothing_is_unfinished() -> None:
+    words = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    found = [
+        place(path, number)
+        for path in python_files()
+        if path.name != "test_source.py"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if words.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_config_key_has_a_reader() -> None:
+    """A key that nothing reads is a promise that nothing keeps."""
+    read: set[str] = set()
+    for path in package_files():
+        if path.relative_to(PACKAGE).parts[0] != "config":
+            read |= attribute_names(path)
+    unread = [key for key in config_keys() if key.rpartition(".")[2] not in read]
+    assert not unread, f"config keys that nothing outside {PACKAGE.relative_to(ROOT)}/config reads: {unread}"

@@ -1,0 +1,70 @@
+"""The built wheel in a user's own environment: it runs from anywhere and leaves the installed torch alone."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import PACKAGE, ROOT
+
+OURS = ("shardwise", "__editable__", "_virtualenv", "distutils-precedence")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that neither an old build/ gets in nor a new one is left behind."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    target = tmp_path_factory.mktemp("wheel")
+    pip(sys.executable, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(source))
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def user_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that holds torch and the other dependencies, by links, but not shardwise."""
+    folder = tmp_path_factory.mktemp("user")
+    venv.create(folder, with_pip=False, symlinks=True)
+    installed = folder / "installed"
+    installed.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not entry.name.startswith(OURS):
+            (installed / entry.name).symlink_to(entry)
+    (site_packages(folder) / "installed.pth").write_text(f"{installed}\n")
+    return folder
+
+
+def site_packages(environment: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "platbase": str(environment)}))
+
+
+def pip(python: str | Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", "--python", str(python), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_wheel_works_in_a_users_environment(wheel: Path, user_environment: Path, tmp_path: Path) -> None:
+    before = {path.name for path in site_packages(user_environment).iterdir()}
+    pip(user_environment / "bin" / "python", "install", "--no-index", str(wheel))
+    added = {path.name for path in site_packages(user_environment).iterdir()} - before
+    assert {name.partition("-")[0] for name in added} == {"shardwise"}
+
+    for command in (["--help"], ["recipes"], ["train", "llama2-tiny", "--dry-run"]):
+        script = user_environment / "bin" / "shardwise"
+        result = subprocess.run([script, *command], cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.iterdir())
+
+    shipped = site_packages(user_environment) / "shardwise"
+    data = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    missing = [path for path in data if not (shipped / path.relative_to(PACKAGE)).is_file()]
+    assert not missing, f"the wheel lacks {missing}: see [tool.setuptools.package-data]"
