@@ -1,0 +1,7 @@
+"""Data: text becomes tokens once, and tokens become the same batches at any layout. numpy and tokenizers only."""
+
+from shardwise.data.preparation import PreparedData, prepare
+from shardwise.data.sampler import IGNORE, Batch, Sampler, TokenBatches
+from shardwise.data.tokenizer import Tokenizer
+
+__all__ = ["IGNORE", "Batch", "PreparedData", "Sampler", "TokenBatches", "Tokenizer", "prepare"]

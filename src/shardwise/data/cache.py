@@ -1,0 +1,220 @@
+"""The cache of tokenized data: entries that appear whole or not at all, and are checked when opened.
+
+    ROOT/sources/STAMP.json     what a text that has not changed since contains
+    ROOT/tokens/KEY/            tokenizer/, train.bin, eval.bin, manifest.json
+    ROOT/locks/KEY.lock         one process builds an entry, the others wait
+
+Tokens lie back to back as little-endian uint16 or int32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from shardwise.data.sampler import TokenArray
+from shardwise.data.split import PARTS, Part
+from shardwise.errors import DataError
+
+# Belongs to every key: raise it when anything that decides the content of an entry changes.
+FORMAT = 1
+_BLOCK = 1 << 16
+_CHECKED_BLOCKS = 256
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def cache_root(chosen: Path | None = None) -> Path:
+    """`chosen`, else $SHARDWISE_CACHE, else shardwise under $XDG_CACHE_HOME or ~/.cache."""
+    if chosen is not None:
+        return chosen
+    if own := os.environ.get("SHARDWISE_CACHE"):
+        return Path(own).expanduser()
+    general = os.environ.get("XDG_CACHE_HOME")
+    return (Path(general) if general else Path("~/.cache").expanduser()) / "shardwise"
+
+
+@contextlib.contextmanager
+def writing(root: Path) -> Iterator[None]:
+    """Turns a failure to write under `root` into a sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the data cache {root} cannot be written: {error.strerror or error}; "
+            "set SHARDWISE_CACHE to a folder with room"
+        ) from error
+
+
+@contextlib.contextmanager
+def locked(root: Path, key: str) -> Iterator[bool]:
+    """Waits for the only lock on `key`; false where the file system has no locks (then several may build at once)."""
+    with writing(root):
+        path = root / "locks" / f"{key}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    with file:
+        exclusive = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            exclusive = False
+        yield exclusive
+
+
+@dataclass
+class TokenWriter:
+    """Appends tokens to a file and keeps count."""
+
+    file: BinaryIO
+    dtype: np.dtype[Any]
+    tokens: int = 0
+    documents: int = 0
+    _digest: Any = field(default_factory=hashlib.sha256)
+
+    def write(self, ids: list[int]) -> None:
+        content = np.array(ids, dtype=self.dtype).tobytes()
+        self.file.write(content)
+        self._digest.update(content)
+        self.tokens += len(ids)
+
+    def facts(self) -> dict[str, Any]:
+        """The manifest's record of the file, once closed."""
+        return {
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "sha256": self._digest.hexdigest(),
+            "checked": _check_digest(Path(self.file.name)),
+        }
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sound entry of the cache."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer"
+
+    def tokens(self, part: Part) -> TokenArray:
+        """The part's tokens, mapped from the file."""
+        dtype = np.dtype(self.manifest["dtype"])
+        if self.manifest[part]["tokens"] == 0:
+            return np.empty(0, dtype=dtype)
+        return np.memmap(self.path / f"{part}.bin", dtype=dtype, mode="r")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """uint16 where every id fits it, else int32."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
+
+
+def entry_path(root: Path, key: str) -> Path:
+    return root / "tokens" / key
+
+
+def open_entry(root: Path, key: str) -> Entry | None:
+    """The entry, or None where it is absent, truncated or altered."""
+    path = entry_path(root, key)
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        sound = manifest["format"] == FORMAT and tokenizer_digest(path / "tokenizer") == manifest["tokenizer"]
+        itemsize = np.dtype(manifest["dtype"]).itemsize
+        for part in PARTS:
+            file, facts = path / f"{part}.bin", manifest[part]
+            sound = sound and file.stat().st_size == facts["tokens"] * itemsize
+            sound = sound and _check_digest(file) == facts["checked"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Entry(path, manifest) if sound else None
+
+
+@contextlib.contextmanager
+def building(root: Path, key: str, exclusive: bool) -> Iterator[Path]:
+    """A folder to fill, which becomes the entry when the block ends without an error, and vanishes otherwise."""
+    target = entry_path(root, key)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if exclusive:
+        for leftover in target.parent.glob(f".*-{key}-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    unique = f"{key}-{os.getpid()}-{secrets.token_hex(4)}"
+    folder = target.parent / f".building-{unique}"
+    folder.mkdir()
+    try:
+        yield folder
+        if target.exists():
+            damaged = target.parent / f".damaged-{unique}"
+            target.rename(damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
+    """The record that `open_entry` checks the entry against."""
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, **facts}, indent=2) + "\n", encoding="utf-8")
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """A digest of all files of a tokenizer's folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def known_content(root: Path, stamp: str | None) -> str | None:
+    """The content digest that a text with this stamp had."""
+    if stamp is None:
+        return None
+    try:
+        content = json.loads((root / "sources" / f"{stamp}.json").read_text(encoding="utf-8"))["content"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return content if isinstance(content, str) else None
+
+
+def remember_content(root: Path, stamp: str | None, content: str) -> None:
+    """Keeps the content digest of a text for its next use, where the cache may be written: it only saves time."""
+    if stamp is None:
+        return
+    with contextlib.suppress(OSError):
+        path = root / "sources" / f"{stamp}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+        temporary.write_text(json.dumps({"content": content}) + "\n", encoding="utf-8")
+        temporary.replace(path)
+
+
+def _check_digest(path: Path) -> str:
+    """A digest of the whole file up to 16 MiB, of 256 blocks spread evenly over a larger one, first and last included.
+
+    A start must not read 100 GB; truncation and lost pages are found all the same.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _BLOCK * _CHECKED_BLOCKS:
+            digest.update(file.read())
+        else:
+            for number in range(_CHECKED_BLOCKS):
+                file.seek((size - _BLOCK) * number // (_CHECKED_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
