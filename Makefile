@@ -2,7 +2,8 @@
 .PHONY: env train test test-all lint typecheck bench docs
 .DEFAULT_GOAL := test
 
-BIN := .venv/bin
+# Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
+PYTHON_M := .venv/bin/python -m
 # Extra arguments: `make train ARGS="train.steps=50"`, `make test ARGS="-k zero"`.
 ARGS ?=
 export PYTHON
@@ -23,25 +24,25 @@ endif
 	@scripts/env.sh
 
 train: env
-	@$(BIN)/shardwise train quickstart $(LAYOUT) $(ARGS)
+	@.venv/bin/shardwise train quickstart $(LAYOUT) $(ARGS)
 
 test: env
-	$(BIN)/pytest $(ARGS)
+	$(PYTHON_M) pytest $(ARGS)
 
 test-all: env
-	$(BIN)/pytest -m "slow or not slow" $(ARGS)
+	$(PYTHON_M) pytest -m "slow or not slow" $(ARGS)
 
 lint: env
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/lint-imports
+	$(PYTHON_M) ruff check
+	$(PYTHON_M) ruff format --check
+	.venv/bin/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 
 typecheck: env
-	$(BIN)/mypy
+	$(PYTHON_M) mypy
 
 bench: env
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	.venv/bin/python benchmarks/run.py $(ARGS)
 
 # The pages that come from the code; tests/arch fails when they are not current.
 docs: env
-	$(BIN)/python scripts/write_docs.py
+	.venv/bin/python scripts/write_docs.py

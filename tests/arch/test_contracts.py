@@ -32,8 +32,8 @@ def python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 
 def test_import_contracts() -> None:
-    lint = Path(sys.executable).with_name("lint-imports")
-    result = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    result = python(code, "--no-cache", cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
