@@ -1,0 +1,80 @@
+"""The process between the launcher and its ranks: torchrun's elastic agent, without torchrun's wall of text.
+
+`python -m shardwise.launch.agent --nproc N --logs DIR -- COMMAND …` runs COMMAND on N local ranks. The only module of
+this package that imports torch, and only inside `main`. What torch prints about ranks that failed goes to
+DIR/launcher.log; the cause goes to the run's error file, which `local.launch` reads. Ranks inherit this process's own
+standard output and error, so rank 0 still writes to the terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+from shardwise.launch import guard
+from shardwise.launch.environment import ERROR_FILE, PARENT_PID
+from shardwise.launch.failure import read_failure, report_failure, root_cause, signal_name
+from shardwise.runlog import write_atomic
+
+_NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+
+
+def main() -> int:
+    guard.die_with_parent()
+    parser = argparse.ArgumentParser(prog="shardwise.launch.agent")
+    parser.add_argument("--nproc", type=int, required=True)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("command", nargs="+")
+    arguments = parser.parse_args()
+    log_path = arguments.logs / "launcher.log"
+    # Never closed: torch's loggers hold it, and Python's own last words belong there too.
+    sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", buffering=1)
+    code = _run(arguments.command, arguments.nproc, arguments.logs)
+    if log_path.stat().st_size == 0:
+        log_path.unlink()
+    return code
+
+
+def _run(command: list[str], nproc: int, logs: Path) -> int:
+    quiet = _NATIVE_LOG_LEVEL not in os.environ
+    if quiet:
+        os.environ[_NATIVE_LOG_LEVEL] = "ERROR"
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if quiet:
+        del os.environ[_NATIVE_LOG_LEVEL]
+    os.environ[PARENT_PID] = str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    error_file = Path(os.environ[ERROR_FILE])
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        failure = root_cause(read_failure(error_file), exit_codes, logs)
+        write_atomic(error_file, json.dumps(asdict(failure)))
+        return failure.exit_code
+    except SignalException as error:
+        report_failure(0, f"the run was stopped by {signal_name(error.sigval)}; no checkpoint was saved")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

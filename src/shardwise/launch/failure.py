@@ -1,0 +1,84 @@
+"""The first failure of a run, kept in one file: the user sees its cause, not the errors that followed from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardwise.launch.environment import ERROR_FILE
+
+# No error of another rank ends a process by one of these: such a death is the cause, whoever reported first.
+_OWN_DEATHS: dict[int, str] = {
+    signal.SIGKILL: "often: out of memory",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "often: shared memory or a disk is full",
+    signal.SIGILL: "often: a library built for another processor",
+    signal.SIGFPE: "a crash in native code",
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run failed: the rank at fault, the text for the user, and the exit code."""
+
+    rank: int
+    text: str
+    exit_code: int
+
+
+def report_failure(rank: int, text: str, exit_code: int = 1) -> bool:
+    """Record why this rank fails, unless another was first.
+
+    True where a launcher reads the record and shows it; False without one, where the caller must show it itself.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return False
+    with contextlib.suppress(FileExistsError):
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        try:
+            os.write(descriptor, json.dumps(asdict(Failure(rank, text, exit_code))).encode())
+        finally:
+            os.close(descriptor)
+    return True
+
+
+def read_failure(path: Path) -> Failure | None:
+    """The failure that `path` records; None where there is none, or its writer was cut off."""
+    try:
+        return Failure(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def root_cause(reported: Failure | None, exit_codes: Mapping[int, int], logs: Path) -> Failure:
+    """The failure to show, from what a rank reported and how the failed ranks ended (code, or minus the signal).
+
+    A rank that was killed closes its connections, so another may have reported the consequence before anyone saw the
+    cause. The launcher itself ends ranks by SIGTERM, so a death by SIGKILL or a crash is never its doing.
+    """
+    own_deaths = [rank for rank, code in exit_codes.items() if -code in _OWN_DEATHS]
+    if reported is not None and (not own_deaths or reported.rank in own_deaths):
+        return reported
+    rank = (own_deaths or list(exit_codes))[0]
+    return Failure(rank, _ending(rank, exit_codes[rank], logs), 1)
+
+
+def _ending(rank: int, code: int, logs: Path) -> str:
+    log = logs / f"rank-{rank:04d}.log"
+    where = f"; its log: {log}" if log.exists() else ""
+    if code >= 0:
+        return f"rank {rank} ended with exit code {code} and named no reason{where}"
+    hint = _OWN_DEATHS.get(-code)
+    name = signal_name(-code)
+    return f"rank {rank} was killed by {name}{f' ({hint})' if hint else ''}{where}"
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` of 15; real-time signals have numbers alone."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
