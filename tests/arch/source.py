@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pydantic
+from pydantic.fields import FieldInfo
 
 from shardwise.config import Config
 
@@ -62,9 +63,13 @@ def models_of(annotation: object) -> list[type[pydantic.BaseModel]]:
     return [model for argument in getattr(annotation, "__args__", ()) for model in models_of(argument)]
 
 
-def config_keys(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> list[str]:
-    keys = []
+def config_fields(model: type[pydantic.BaseModel] = Config, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every key of a recipe, dotted, with its field."""
+    found = {}
     for name, field in model.model_fields.items():
         inner = models_of(field.annotation)
-        keys += [key for child in inner for key in config_keys(child, f"{prefix}{name}.")] or [f"{prefix}{name}"]
-    return keys
+        for child in inner:
+            found |= config_fields(child, f"{prefix}{name}.")
+        if not inner:
+            found[f"{prefix}{name}"] = field
+    return found

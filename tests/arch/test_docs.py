@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.write_docs import PAGE, page
-from tests.arch.source import ROOT, config_keys
+from tests.arch.source import ROOT, config_fields
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -55,11 +55,11 @@ def test_readme_commands_are_accepted(tmp_path: Path) -> None:
 
 
 def test_readme_keys_exist() -> None:
-    sections = "|".join({key.partition(".")[0] for key in config_keys()})
+    sections = "|".join({key.partition(".")[0] for key in config_fields()})
     prose = re.sub(r"^```python\n.*?^```", "", README, flags=re.MULTILINE | re.DOTALL)
     named = set(re.findall(rf"\b((?:{sections})\.[a-z_]+)\b", prose))
     assert named
-    assert named <= set(config_keys())
+    assert named <= set(config_fields())
 
 
 def test_make_targets_exist() -> None:
