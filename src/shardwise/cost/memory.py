@@ -125,17 +125,17 @@ def _loss(config: Config, layout: Layout, accelerator: bool) -> int:
 
 
 def _buffers(config: Config, layout: Layout, accelerator: bool, elements: int, loss: int) -> int:
-    """Rotary tables (cos and sin, float32 [S, head_dim]), a bucket in flight when d > 1, and the backward working set.
+    """Rotary tables (cos and sin, [S, head_dim / 2] each), a bucket in flight when d > 1, the backward working set.
 
-    The working set is the largest weight's gradient before it is added up, and a block's gradients of the MLP's
-    product, activation and gate/up with that of its input: T·(4F/t + H). The loss's own memory is gone by then, so only
-    what exceeds it counts.
+    The working set is the largest weight's gradient before it is added up, a block's gradient of its MLP input, and
+    those of gate and up, apart and joined, less what was saved for them and is free by then: T·(H + 2F/t). The loss's
+    own memory is gone by then too, so only what exceeds it counts.
     """
     model, precision = config.model, config.precision.resolved(accelerator)
     local, a = LocalWidths.of(model, layout.tensor), DTYPE_BYTES[precision.parameter]
     tokens = config.train.sequence_length * config.train.micro_batch
-    rotary = 2 * _FLOAT32 * config.train.sequence_length * model.head_dim
+    rotary = a * config.train.sequence_length * model.head_dim
     bucket = min(round(config.optimizer.bucket_mib * _MIB), elements * DTYPE_BYTES[precision.reduce])
     largest = max(local.vocabulary, 2 * local.intermediate, local.query + 2 * local.key_value) * model.hidden_size
-    working = a * (largest + tokens * (4 * local.intermediate + model.hidden_size))
+    working = a * (largest + tokens * (2 * local.intermediate + model.hidden_size))
     return rotary + (bucket if layout.data > 1 else 0) + max(working - loss, 0)
