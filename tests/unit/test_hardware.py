@@ -1,0 +1,127 @@
+"""Counting accelerators from device files, and published peaks by device name."""
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from shardwise import hardware
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for accelerators, and none of this machine's own restrictions."""
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cu130")
+    for name in (
+        "CUDA_VISIBLE_DEVICES",
+        "NEURON_RT_VISIBLE_CORES",
+        "NEURON_RT_NUM_CORES",
+        "NEURON_LOGICAL_NC_CONFIG",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+def devices(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+def test_gpus_are_counted_and_control_files_are_not(tmp_path: Path) -> None:
+    dev = devices(tmp_path, "nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-modeset", "null")
+    assert hardware.accelerators(dev) == ("nvidia", 3)
+
+
+def test_a_machine_without_accelerators(tmp_path: Path) -> None:
+    assert hardware.accelerators(devices(tmp_path, "nvidiactl")) == ("cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("0", ("nvidia", 1)),
+        ("1,3", ("nvidia", 2)),
+        ("0,7,1", ("nvidia", 1)),
+        ("GPU-5a1b, GPU-77", ("nvidia", 2)),
+        ("-1", ("cpu", 0)),
+        ("", ("cpu", 0)),
+    ],
+)
+def test_visible_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, expected: tuple[str, int]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware.accelerators(devices(tmp_path, *(f"nvidia{n}" for n in range(4)))) == expected
+
+
+def test_a_torch_built_for_cpu_uses_no_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
+    assert hardware.accelerators(devices(tmp_path, "nvidia0")) == ("cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "variables", "expected"),
+    [
+        (None, {}, 4),
+        (2, {}, 4),
+        (8, {}, 8),
+        (8, {"NEURON_LOGICAL_NC_CONFIG": "1"}, 16),
+        (2, {"NEURON_RT_NUM_CORES": "1"}, 1),
+        (2, {"NEURON_RT_VISIBLE_CORES": "0-2,3"}, 4),
+    ],
+)
+def test_neuron_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int | None, variables: dict[str, str], expected: int
+) -> None:
+    for chip in range(2 if cores else 0):
+        listed = tmp_path / f"sys/devices/virtual/neuron_device/neuron{chip}/core_count"
+        listed.parent.mkdir(parents=True)
+        listed.write_text(f"{cores}\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert hardware.accelerators(devices(tmp_path, "neuron0", "neuron1"), tmp_path / "sys") == ("neuron", expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16", "float32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.5e12, 67e12),
+        ("NVIDIA H100 PCIe", 756.5e12, 51.2e12),
+        ("NVIDIA H100 NVL", 835.5e12, 60e12),
+        ("NVIDIA H200", 989.5e12, 67e12),
+        ("NVIDIA GH200 480GB", 989.5e12, 67e12),
+        ("NVIDIA B200", 2250e12, 75e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA A10", 125e12, 31.2e12),
+        ("NVIDIA A10G", 70e12, 35e12),
+        ("Tesla V100-SXM2-16GB", None, 15.7e12),
+        ("trn1", 95e12, 23.75e12),
+        ("trn2", 166.75e12, 45.25e12),
+    ],
+)
+def test_published_peaks(name: str, bfloat16: float | None, float32: float) -> None:
+    assert hardware.peak_flops(name, "bfloat16") == (None if bfloat16 is None else pytest.approx(bfloat16))
+    assert hardware.peak_flops(name, "float32") == pytest.approx(float32)
+
+
+@pytest.mark.parametrize("name", ["cpu", "", "NVIDIA H1000", "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "AMD Instinct"])
+def test_an_unknown_peak_is_none(name: str) -> None:
+    assert hardware.peak_flops(name, "bfloat16") is None
+
+
+def test_an_unknown_dtype_has_no_peak() -> None:
+    assert hardware.peak_flops("NVIDIA H100", "float8") is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no CPU affinity")
+def test_cpus_are_those_of_the_affinity_mask() -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        assert hardware.cpu_count() == 1
+    finally:
+        os.sched_setaffinity(0, before)
+    assert hardware.cpu_count() == len(before)

@@ -1,0 +1,150 @@
+"""The run directory: names, atomic files, valid JSON, redaction."""
+
+import json
+import math
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from shardwise import runlog
+from shardwise.errors import ConfigError
+from shardwise.runlog import JsonLines, RunDirectory
+
+NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart.yaml", "/some/folder/quickstart.yml"])
+def test_a_run_is_named_after_recipe_and_time(tmp_path: Path, recipe: str) -> None:
+    path = runlog.new_run_path(recipe, tmp_path / "runs", now=NOON)
+    assert path == tmp_path / "runs" / "quickstart-20261121-120005"
+    assert path.is_dir()
+
+
+def test_two_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
+    names = [runlog.new_run_path("a b", tmp_path, now=NOON).name for _ in range(3)]
+    assert names == ["a-b-20261121-120005", "a-b-20261121-120005-2", "a-b-20261121-120005-3"]
+
+
+def test_paths(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    assert not run.path.exists()
+    assert run.rank_metrics(7) == tmp_path / "run/ranks/rank-0007.jsonl"
+    assert run.log(12) == tmp_path / "run/logs/rank-0012.log"
+    assert run.checkpoint(100) == tmp_path / "run/checkpoints/step-00000100"
+    assert run.create().path.is_dir()
+
+
+def test_a_reserved_folder_is_free_and_a_used_one_is_not(tmp_path: Path) -> None:
+    run = RunDirectory(runlog.new_run_path("quickstart", tmp_path))
+    run.create().create()
+    run.write_config("model: {}\n")
+    with pytest.raises(ConfigError, match=r"--run-dir \(.*\) already holds a run: choose a new folder"):
+        RunDirectory(run.path).create()
+
+
+def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match="must be a folder"):
+        RunDirectory(tmp_path / "notes.txt").create()
+
+
+def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for name in ("one", "two"):
+        RunDirectory(root / name).create().mark_latest(root)
+    assert (root / "latest").readlink() == Path("two")
+    outside = RunDirectory(tmp_path / "elsewhere").create()
+    outside.mark_latest(root)
+    assert (root / "latest").readlink() == outside.path
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "one", "two"]
+
+
+def test_latest_that_is_a_real_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(ConfigError, match="must be a symbolic link"):
+        RunDirectory(tmp_path / "one").create().mark_latest(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "results.json"
+    runlog.write_atomic(path, "old")
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        runlog.write_atomic(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_lines_are_on_disk_at_once_and_are_only_appended(tmp_path: Path) -> None:
+    path = tmp_path / "ranks" / "rank-0000.jsonl"
+    with JsonLines(path) as lines:
+        lines.write({"step": 1, "loss": 0.1 + 0.2})
+        assert path.read_text() == '{"step": 1, "loss": 0.30000000000000004}\n'
+    with JsonLines(path) as lines:
+        lines.write({"step": 2})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_non_finite_numbers_are_valid_json_that_float_reads_back(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = [math.nan, math.inf, -math.inf, None, 1.5]
+    read = json.loads(runlog.json_text({"values": values, "path": tmp_path}), parse_constant=refuse)
+    assert read == {"values": ["nan", "inf", "-inf", None, 1.5], "path": str(tmp_path)}
+    assert math.isnan(float(read["values"][0]))
+
+
+def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["shardwise", "train", "quickstart", "data.tokenizer=t.json", "hub.token=abc"])
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("HF_ENDPOINT", "https://me:word@example.org/models")
+    monkeypatch.setenv("MY_DIARY", "private")
+    run = RunDirectory(tmp_path / "run").create()
+    run.write_environment({"shardwise": "0.1.0", "torch": "2.13.0", "numpy": None}, ["cpu", "cpu"], 2)
+    text = run.environment.read_text()
+    read = json.loads(text)
+    assert read["versions"] == {"shardwise": "0.1.0", "torch": "2.13.0", "numpy": None}
+    assert read["devices"] == ["cpu", "cpu"]
+    assert read["cpus"] == 2
+    assert read["git"] is None
+    assert read["command"] == ["shardwise", "train", "quickstart", "data.tokenizer=t.json", "hub.token=(redacted)"]
+    assert read["variables"]["HF_TOKEN"] == "(redacted)"
+    assert read["variables"]["NCCL_DEBUG"] == "WARN"
+    assert read["variables"]["HF_ENDPOINT"] == "https://(redacted)@example.org/models"
+    for secret in ("hf_abcdef", "abc", "word@", "private"):
+        assert secret not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["--api-key", "abc", "next"], ["--api-key", "(redacted)", "next"]),
+        (["--token=abc"], ["--token=(redacted)"]),
+        (["data.text_key=body"], ["data.text_key=body"]),
+        (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
+        (["password", "visible"], ["password", "visible"]),
+    ],
+)
+def test_secrets_on_the_command_line(given: list[str], shown: list[str]) -> None:
+    assert runlog.redacted_arguments(given) == shown
+
+
+def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "file").write_text("1")
+    git("init", "--quiet")
+    git("add", "file")
+    git("commit", "--quiet", "--message", "first")
+    monkeypatch.chdir(tmp_path)
+    state = runlog.environment({}, [], 1)["git"]
+    assert len(state["commit"]) == 40
+    assert state["modified"] is False
+    (tmp_path / "file").write_text("2")
+    assert runlog.environment({}, [], 1)["git"]["modified"] is True

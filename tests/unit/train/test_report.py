@@ -1,0 +1,290 @@
+"""What a run prints and writes, with one rank and with another, on a terminal and off it."""
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardwise.config import Config, Layout, config_from
+from shardwise.cost import expected_memory, flops_per_token, parameter_count
+from shardwise.runlog import RunDirectory
+from shardwise.train import report
+from shardwise.train.report import Reporter, StepRecord, Throughput
+
+STEP_FIELDS = [
+    "event", "step", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
+    "samples_per_second", "mfu", "step_seconds", "peak_memory_bytes",
+]  # fmt: skip
+
+
+def config(**log: Any) -> Config:
+    return config_from(
+        {
+            "model": {
+                "family": "llama",
+                "vocab_size": 512,
+                "hidden_size": 64,
+                "intermediate_size": 176,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 4,
+            },
+            "parallel": {"tensor": 2, "sequence": True},
+            "train": {"steps": 100, "global_batch": 8, "micro_batch": 2, "sequence_length": 32},
+            "optimizer": {"lr": 1e-3},
+            "precision": {"mode": "float32"},
+            "log": log,
+        }
+    )
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values = {
+        "step": step,
+        "loss": 1 / 3,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "param_norm": 10.0,
+        "tokens": step * 256,
+        "samples": step * 8,
+        "seconds": 0.5,
+        "peak_memory_bytes": 1000,
+    }
+    return StepRecord(**(values | changes))
+
+
+def reporter(
+    path: Path, chosen: Config | None = None, *, rank: int = 0, device_name: str = "cpu", **options: Any
+) -> tuple[Reporter, io.StringIO]:
+    chosen = chosen or config()
+    layout = Layout(4, tensor=2, sequence=True)
+    stream = io.StringIO()
+    made = Reporter(
+        RunDirectory(path / "run"),
+        chosen,
+        layout,
+        rank,
+        device_name=device_name,
+        precision=chosen.precision.resolved(False),
+        parameters=parameter_count(chosen.model),
+        memory=expected_memory(chosen, layout),
+        stream=stream,
+        **options,
+    )
+    return made, stream
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_summary_names_every_quantity(tmp_path: Path) -> None:
+    made, stream = reporter(tmp_path)
+    with made:
+        made.start()
+    text = stream.getvalue()
+    for expected in (
+        f"({parameter_count(config().model):,})",
+        "800 × 32 tokens = 25,600 tokens",
+        "2 micro batch × 2 accumulation × 2 DP = 8 global batch",
+        "TP 2 + sequence × PP 1 × DP 2 = 4 ranks, ZeRO-1",
+        "cpu, float32",
+        "expected on each rank",
+        str(tmp_path / "run"),
+    ):
+        assert expected in text
+
+
+def test_metrics_have_the_contracts_fields(tmp_path: Path) -> None:
+    made, _ = reporter(tmp_path)
+    with made:
+        made.start()
+        made.step(record(1))
+        made.evaluation(1, 2.5, math.exp(2.5))
+        made.warning("slow disk")
+        made.step(record(2, loss=math.nan))
+        made.stop("signal SIGTERM")
+    events = lines(tmp_path / "run/metrics.jsonl")
+    assert [event["event"] for event in events] == ["start", "step", "eval", "warning", "step", "stop"]
+    assert list(events[1]) == STEP_FIELDS
+    assert events[1]["loss"] == 1 / 3
+    assert (events[1]["tokens_per_second"], events[1]["samples_per_second"], events[1]["mfu"]) == (512.0, 16.0, None)
+    assert events[2] == {"event": "eval", "step": 1, "loss": 2.5, "perplexity": math.exp(2.5)}
+    assert events[3]["text"] == "slow disk"
+    assert events[4]["loss"] == "nan"
+    assert (events[5]["step"], events[5]["reason"]) == (2, "signal SIGTERM")
+
+
+def test_mfu_of_a_known_device(tmp_path: Path) -> None:
+    made, _ = reporter(tmp_path, device_name="NVIDIA H100 80GB HBM3")
+    with made:
+        made.start()
+        made.step(record(1))
+    expected = flops_per_token(config().model, 32) * 512 / (4 * 67e12)
+    assert lines(tmp_path / "run/metrics.jsonl")[1]["mfu"] == pytest.approx(expected)
+
+
+def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> None:
+    made, stream = reporter(tmp_path, rank=3)
+    with made:
+        made.start()
+        made.step(record(1))
+        made.evaluation(1, 2.5, 12.2)
+        made.warning("slow disk")
+        made.message("hello")
+        made.finish()
+    assert stream.getvalue() == ""
+    files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files == ["ranks/rank-0003.jsonl"]
+    assert lines(tmp_path / "run/ranks/rank-0003.jsonl") == [
+        {"step": 1, "step_seconds": 0.5, "peak_memory_bytes": 1000}
+    ]
+
+
+def test_log_every_thins_files_but_keeps_the_last_step(tmp_path: Path) -> None:
+    made, _ = reporter(tmp_path, config(every=30))
+    with made:
+        made.start()
+        for step in range(1, 101):
+            made.step(record(step))
+    for name in ("metrics.jsonl", "ranks/rank-0000.jsonl"):
+        steps = [line["step"] for line in lines(tmp_path / "run" / name) if line.get("event", "step") == "step"]
+        assert steps == [30, 60, 90, 100]
+
+
+def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    made, stream = reporter(tmp_path)
+    with made:
+        made.start()
+        for step in range(1, 101):
+            made.step(record(step))
+    printed = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split("/")[0] for line in printed] == [f"step {step:>3}" for step in (1, *range(5, 101, 5))]
+    assert "\x1b" not in stream.getvalue()
+    for expected in ("100/100", "done", "500 ms/step", "loss 0.3333", "lr 1.00e-03", "512 tokens/s", "800 samples"):
+        assert expected in printed[-1]
+
+
+def test_a_slow_run_still_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, stream = reporter(tmp_path)
+    now = 0.0
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now)
+    with made:
+        made.start()
+        for step in range(1, 5):
+            now += 200.0
+            made.step(record(step))
+    printed = [line.split()[1] for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert printed == ["1/100", "3/100"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_a_terminal_gets_lines_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(
+        report, "Console", lambda file, **options: Console(file=file, force_terminal=True, width=width, **options)
+    )
+    made, stream = reporter(tmp_path)
+    with made:
+        made.start()
+        made.step(record(50))
+        assert made._progress is not None
+        shown = Console(width=width, file=io.StringIO(), record=True)
+        shown.print(made._progress)
+    printed = shown.export_text().splitlines()
+    assert len(printed) == (1 if width == 160 else 2)
+    assert max(map(len, printed)) <= width
+    assert printed[0].startswith("step  50/100")
+    assert "loss 0.3333" in printed[-1]
+    assert all(drawn in stream.getvalue() for drawn in ("╭─", " shardwise ", "╰─"))
+
+
+def test_results(tmp_path: Path) -> None:
+    made, stream = reporter(tmp_path)
+    with made:
+        made.start()
+        for step in range(1, 101):
+            made.step(record(step, seconds=1.0 if step <= 50 else 0.25))
+        made.evaluation(100, 1.5, math.exp(1.5))
+        returned = made.finish({"sample": "def f():"})
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert results == json.loads(json.dumps(returned))
+    assert results["parameters"] == parameter_count(config().model)
+    assert results["layout"] == {
+        "ranks": 4, "tensor": 2, "sequence": True, "pipeline": 1, "data": 2, "zero": 1,
+    }  # fmt: skip
+    assert (results["final_loss"], results["final_eval_loss"]) == (1 / 3, 1.5)
+    assert results["samples_per_second"] == {"average": 800 / 62.5, "peak": 32.0}
+    assert results["tokens_per_second"] == {"average": 800 * 32 / 62.5, "peak": 1024.0}
+    assert results["sample"] == "def f():"
+    assert results["time_to_train_seconds"] > 0
+    assert "evaluation perplexity 4.48" in stream.getvalue()
+    assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "finished"
+
+
+def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
+    chosen = config()
+    train = chosen.train.model_copy(update={"stop_after": 5})
+    made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}), steps_before=20)
+    with made:
+        made.start()
+        for step in range(21, 26):
+            made.step(record(step))
+        made.finish()
+    assert "this run stops at 25" in stream.getvalue()
+    assert "25/25" in stream.getvalue()
+    assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "stop_after"
+
+
+def test_an_error_is_recorded_as_the_reason(tmp_path: Path) -> None:
+    made, _ = reporter(tmp_path)
+
+    def fail() -> None:
+        with made:
+            made.start()
+            made.step(record(7))
+            raise RuntimeError("loss is nan\nat layer 3")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    stop = lines(tmp_path / "run/metrics.jsonl")[-1]
+    assert (stop["event"], stop["step"], stop["reason"]) == ("stop", 7, "failed: RuntimeError: loss is nan")
+
+
+def test_tensorboard_scalars(tmp_path: Path) -> None:
+    made, _ = reporter(tmp_path)
+    with made:
+        made.start()
+        made.step(record(1))
+        made.evaluation(1, 2.5, 12.0)
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss", "train/lr", "train/grad_norm", "train/param_norm", "train/tokens_per_second",
+        "train/samples_per_second", "train/step_seconds", "eval/loss", "eval/perplexity",
+    }  # fmt: skip
+    assert events.Scalars("train/tokens_per_second")[0].value == 512.0
+
+
+def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
+    made, _ = reporter(tmp_path, config(tensorboard=False))
+    with made:
+        made.start()
+        made.step(record(1))
+    assert not (tmp_path / "run/tensorboard").exists()
+
+
+def test_throughput_is_a_mean_over_the_last_ten_steps() -> None:
+    throughput = Throughput(samples_per_step=8)
+    assert (throughput.recent, throughput.average, throughput.peak) == (0.0, 0.0, 0.0)
+    throughput.add(10.0)
+    assert throughput.peak == throughput.average == 0.8
+    for _ in range(9):
+        throughput.add(1.0)
+    assert throughput.recent == 80 / 19
+    throughput.add(1.0)
+    assert throughput.recent == 8.0
+    assert throughput.peak == 8.0
+    assert throughput.average == 88 / 20
