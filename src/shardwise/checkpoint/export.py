@@ -1,0 +1,97 @@
+"""A model as a Hugging Face folder: `safetensors` shards, `config.json`, tokenizer files. `transformers` loads it as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.checkpoint.canonical import canonical
+from shardwise.config import LlamaConfig
+from shardwise.mesh import Mesh
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def export_hugging_face(
+    model: nn.Module,
+    config: LlamaConfig,
+    mesh: Mesh,
+    folder: Path,
+    *,
+    tokenizer: Path | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the whole model from however many ranks; collective over the tensor-parallel ranks.
+
+    Data-parallel replica 0's first tensor-parallel rank writes, one shard of at most `max_shard_bytes` at a time (a larger tensor
+    has one to itself). The folder appears complete or not at all. `tokenizer`: a folder whose files are copied along.
+    """
+    if mesh.dp.rank == 0:
+        tensors = canonical(model, mesh)
+        if mesh.tp.rank == 0:
+            partial = folder.with_name(f".{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            _write_weights(tensors, partial, max_shard_bytes)
+            dtype = next(model.parameters()).dtype
+            (partial / "config.json").write_text(json.dumps(hugging_face_config(config, dtype), indent=2) + "\n")
+            for file in sorted(tokenizer.iterdir()) if tokenizer else ():
+                shutil.copy(file, partial / file.name)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(partial, folder)
+        else:
+            for _ in tensors:
+                pass
+    comm.barrier(mesh.world)
+
+
+def hugging_face_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The model's `config.json`."""
+    fields = config.model_dump(mode="json", exclude={"family"})
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **fields,
+    }
+
+
+def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> None:
+    shard: dict[str, Tensor] = {}
+    written: list[dict[str, int]] = []
+    held = 0
+
+    def flush() -> None:
+        nonlocal held
+        save_file(shard, folder / f"part-{len(written)}", metadata={"format": "pt"})
+        written.append({name: t.numel() * t.element_size() for name, t in shard.items()})
+        shard.clear()
+        held = 0
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > max_shard_bytes:
+            flush()
+        shard[name] = tensor.cpu().contiguous()
+        held += size
+    flush()
+    if len(written) == 1:
+        os.replace(folder / "part-0", folder / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05}-of-{len(written):05}.safetensors" for i in range(len(written))]
+    for i, name in enumerate(names):
+        os.replace(folder / f"part-{i}", folder / name)
+    index = {
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in written)},
+        "weight_map": {tensor: name for name, sizes in zip(names, written, strict=True) for tensor in sizes},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,270 @@
+"""Collectives over explicit groups. Nothing else in the package calls `torch.distributed`'s collectives.
+
+Whatever communicates is given its `Group`; there is no current one. At group size 1 every collective is the
+identity, so a model without parallelism runs the same code. The autograd functions hold communication only: matmuls stay
+native operators, which lets `torch.compile`, recompute and zero-bubble schedules take a model apart.
+
+Shapes: `dim 0` is the one that is gathered and scattered (activations are sequence-first, `x_SBH`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.mesh import Group, Meter
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# torch 2.13 renamed these two and warns about the old names, which are the only ones that older releases know.
+_all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _call(meter: Meter, operation: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Run a collective, and keep its time where the meter asks for it."""
+    if torch.compiler.is_compiling() or not meter.timed:
+        return operation(*args, **kwargs)
+    start = time.perf_counter()
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        meter.seconds += time.perf_counter() - start
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# ---- collectives on plain tensors
+
+
+class Pending:
+    """A collective under way; `wait()` returns its result. `finish` runs once, after the last byte arrived."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None, finish: Callable[[], None] | None = None) -> None:
+        self._result, self._work, self._finish = result, work, finish
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return self._result
+
+
+def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
+    """Reduce over the group, in place. `op`: sum or max."""
+    if group.size > 1:
+        group.count("all_reduce", _bytes(tensor))
+        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        _call(group.meter, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
+    return tensor
+
+
+def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
+    """Start a sum over the group, in place."""
+    if group.size == 1:
+        return Pending(tensor)
+    group.count("all_reduce", _bytes(tensor))
+    return Pending(tensor, cast(dist.Work, dist.all_reduce(tensor, group=group.process_group, async_op=True)))
+
+
+def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Tensor:
+    """Concatenate the ranks' tensors along dim 0: `[n, …]` on each of g ranks → `[g·n, …]`.
+
+    `local` may be this rank's own slice of `out`: then nothing is copied on this rank.
+    """
+    if group.size == 1:
+        return local if out is None else out
+    whole = local.new_empty((local.shape[0] * group.size, *local.shape[1:])) if out is None else out
+    group.count("all_gather", _bytes(whole))
+    _call(group.meter, _all_gather_into, whole, local.contiguous(), group=group.process_group)
+    return whole
+
+
+def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
+    """Start an all-gather into `out`."""
+    if group.size == 1:
+        return Pending(out)
+    group.count("all_gather", _bytes(out))
+    return Pending(out, _call(group.meter, _all_gather_into, out, local, group=group.process_group, async_op=True))
+
+
+def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+    """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`."""
+    if group.size == 1:
+        return whole
+    if whole.shape[0] % group.size:
+        raise ValueError(f"dim 0 ({whole.shape[0]}) must be a multiple of the group's size ({group.size})")
+    out = whole.new_empty((whole.shape[0] // group.size, *whole.shape[1:]))
+    return reduce_scatter_async(whole.contiguous(), group, out=out, overlap=False).wait()
+
+
+def reduce_scatter_async(whole: Tensor, group: Group, *, out: Tensor, overlap: bool = True) -> Pending:
+    """Start a reduce-scatter into `out`, which may be this rank's own slice of `whole`."""
+    if group.size == 1:
+        return Pending(out)
+    group.count("reduce_scatter", _bytes(whole))
+    pg = group.process_group
+    if not group.scatter_by_all_to_all:
+        work = _call(group.meter, _reduce_scatter_into, out, whole, group=pg, async_op=overlap)
+        return Pending(out, work if overlap else None)
+    parts = torch.empty_like(whole)
+    work = _call(group.meter, dist.all_to_all_single, parts, whole, group=pg, async_op=overlap)
+
+    def finish() -> None:
+        torch.sum(parts.view(group.size, *out.shape), dim=0, out=out)
+
+    return Pending(out, work if overlap else None, finish)
+
+
+def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
+    """Copy the tensor of the rank at index `source` of the group to all, in place."""
+    if group.size > 1:
+        group.count("broadcast", _bytes(tensor))
+        _call(group.meter, dist.broadcast, tensor, src=group.ranks[source], group=group.process_group)
+    return tensor
+
+
+def all_gather_objects(value: _R, group: Group) -> list[_R]:
+    """Every rank's picklable value, in group order. For reports and agreements, never on the hot path."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of the group is here."""
+    if group.size > 1:
+        dist.barrier(group=group.process_group)
+
+
+# ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_(grads[0].contiguous().clone(), ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return all_reduce_(x.contiguous().clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grads[0], ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.group), None
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        parts = all_gather(x.unsqueeze(0), group)
+        return torch.cat(parts.unbind(0), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size, dim=-1)[ctx.group.rank].contiguous(), None
+
+
+class _SplitLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        parts = all_gather(grads[0].unsqueeze(0), ctx.group)
+        return torch.cat(parts.unbind(0), dim=-1), None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size, dim=0)[group.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.group), None
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
+    return x if group.size == 1 else cast(Tensor, function.apply(x, group))
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Identity; its gradient is summed over the group. Enters a region whose ranks each use all of `x`."""
+    return _apply(_CopyToGroup, x, group)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group; the gradient passes unchanged. Leaves a region whose ranks each hold a partial sum."""
+    return _apply(_ReduceFromGroup, x, group)
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """`[S/g, …]` → `[S, …]` along dim 0; the gradient is reduce-scattered (each rank used all of it)."""
+    return _apply(_GatherSequence, x, group)
+
+
+def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
+    """`[S, …]` partial sums → `[S/g, …]` sums along dim 0; the gradient is gathered."""
+    return _apply(_ScatterSum, x, group)
+
+
+def split_sequence(x: Tensor, group: Group) -> Tensor:
+    """`[S, …]`, equal on all ranks → this rank's `[S/g, …]`; the gradient is gathered."""
+    return _apply(_SplitSequence, x, group)
+
+
+def gather_last(x: Tensor, group: Group) -> Tensor:
+    """`[…, N/g]` → `[…, N]`; each rank keeps its own part of the gradient (the result is used alike by all)."""
+    return _apply(_GatherLast, x, group)
+
+
+def split_last(x: Tensor, group: Group) -> Tensor:
+    """`[…, N]`, equal on all ranks → this rank's `[…, N/g]`; the gradient is gathered."""
+    return _apply(_SplitLast, x, group)

@@ -1,0 +1,59 @@
+"""The one place that knows which accelerator there is. Everything else is written against the device it returns."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def local_device() -> torch.device:
+    """This process's device: the accelerator at `LOCAL_RANK`, or the CPU where the machine has none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(torch.accelerator.current_accelerator(check_available=True).type, index)  # type: ignore[union-attr]
+
+
+def backend(device: torch.device) -> str:
+    """The process-group backend of a device: gloo for the CPU, NCCL for CUDA, the accelerator's own elsewhere."""
+    return dist.get_default_backend_for_device(device)
+
+
+def name(device: torch.device) -> str:
+    """The device's product name, as its driver gives it; `cpu` for the CPU."""
+    if device.type == "cpu":
+        return "cpu"
+    properties = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(properties(device)) if properties is not None else device.type
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was asked of it; the CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes held since the process began: allocated on an accelerator, resident on the CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on whichever device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def has_fused_adamw(device: torch.device) -> bool:
+    """Whether AdamW has a fused kernel there (`torch.optim.AdamW(fused=True)`)."""
+    return device.type in ("cpu", "cuda")

@@ -1,0 +1,150 @@
+"""The mesh of ranks: axes `[pp, dp, tp]`, tensor-parallel neighbours at stride 1.
+
+Rank = (pp · DP + dp) · TP + tp, so that a tensor-parallel group sits inside one node and its links. The mesh is an argument
+wherever it is needed; nothing holds a current one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwise import device as devices
+
+
+@dataclass
+class Meter:
+    """Bytes that each kind of collective puts on this rank's wire, by the ring formulas, with calls and seconds.
+
+    With n ranks and a whole tensor of b bytes: all-reduce 2·b·(n-1)/n; all-gather, reduce-scatter and all-to-all
+    b·(n-1)/n; broadcast b·(n-1)/n. Seconds are kept only while `timed` is set, for a synchronous view of the cost.
+    """
+
+    bytes: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    timed: bool = False
+
+    def reset(self) -> None:
+        self.bytes.clear()
+        self.calls.clear()
+        self.seconds = 0.0
+
+
+class Group:
+    """Ranks that communicate along one axis of the mesh, and this rank's place among them.
+
+    `ranks` are global ranks in group order; `rank` is this process's index in it. A group of one has no process group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, name: str = "") -> None:
+        self.name = name
+        self.process_group = process_group
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(process_group)) if process_group else (0,)
+        self.rank: int = dist.get_rank(process_group) if process_group else 0
+        self.size: int = len(self.ranks)
+        self.meter = Meter()
+        self._subgroups: dict[int, Group] = {}
+        # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
+        # time (benchmarks/collectives.py). Other backends have a native one.
+        self.scatter_by_all_to_all = bool(process_group) and dist.get_backend(process_group) == dist.Backend.GLOO
+
+    def __repr__(self) -> str:
+        return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
+
+    @staticmethod
+    def of(group: Group | dist.ProcessGroup | None) -> Group:
+        """A `Group` from what a user may pass: one of ours, a process group, or None for a group of one."""
+        return group if isinstance(group, Group) else Group(group)
+
+    @staticmethod
+    def world(name: str = "world") -> Group:
+        """All ranks of the job; a group of one where no process group was initialised."""
+        ready = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return Group(dist.group.WORLD if ready else None, name=name)
+
+    def split(self, size: int) -> Group:
+        """The run of `size` consecutive ranks of this group that holds this rank. Made once, by its members only."""
+        if self.size % size:
+            raise ValueError(f"subgroup size ({size}) must divide the group's size ({self.size})")
+        if size == self.size:
+            return self
+        if size not in self._subgroups:
+            first = self.rank // size * size
+            members = list(self.ranks[first : first + size])
+            made = dist.new_group(members, use_local_synchronization=True) if size > 1 else None
+            self._subgroups[size] = Group(made, name=f"{self.name}/{size}")
+        return self._subgroups[size]
+
+    @property
+    def meters(self) -> dict[str, Meter]:
+        """This group's meter and those of its subgroups, by group name."""
+        return {self.name: self.meter} | {g.name: g.meter for g in self._subgroups.values()}
+
+    def count(self, kind: str, whole_bytes: int) -> None:
+        if torch.compiler.is_compiling():
+            return
+        factor = 2 if kind == "all_reduce" else 1
+        self.meter.bytes[kind] += factor * whole_bytes * (self.size - 1) // self.size
+        self.meter.calls[kind] += 1
+
+
+class Mesh:
+    """Ranks of the job arranged as `[pipeline, data, tensor]`, as this rank sees them.
+
+    Args:
+        tensor: tensor-parallel degree TP.
+        pipeline: pipeline degree PP. The data-parallel degree is world / (TP × PP).
+        device: where this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
+
+    Attributes:
+        tp, dp, pp: the groups of this rank along each axis. world: all ranks. device_mesh: the `DeviceMesh` below
+        (None for a single process).
+
+    Raises:
+        ValueError: the world size is no multiple of TP × PP.
+    """
+
+    def __init__(self, *, tensor: int = 1, pipeline: int = 1, device: torch.device | str | None = None) -> None:
+        self.device = torch.device(device) if device is not None else devices.local_device()
+        self.world = Group.world()
+        if self.world.size % (tensor * pipeline):
+            raise ValueError(
+                f"world size ({self.world.size}) must be a multiple of tensor × pipeline ({tensor} × {pipeline})"
+            )
+        self.device_mesh = None
+        if self.world.size == 1:
+            self.tp, self.dp, self.pp = Group(name="tp"), Group(name="dp"), Group(name="pp")
+            return
+        shape = (pipeline, self.world.size // (tensor * pipeline), tensor)
+        self.device_mesh = dist.init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+        pp, dp, tp = (
+            Group(self.device_mesh.get_group(axis) if size > 1 else None, name=axis)
+            for axis, size in zip(("pp", "dp", "tp"), shape, strict=True)
+        )
+        self.tp, self.dp, self.pp = tp, dp, pp
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Every axis of the mesh, then the world."""
+        return (self.tp, self.dp, self.pp, self.world)
+
+    def __repr__(self) -> str:
+        return f"Mesh(pp={self.pp.size}, dp={self.dp.size}, tp={self.tp.size}, rank={self.world.rank}, {self.device})"
+
+
+def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
+    """Join the job that the launcher's variables describe (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`); alone, do nothing.
+
+    `timeout`: seconds after which a collective whose peers never come is an error.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return
+    where = device if device is not None else devices.local_device()
+    kwargs = {"device_id": where} if where.type != "cpu" else {}
+    dist.init_process_group(devices.backend(where), timeout=timedelta(seconds=timeout), **kwargs)

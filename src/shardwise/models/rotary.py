@@ -1,0 +1,125 @@
+"""Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings that Hugging Face configurations name.
+
+Legend: S sequence, B batch, n heads, d head width. The two halves of a head are the two coordinates of each pair.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardwise.config import LlamaConfig
+
+
+def frequencies(config: LlamaConfig, sequence_length: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair, `[d/2]` in float32, and the factor on cosine and sine.
+
+    `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence); `yarn`
+    (arXiv:2309.00071); `longrope` (arXiv:2402.13753); `llama3` (wavelengths beyond the original context stretched).
+    """
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type", "default")
+    d, base, longest = config.head_dim, config.rope_theta, config.max_position_embeddings
+    if kind == "dynamic":
+        trained = scaling.get("original_max_position_embeddings") or longest
+        stretch = scaling["factor"] * max(sequence_length, trained) / trained - (scaling["factor"] - 1)
+        base *= stretch ** (d / (d - 2))
+    plain = 1.0 / base ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d)
+    if kind == "linear":
+        return plain / scaling["factor"], 1.0
+    if kind == "yarn":
+        return _yarn(plain, base, d, longest, scaling)
+    if kind == "longrope":
+        return _longrope(plain, longest, sequence_length, scaling)
+    if kind == "llama3":
+        return _llama3(plain, scaling), 1.0
+    return plain, 1.0
+
+
+def _yarn(plain: Tensor, base: float, d: int, longest: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    trained = scaling.get("original_max_position_embeddings") or longest
+    factor = scaling["factor"]
+
+    def turns_to_pair(turns: float) -> float:
+        return d * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = turns_to_pair(scaling.get("beta_fast") or 32), turns_to_pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, d - 1)
+    high = high if high != low else high + 0.001
+    stretched = ((torch.arange(d // 2).float() - low) / (high - low)).clamp(0, 1)
+    inverse = plain / factor * stretched + plain * (1 - stretched)
+    if scaling.get("attention_factor") is not None:
+        return inverse, float(scaling["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return inverse, mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return inverse, mscale(1.0)
+
+
+def _longrope(plain: Tensor, longest: int, sequence_length: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+    trained = scaling["original_max_position_embeddings"]
+    factor = scaling.get("factor") or longest / trained
+    chosen = scaling["long_factor" if sequence_length > trained else "short_factor"]
+    inverse = plain / torch.tensor(chosen, dtype=torch.float32)
+    if scaling.get("attention_factor") is not None:
+        return inverse, float(scaling["attention_factor"])
+    return inverse, math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+
+
+def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain / scaling["factor"] * (1 - kept) + plain * kept
+
+
+class Rotary:
+    """Cosine and sine tables `[S, 1, 1, d/2]`, made once for each sequence length, device and dtype."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        self._config = config
+        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def tables(self, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables for positions 0 … S-1 on the device and in the dtype of `like`."""
+        key = (sequence_length, like.device, like.dtype)
+        if key not in self._tables:
+            inverse, factor = frequencies(self._config, sequence_length)
+            angles = torch.outer(torch.arange(sequence_length).float(), inverse).view(sequence_length, 1, 1, -1)
+            cos, sin = (f(angles).mul(factor).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+            self._tables[key] = (cos, sin)
+        return self._tables[key]
+
+
+class _Rotate(torch.autograd.Function):
+    """Turn each pair by its angle; the gradient turns back. Nothing but the tables is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, -1.0), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    left = (first * cos).addcmul_(second, sin, value=-sign)
+    right = (second * cos).addcmul_(first, sin, value=sign)
+    return torch.cat((left, right), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[S, B, n, d]` turned by its position's angles; tables `[S, 1, 1, d/2]`."""
+    return cast(Tensor, _Rotate.apply(x, cos, sin))

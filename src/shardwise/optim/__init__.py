@@ -1,0 +1,6 @@
+"""Optimizers over sharded state, and learning-rate schedules."""
+
+from shardwise.optim.schedule import learning_rate
+from shardwise.optim.zero import ZeroRedundancyOptimizer
+
+__all__ = ["ZeroRedundancyOptimizer", "learning_rate"]

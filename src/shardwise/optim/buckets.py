@@ -1,0 +1,193 @@
+"""Flat buckets: parameters, gradients and masters one after the other in memory, cut evenly over the data-parallel ranks.
+
+A parameter's `.data` and `.grad` become views into the bucket, so that one collective moves many of them and nothing is copied.
+Rank r of n owns elements `[r·N/n, (r+1)·N/n)` of a bucket of N (padded to divide).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm, placement
+from shardwise.comm import Group, Pending
+
+ALIGNMENT = 32
+"""Elements to which each parameter's start is aligned."""
+
+
+def _aligned(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+class Bucket:
+    """Some parameters of one parameter group and dtype.
+
+    Attributes:
+        gradients, values: flat buffers of all N elements; `parameters[i]` and its gradient are views at `offsets[i]`.
+        owned: this rank's part. gradient: the owned part of `gradients`. master: the owned part in the optimizer's dtype
+        (the parameters' own memory where the dtypes agree).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: Group,
+        *,
+        shard: bool,
+        gradient_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        optimizer_dtype: torch.dtype,
+    ) -> None:
+        self.parameters, self.group = list(parameters), group
+        self.sharded = shard and group.size > 1
+        self.offsets, end = [], 0
+        for p in self.parameters:
+            self.offsets.append(end)
+            end += _aligned(p.numel(), ALIGNMENT)
+        parts = group.size if self.sharded else 1
+        self.numel = _aligned(end, ALIGNMENT * parts)
+        first = parameters[0]
+        self.gradients = torch.zeros(self.numel, dtype=gradient_dtype or first.dtype, device=first.device)
+        self.values = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+        self.reduce_dtype = reduce_dtype or self.gradients.dtype
+        share = self.numel // parts
+        start = share * group.rank if self.sharded else 0
+        self.owned = slice(start, start + share)
+        self._gradient_views = [
+            self.gradients[o : o + p.numel()].view(p.shape) for p, o in zip(self.parameters, self.offsets, strict=True)
+        ]
+        for p, o in zip(self.parameters, self.offsets, strict=True):
+            view = self.values[o : o + p.numel()].view(p.shape)
+            view.copy_(p.detach())
+            p.data = view
+            if p.grad is not None:
+                self.gradients[o : o + p.numel()].view(p.shape).copy_(p.grad)
+                p.grad = None
+            if self.gradients.dtype != p.dtype:
+                p.grad_dtype = self.gradients.dtype
+        self.attach_gradients()
+        self.gradient = self.gradients[self.owned]
+        mine = self.values[self.owned]
+        self.master = nn.Parameter(mine if mine.dtype == optimizer_dtype else mine.to(optimizer_dtype))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was said to be ready or reduced."""
+        self.reduced = False
+        self.ready: set[int] = set()
+        self._pending: Pending | None = None
+
+    def attach_gradients(self) -> None:
+        """Make every `.grad` the bucket's view again."""
+        for p, view in zip(self.parameters, self._gradient_views, strict=True):
+            p.grad = view
+
+    def adopt(self, index: int) -> None:
+        """Take over a gradient that autograd made anew because somebody had dropped or replaced the view."""
+        p, view = self.parameters[index], self._gradient_views[index]
+        if p.grad is view:
+            return
+        if p.grad is None:
+            view.zero_()
+        elif p.grad.data_ptr() != view.data_ptr():
+            view.copy_(p.grad)
+        p.grad = view
+
+    def check_views(self) -> None:
+        """Raise if somebody gave a parameter other memory, where an update would not reach it."""
+        for p, o in zip(self.parameters, self.offsets, strict=True):
+            if p.data_ptr() != self.values.data_ptr() + o * self.values.element_size():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(p.shape)} was moved after its optimizer was made "
+                    "(model.to(…), load_state_dict(assign=True)); make the optimizer afterwards"
+                )
+
+    # ---- one optimizer step
+
+    def start_reduction(self) -> None:
+        """Start summing gradients over the group: a reduce-scatter into the owned part, or an all-reduce."""
+        for index in range(len(self.parameters)):
+            self.adopt(index)
+        self.reduced = True
+        if self.group.size == 1:
+            return
+        wire = self.gradients.to(self.reduce_dtype)
+        if self.sharded:
+            self._pending = comm.reduce_scatter_async(wire, self.group, out=wire[self.owned])
+        else:
+            self._pending = comm.all_reduce_async(wire, self.group)
+
+    def finish_reduction(self) -> None:
+        """Wait for the sum; it is then in `gradient`."""
+        if self._pending is not None:
+            total = self._pending.wait()
+            self._pending = None
+            if total.dtype != self.gradient.dtype:
+                self.gradient.copy_(total)
+
+    def start_gather(self) -> Pending | None:
+        """Bring the updated master back to the parameters and start sending it to the group."""
+        mine = self.values[self.owned]
+        if mine.data_ptr() != self.master.data_ptr():
+            mine.copy_(self.master.detach())
+        return comm.all_gather_async(mine, self.group, out=self.values) if self.sharded else None
+
+    def gradient_of(self) -> Tensor:
+        """The owned part of the gradients."""
+        return self.gradient
+
+    def master_of(self) -> Tensor:
+        """The owned part of the masters."""
+        return self.master.detach()
+
+    # ---- where the model's elements lie in the owned part
+
+    def owned_runs(self, index: int, box: placement.Box) -> list[tuple[int, int]]:
+        """A box of parameter `index`, as `(start, length)` runs of the owned part."""
+        runs = []
+        for offset, length in box.runs(tuple(self.parameters[index].shape)):
+            low = max(self.offsets[index] + offset, self.owned.start)
+            high = min(self.offsets[index] + offset + length, self.owned.stop)
+            if low < high:
+                runs.append((low - self.owned.start, high - low))
+        return runs
+
+
+def make_buckets(
+    parameters: Sequence[nn.Parameter],
+    group: Group,
+    cap_bytes: float,
+    *,
+    shard: bool,
+    gradient_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    optimizer_dtype: torch.dtype,
+) -> list[Bucket]:
+    """Buckets of at most `cap_bytes` of gradients (a larger parameter has one to itself).
+
+    Filled from the last parameter to the first, about the order in which a backward pass finishes their gradients.
+    """
+    made: list[list[nn.Parameter]] = []
+    filled: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], float]] = {}
+    for p in reversed(parameters):
+        size = p.numel() * (gradient_dtype or p.dtype).itemsize
+        current, used = filled.get((p.dtype, p.device), ([], float("inf")))
+        if used + size > cap_bytes:
+            current, used = [], 0.0
+            made.append(current)
+        current.append(p)
+        filled[(p.dtype, p.device)] = (current, used + size)
+    return [
+        Bucket(
+            members,
+            group,
+            shard=shard,
+            gradient_dtype=gradient_dtype,
+            reduce_dtype=reduce_dtype,
+            optimizer_dtype=optimizer_dtype,
+        )
+        for members in made
+    ]

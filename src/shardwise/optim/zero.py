@@ -1,0 +1,370 @@
+"""ZeRO-1: optimizer state cut over the data-parallel ranks (arXiv:1910.02054 §5.1).
+
+With n data-parallel ranks and P parameters on this rank, a step moves what plain data parallelism moves: a reduce-scatter of P
+gradients and an all-gather of P parameters, each `P·(n-1)/n`. Each rank updates P/n elements and keeps only their state.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise import comm, placement
+from shardwise.mesh import Group, Mesh
+from shardwise.optim.buckets import ALIGNMENT, Bucket, make_buckets
+from shardwise.optim.elementwise import require_elementwise
+
+
+class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+    """Wrap an elementwise `torch.optim` class so that each data-parallel rank keeps 1/n of its state.
+
+    Before: `torch.optim.AdamW(model.parameters(), lr=1e-4)`. After:
+    `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)`. Then `backward()`, `step()`, `zero_grad()` as
+    usual; `step()` averages the gradients over the group, clips, updates, and brings the parameters back in step. What a
+    parameter's placement says is still partial (a norm under sequence parallelism, a replicated K/V head) is summed too.
+
+    Any number of `backward()` calls may come before one `step()`; gradients add up exactly. To overlap the reduction with the last
+    of them, put the others under `with optimizer.accumulate():` (or the last under `accumulate(last=True)`).
+
+    `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient is 0.
+    At group size 1 there is no communication and the result is that of the wrapped class.
+
+    Args:
+        params: parameters, or parameter groups with options of the wrapped class.
+        optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, ….
+        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its part.
+        grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm`.
+        group: the data-parallel ranks; default: `mesh`'s, else the world.
+        mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
+        gradient_dtype: of accumulated gradients (default: the parameter's). reduce_dtype: on the wire (default: as accumulated).
+        shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
+        average: False sums gradients over the group instead.
+        bucket_mib: gradients that travel together, in MiB.
+        defaults: options of the wrapped class.
+
+    Raises:
+        ValueError: a class that is not elementwise; parameters that DDP or FSDP already manage; a cut model without `mesh`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        optimizer_dtype: torch.dtype = torch.float32,
+        grad_clipping: bool = True,
+        max_norm: float = 1.0,
+        group: Group | dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
+        gradient_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        shard: bool = True,
+        average: bool = True,
+        bucket_mib: float = 25.0,
+        **defaults: Any,
+    ) -> None:
+        require_elementwise(optimizer_class, defaults)
+        self.optimizer_class = optimizer_class
+        self.grad_clipping, self.max_norm = grad_clipping, max_norm
+        self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else Group.world("dp")
+        self._world = mesh.world if mesh is not None else self.group
+        self._has_mesh = mesh is not None
+        self.shard, self._average = shard, average
+        self._bucket_bytes = bucket_mib * 2**20
+        self._dtypes = {
+            "optimizer_dtype": optimizer_dtype,
+            "gradient_dtype": gradient_dtype,
+            "reduce_dtype": reduce_dtype,
+        }
+        self._defaults = defaults
+        self._inner: torch.optim.Optimizer | None = None
+        self.buckets: list[Bucket] = []
+        self._at: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        self._frozen: list[nn.Parameter] = []
+        self._overlapping = False
+        self._checked_wrappers = False
+        self._norms: Tensor | None = None
+        probe = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults)
+        super().__init__(params, probe.defaults)
+
+    # ---- construction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as `torch.optim.Optimizer.add_param_group`; its parameters move into buckets of their own."""
+        super().add_param_group(param_group)
+        options = self.param_groups[-1]
+        trainable = [p for p in options["params"] if p.requires_grad]
+        self._frozen += [p for p in options["params"] if not p.requires_grad]
+        self._check(trainable)
+        buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, **self._dtypes)  # type: ignore[arg-type]
+        for bucket in buckets:
+            for index, p in enumerate(bucket.parameters):
+                self._at[p] = (bucket, index)
+                if self.group.size > 1:
+                    p.register_post_accumulate_grad_hook(self._on_gradient)
+        inner = {**options, "params": [b.master for b in buckets]}
+        if self._inner is None:
+            self._inner = self.optimizer_class([inner], **self._defaults)
+        else:
+            self._inner.add_param_group(inner)
+        self.buckets += buckets
+        self._partial, self._counted = self._find_partial(), self._find_counted()
+
+    def _check(self, parameters: list[nn.Parameter]) -> None:
+        for p in parameters:
+            if hasattr(p, "device_mesh"):
+                raise ValueError(
+                    "a parameter is a DTensor (FSDP or DTensor parallelism): its owner already shards it; "
+                    "give the optimizer a model of plain parameters"
+                )
+            record = placement.of(p)
+            if record is not None and record.group.size > 1 and not self._has_mesh:
+                raise ValueError(
+                    f"a parameter is cut over {record.group.size} tensor-parallel ranks: give mesh= so that the "
+                    "data-parallel group and the gradient norm are the model's"
+                )
+        _refuse_wrapped(parameters)
+
+    def _find_partial(self) -> dict[Group, list[Tensor]]:
+        """By group: the owned parts of gradients that must still be summed over it."""
+        found: dict[Group, list[Tensor]] = {}
+        for bucket in self.buckets:
+            for index, p in enumerate(bucket.parameters):
+                for piece in placement.of_or_whole(p).pieces:
+                    if piece.partial and piece.copies.size > 1:
+                        runs = bucket.owned_runs(index, piece.local)
+                        views = [bucket.gradient[start : start + length] for start, length in runs]
+                        found.setdefault(piece.copies, []).extend(views)
+        return found
+
+    def _find_counted(self) -> list[tuple[float, list[tuple[Bucket, int, int]]]]:
+        """Runs of owned elements by their weight in a norm: 1 / (ranks that hold the same element)."""
+        found: dict[float, list[tuple[Bucket, int, int]]] = {}
+        for bucket in self.buckets:
+            copies = 1 if bucket.sharded else bucket.group.size
+            for index, p in enumerate(bucket.parameters):
+                for piece in placement.of_or_whole(p).pieces:
+                    runs = found.setdefault(1.0 / (copies * piece.copies.size), [])
+                    for start, length in bucket.owned_runs(index, piece.local):
+                        # What lies between two aligned neighbours is 0 for ever, so one run may cover both.
+                        if runs and runs[-1][0] is bucket and 0 <= start - sum(runs[-1][1:]) < ALIGNMENT:
+                            start, length = runs[-1][1], start + length - runs.pop()[1]
+                        runs.append((bucket, start, length))
+        return [(weight, runs) for weight, runs in found.items() if runs]
+
+    # ---- when gradients are ready
+
+    @contextmanager
+    def accumulate(self, *, last: bool = False) -> Iterator[None]:
+        """Backward passes inside only accumulate; the first one after it, or one under `last=True`, overlaps its reduction."""
+        self._overlapping = last
+        try:
+            yield
+        except BaseException:
+            self._overlapping = False
+            raise
+        self._overlapping = not last
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        bucket, _ = self._at[parameter]  # type: ignore[index]
+        if bucket.reduced:
+            raise RuntimeError(
+                "backward() came after this step's gradients were reduced: put all but the step's last backward() "
+                "under `with optimizer.accumulate():`"
+            )
+        if self._overlapping:
+            self.gradient_ready(parameter)  # type: ignore[arg-type]
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Say that a parameter's gradient is complete for this step. A full bucket starts its reduction at once.
+
+        Buckets start in one order on every rank, whatever the order of the calls.
+        """
+        bucket, index = self._at[parameter]
+        bucket.ready.add(index)
+        for candidate in self.buckets:
+            if candidate.reduced:
+                continue
+            if len(candidate.ready) < len(candidate.parameters):
+                break
+            candidate.start_reduction()
+
+    def reduce_gradients(self) -> None:
+        """Finish this step's gradients: each rank then has the sum (not yet averaged or clipped) of what it owns."""
+        if self._norms is not None:
+            return
+        if not self._checked_wrappers:
+            _refuse_wrapped(list(self._at))
+            self._checked_wrappers = True
+        if any(p.grad is not None for p in self._frozen):
+            raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
+        self._overlapping = False
+        for bucket in self.buckets:
+            bucket.check_views()
+            if not bucket.reduced:
+                bucket.start_reduction()
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        for group, views in self._partial.items():
+            if views:
+                total = comm.all_reduce_(torch.cat(views), group)
+                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
+                    view.copy_(part)
+        self._norms = self._measure()
+
+    @torch.no_grad()
+    def _measure(self) -> Tensor:
+        device = self.buckets[0].values.device if self.buckets else torch.device("cpu")
+        squares = torch.zeros(2, dtype=torch.float32, device=device)
+        for weight, runs in self._counted:
+            for column, flat in enumerate((Bucket.gradient_of, Bucket.master_of)):
+                norm = torch.nn.utils.get_total_norm([flat(b)[start : start + n] for b, start, n in runs])
+                squares[column] += weight * norm.float().square()
+        norms = comm.all_reduce_(squares, self._world).sqrt()
+        norms[0] *= self._scale
+        return norms
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / self.group.size if self._average else 1.0
+
+    def norms(self) -> tuple[Tensor, Tensor]:
+        """L2 norms of the whole model's gradient (before clipping) and parameters, on every rank; reduces gradients first."""
+        self.reduce_gradients()
+        assert self._norms is not None
+        return self._norms[0], self._norms[1]
+
+    # ---- the torch.optim interface
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Reduce, clip, update, and share the new parameters. The gradients are 0 afterwards."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradient_norm, _ = self.norms()
+        factor: Tensor | float = self._scale
+        if self.grad_clipping:
+            factor = (self.max_norm / (gradient_norm + 1e-6)).clamp(max=1.0) * factor
+        self._update(factor)
+        self.zero_grad()
+        return loss
+
+    def _update(self, factor: Tensor | float) -> None:
+        assert self._inner is not None
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in outer.items() if key != "params"})
+        scaling = not (isinstance(factor, float) and factor == 1.0)
+        for bucket in self.buckets:
+            gradient = bucket.gradient.to(bucket.master.dtype)
+            bucket.master.grad = gradient.mul_(factor) if scaling else gradient
+        self._inner.step()
+        for bucket in self.buckets:
+            bucket.master.grad = None
+        gathers = [bucket.start_gather() for bucket in self.buckets]
+        for gather in gathers:
+            if gather is not None:
+                gather.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set gradients to 0. They stay views into the buckets, so `set_to_none` changes nothing but frozen parameters."""
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            bucket.attach_gradients()
+            bucket.reset()
+        for p in self._frozen:
+            p.grad = None
+        self._norms = None
+
+    def refresh_masters(self) -> None:
+        """Take the parameters' present values as masters, after weights were loaded into a model of another dtype."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.master.copy_(bucket.values[bucket.owned])
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state: of the wrapped class, the masters, the options, and the layout they belong to."""
+        assert self._inner is not None
+        inner = self._inner.state_dict()
+        options = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        groups = [{**outer, "params": g["params"]} for outer, g in zip(options, inner["param_groups"], strict=True)]
+        return {
+            "state": inner["state"],
+            "param_groups": groups,
+            "masters": [b.master.detach() for b in self.buckets],
+            "layout": self._layout(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave on the same rank of the same layout.
+
+        Raises:
+            ValueError: the state belongs to another layout, bucket size or model.
+        """
+        assert self._inner is not None
+        found, wanted = state_dict.get("layout"), self._layout()
+        if found != wanted:
+            raise ValueError(f"optimizer state is of layout {found}, which must be this optimizer's {wanted}")
+        self._inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+        for outer, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            outer.update({k: v for k, v in loaded.items() if k != "params"})
+        with torch.no_grad():
+            for bucket, master in zip(self.buckets, state_dict["masters"], strict=True):
+                bucket.master.copy_(master)
+            for gather in [bucket.start_gather() for bucket in self.buckets]:
+                if gather is not None:
+                    gather.wait()
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "rank": self.group.rank if self.shard else 0,
+            "ranks": self.group.size if self.shard else 1,
+            "buckets": [b.numel for b in self.buckets],
+        }
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes on this rank by kind: masters and the wrapped class's state, and how many of them are padding."""
+        assert self._inner is not None
+        state = sum(
+            t.numel() * t.element_size()
+            for s in self._inner.state.values()
+            for t in s.values()
+            if isinstance(t, Tensor) and t.dim()
+        )
+        separate = sum(
+            b.master.numel() * b.master.element_size()
+            for b in self.buckets
+            if b.master.data_ptr() != b.values[b.owned].data_ptr()
+        )
+        masters = sum(b.master.numel() for b in self.buckets)
+        mine = sum(n for b in self.buckets for i, p in enumerate(b.parameters) for _, n in _whole_runs(b, i, p))
+        per_element = (state + separate) / max(masters, 1)
+        return {"state": state, "masters": separate, "padding": round((masters - mine) * per_element)}
+
+
+def _whole_runs(bucket: Bucket, index: int, parameter: nn.Parameter) -> list[tuple[int, int]]:
+    return bucket.owned_runs(index, placement.Box.whole(tuple(parameter.shape)))
+
+
+def _refuse_wrapped(parameters: list[nn.Parameter]) -> None:
+    mine = {id(p) for p in parameters}
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
+            raise ValueError(
+                "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
+                "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
+            )

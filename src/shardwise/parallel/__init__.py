@@ -1,0 +1,25 @@
+"""Sharded layers and losses. Each holds its local shard as a plain parameter and communicates over the group it is given."""
+
+from shardwise.parallel.embedding import ParallelEmbedding
+from shardwise.parallel.head import ParallelLMHead
+from shardwise.parallel.linear import (
+    ColumnParallelLinear,
+    GQAQKVColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
+from shardwise.parallel.loss import linear_cross_entropy, parallel_cross_entropy
+from shardwise.parallel.norm import LayerNorm, RMSNorm
+
+__all__ = [
+    "ColumnParallelLinear",
+    "GQAQKVColumnParallelLinear",
+    "LayerNorm",
+    "MergedColumnParallelLinear",
+    "ParallelEmbedding",
+    "ParallelLMHead",
+    "RMSNorm",
+    "RowParallelLinear",
+    "linear_cross_entropy",
+    "parallel_cross_entropy",
+]

@@ -1,0 +1,77 @@
+"""Token embedding cut along the vocabulary (Megatron-LM, arXiv:1909.08053 §3)."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+from shardwise import comm, placement
+from shardwise.mesh import Group
+from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name
+
+
+class ParallelEmbedding(nn.Module):
+    """Rows of an embedding table shared out over a group: rank r holds `ceil(V/g)` rows, the last ones padded with zeros.
+
+    Forward: ids `[S, B]`, equal on every rank → `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled`. Each rank
+    looks up the ids that it holds and gives 0 for the others; the sum over the group is exact. Communicates an all-reduce,
+    or with sequence parallelism a reduce-scatter (its gradient: an all-gather). Padding rows receive no gradient.
+
+    `padding_idx`: an id whose row receives no gradient.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.group = group = Group.of(options.get("group"))
+        self.num_embeddings, self.padding_idx = num_embeddings, padding_idx
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        piece = placement.rows(full_name(name, "weight", seed), (num_embeddings, embedding_dim), group, init)
+        self.weight = placement.make_parameter(
+            (-(-num_embeddings // group.size), embedding_dim),
+            (piece,),
+            group,
+            seed=seed,
+            device=options.get("device"),
+            dtype=options.get("dtype"),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return F.embedding(ids, self.weight, self.padding_idx)
+        self._check(ids)
+        held = self.weight.shape[0]
+        first = self.group.rank * held
+        local = ids - first
+        elsewhere = (local < 0) | (local >= held)
+        padding = None
+        if self.padding_idx is not None and first <= self.padding_idx < first + held:
+            padding = self.padding_idx - first
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        leave = comm.scatter_sum_sequence if self.sequence_parallel_enabled else comm.reduce_from_group
+        return leave(found, self.group)
+
+    def _check(self, ids: Tensor) -> None:
+        """On a CPU, where looking costs nothing, refuse ids that no rank holds, as `torch.nn.functional.embedding` does."""
+        if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.num_embeddings:
+            raise IndexError(f"id ({low if low < 0 else high}) must be in [0, {self.num_embeddings})")
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings} rows, weight={tuple(self.weight.shape)} of {self.group}"

@@ -1,0 +1,278 @@
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv:1909.08053 §3; sequence parallelism: arXiv:2205.05198 §4.2.2).
+
+Shapes per rank, g = group size: S sequence, B batch, I input features, O output features. Activations are sequence-first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict, Unpack
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+from shardwise import comm, placement
+from shardwise.mesh import Group
+from shardwise.placement import Init
+
+DEFAULT_INIT = Init.normal(0.02)
+
+
+class LayerOptions(TypedDict, total=False):
+    """Keywords that every sharded layer takes.
+
+    group: the ranks that share the layer (a `Group`, a process group, or None for no sharding).
+    seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's generator.
+    init: how the weight is drawn (default: normal, std 0.02). device, dtype: of the local tensors.
+    """
+
+    group: Group | dist.ProcessGroup | None
+    seed: int | None
+    init: Init
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+def full_name(name: str | None, leaf: str, seed: int | None) -> str:
+    """Canonical tensor name; one that is left open is completed with the module's path later."""
+    if seed is not None and name is None:
+        raise ValueError("a layer with a seed needs a name: its weights are drawn from (seed, name)")
+    return f"{name or ''}.{leaf}"
+
+
+class _ColumnParallel(nn.Module):
+    """One matmul for several linear maps of the same input, each cut along its outputs.
+
+    weight: `[Σ outputs · copies / g, I]`. The parts stand one after the other in the local tensor.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        parts: Sequence[tuple[str | None, int, int]],
+        *,
+        bias: bool,
+        gather_output: bool,
+        sequence_parallel_enabled: bool,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.group = group = Group.of(options.get("group"))
+        self.input_size = input_size
+        self.gather_output = gather_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        for _, size, copies in parts:
+            if size * copies % group.size:
+                raise ValueError(f"output size ({size}) must be divisible by the group's size ({group.size})")
+        self._copies = [copies for _, _, copies in parts]
+        self._sizes = [size * copies // group.size for _, size, copies in parts]
+        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        where = {"seed": seed, "device": options.get("device"), "dtype": options.get("dtype")}
+
+        def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
+            offsets = [sum(self._sizes[:i]) for i in range(len(parts))]
+            return tuple(
+                placement.rows(full_name(name, leaf, seed), (size, *tail), group, how, at=at, copies=copies)
+                for (name, size, copies), at in zip(parts, offsets, strict=True)
+            )
+
+        local = sum(self._sizes)
+        self.weight = placement.make_parameter(
+            (local, input_size), pieces("weight", (input_size,), init), group, **where
+        )
+        self.bias = (
+            placement.make_parameter((local,), pieces("bias", (), Init.constant(0.0)), group, **where) if bias else None
+        )
+
+    def project(self, x: Tensor) -> Tensor:
+        """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
+        enter = comm.gather_sequence if self.sequence_parallel_enabled else comm.copy_to_group
+        return F.linear(enter(x, self.group), self.weight, self.bias)
+
+    def _parts(self, y: Tensor) -> tuple[Tensor, ...]:
+        parts = y.split(self._sizes, dim=-1)
+        if not self.gather_output or self.group.size == 1:
+            return parts
+        return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
+
+    def _gather(self, part: Tensor, copies: int) -> Tensor:
+        whole = comm.gather_last(part, self.group)
+        if copies == 1:
+            return whole
+        return whole.unflatten(-1, (self.group.size // copies, copies, -1))[..., 0, :].flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"{self.input_size} -> {self._sizes} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"
+
+
+class ColumnParallelLinear(_ColumnParallel):
+    """`Y = X Aᵀ + b` with A cut along its outputs: rank r holds `A[r·O/g : (r+1)·O/g]`.
+
+    Forward: x `[S, B, I]`, or `[S/g, B, I]` with `sequence_parallel_enabled`; returns `[S, B, O/g]`, or `[S, B, O]` with
+    `gather_output`. Communicates: with sequence parallelism an all-gather of x (its gradient: a reduce-scatter); without,
+    nothing (its gradient: an all-reduce); `gather_output` adds an all-gather of y.
+
+    Raises:
+        ValueError: `output_size` is not divisible by the group's size.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        *,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(
+            input_size,
+            [(name, output_size, 1)],
+            bias=bias,
+            gather_output=gather_output,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            **options,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._parts(self.project(x))[0]
+
+
+class MergedColumnParallelLinear(_ColumnParallel):
+    """Several column-parallel linear layers of one input in one matmul, such as a gated MLP's gate and up projections.
+
+    `output_sizes` and `names`: of each canonical layer. Returns one tensor a layer, each as `ColumnParallelLinear` would.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        *,
+        names: Sequence[str],
+        sequence_parallel_enabled: bool = False,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__(
+            input_size,
+            [(name, size, 1) for name, size in zip(names, output_sizes, strict=True)],
+            bias=bias,
+            gather_output=gather_output,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            **options,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self._parts(self.project(x))
+
+
+class GQAQKVColumnParallelLinear(_ColumnParallel):
+    """Query, key and value projections in one matmul, for grouped-query attention (arXiv:2305.13245).
+
+    `output_sizes` = (query size, key/value size), canonical. Where the group is larger than the number of K/V heads, each K/V
+    head is held by g / heads neighbouring ranks: their gradients are partial, which the weight's placement says.
+
+    Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all whole with
+    `gather_output`. `names`: canonical names of the three layers.
+
+    Raises:
+        ValueError: the query heads are not divisible by the group's size, or K/V heads and size do not divide each other.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: tuple[int, int],
+        bias: bool = True,
+        gather_output: bool = True,
+        *,
+        head_dim: int,
+        names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        sequence_parallel_enabled: bool = False,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        size = Group.of(options.get("group")).size
+        q_heads, kv_heads = (n // head_dim for n in output_sizes)
+        if q_heads % size:
+            raise ValueError(f"query heads ({q_heads}) must be divisible by the group's size ({size})")
+        if kv_heads % size and size % kv_heads:
+            raise ValueError(f"K/V heads ({kv_heads}) must divide the group's size ({size}) or be divisible by it")
+        copies = max(size // kv_heads, 1)
+        q_name, k_name, v_name = names
+        super().__init__(
+            input_size,
+            [(q_name, output_sizes[0], 1), (k_name, output_sizes[1], copies), (v_name, output_sizes[1], copies)],
+            bias=bias,
+            gather_output=gather_output,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            **options,
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self._parts(self.project(x))
+        return q, k, v
+
+
+class RowParallelLinear(nn.Module):
+    """`Y = Σ_r X_r A_rᵀ + b` with A cut along its inputs: rank r holds `A[:, r·I/g : (r+1)·I/g]`.
+
+    Forward: x `[S, B, I/g]` with `input_is_parallel`, else `[S, B, I]` which is split here; returns `[S, B, O]`, or
+    `[S/g, B, O]` with `sequence_parallel_enabled`. Communicates: an all-reduce of y, or with sequence parallelism a
+    reduce-scatter (its gradient: an all-gather). The bias is whole on every rank and added once, after the sum; with
+    sequence parallelism each rank sees part of the sequence, so its gradient is partial, which its placement says.
+
+    Raises:
+        ValueError: `input_size` is not divisible by the group's size; sequence parallelism without `input_is_parallel`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        *,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.group = group = Group.of(options.get("group"))
+        if input_size % group.size:
+            raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
+        if sequence_parallel_enabled and not input_is_parallel:
+            raise ValueError("sequence_parallel_enabled (True) must go with input_is_parallel (True)")
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        where = {"seed": seed, "device": options.get("device"), "dtype": options.get("dtype")}
+        piece = placement.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
+        self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
+        self.bias = None
+        if bias:
+            piece = placement.replicated(
+                full_name(name, "bias", seed),
+                (output_size,),
+                group,
+                Init.constant(0.0),
+                partial=sequence_parallel_enabled,
+            )
+            self.bias = placement.make_parameter((output_size,), (piece,), group, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = comm.split_last(x, self.group)
+        leave = comm.scatter_sum_sequence if self.sequence_parallel_enabled else comm.reduce_from_group
+        y = leave(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        shape = tuple(self.weight.shape)
+        return f"weight={shape} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"

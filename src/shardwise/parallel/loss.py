@@ -1,0 +1,230 @@
+"""Cross-entropy over a vocabulary that is cut over a group (Megatron-LM, arXiv:1909.08053 §3).
+
+Legend, per rank with g = group size: N tokens, V vocabulary, v = ceil(V/g) rows held, H hidden, S sequence, B batch.
+With `m` the maximum and `Z = Σ exp(logit - m)` over the whole vocabulary, a token's loss with label smoothing ε is
+`log Z - (1-ε)·(logit_target - m) - ε·mean(logit - m)`, and its gradient `softmax - (1-ε)·onehot - ε/V`.
+What is exchanged is three numbers a token, never logits. Padding columns have probability 0 and gradient 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.cost.memory import LOSS_CHUNK_ELEMENTS_ACCELERATOR, LOSS_CHUNK_ELEMENTS_CPU
+from shardwise.mesh import Group
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's columns of the vocabulary, and how targets are counted."""
+
+    group: Group
+    vocabulary: int
+    first: int
+    held: int
+    ignore_index: int
+    smoothing: float
+
+    @staticmethod
+    def make(group: Group, width: int, vocabulary: int | None, ignore_index: int, smoothing: float) -> _Shard:
+        whole = width * group.size if vocabulary is None else vocabulary
+        first = group.rank * width
+        return _Shard(group, whole, first, max(0, min(width, whole - first)), ignore_index, smoothing)
+
+    def check(self, target: Tensor) -> None:
+        """On a CPU, where looking costs nothing, refuse targets outside of the vocabulary."""
+        if torch.compiler.is_compiling() or target.device.type != "cpu" or not target.numel():
+            return
+        counted = target[target != self.ignore_index]
+        if counted.numel() and not (0 <= int(counted.min()) and int(counted.max()) < self.vocabulary):
+            wrong = counted[(counted < 0) | (counted >= self.vocabulary)][0].item()
+            raise ValueError(f"target ({wrong}) must be in [0, {self.vocabulary}) or the ignore_index")
+
+    def softmax_(self, logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Turn float32 logits `[N, v]` into probabilities, in place.
+
+        Returns the loss `[N]` (0 where ignored), the targets' local columns, which of them are held here, and which count.
+        """
+        if self.held < logits_NV.shape[1]:
+            logits_NV[:, self.held :] = float("-inf")
+        largest = comm.all_reduce_(logits_NV.amax(dim=1), self.group, op="max")
+        logits_NV.sub_(largest.unsqueeze(1))
+        counted = target_N != self.ignore_index
+        column = target_N - self.first
+        here = counted & (column >= 0) & (column < self.held)
+        column = column.masked_fill(~here, 0)
+        at_target = logits_NV.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
+        sums = [at_target]
+        if self.smoothing:
+            sums.append(logits_NV[:, : self.held].sum(dim=1))
+        logits_NV.exp_()
+        sums.append(logits_NV.sum(dim=1))
+        stats = comm.all_reduce_(torch.stack(sums), self.group)
+        at_target, total = stats[0], stats[-1]
+        logits_NV.div_(total.unsqueeze(1))
+        loss = total.log() - (1.0 - self.smoothing) * at_target
+        if self.smoothing:
+            loss = loss - self.smoothing / self.vocabulary * stats[1]
+        return loss.masked_fill(~counted, 0.0), column, here, counted
+
+    def gradient_(self, softmax_NV: Tensor, column: Tensor, here: Tensor, weight_N: Tensor) -> Tensor:
+        """Turn probabilities into the gradient of `Σ weight · loss` by the logits, in place."""
+        softmax_NV.mul_(weight_N.unsqueeze(1))
+        if self.smoothing:
+            softmax_NV[:, : self.held].sub_((self.smoothing / self.vocabulary * weight_N).unsqueeze(1))
+        hit = (self.smoothing - 1.0) * weight_N.masked_fill(~here, 0.0)
+        return softmax_NV.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: _Shard) -> Tensor:
+        softmax = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
+        loss, column, here, counted = shard.softmax_(softmax, target.reshape(-1))
+        ctx.save_for_backward(softmax, column, here, counted)
+        ctx.shard, ctx.shape, ctx.dtype = shard, logits.shape, logits.dtype
+        return loss.view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        softmax, column, here, counted = ctx.saved_tensors
+        weight = grads[0].reshape(-1).float().masked_fill(~counted, 0.0)
+        gradient = ctx.shard.gradient_(softmax.clone(), column, here, weight)
+        return gradient.view(ctx.shape).to(ctx.dtype), None, None
+
+
+def parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    group: Group | dist.ProcessGroup | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Loss of each token, in float32, from logits that are cut along the vocabulary.
+
+    Args:
+        vocab_parallel_logits: `[…, v]`, this rank's columns; left untouched.
+        target: `[…]` global token ids, equal on all ranks of the group.
+        label_smoothing: ε in [0, 1], spread over the whole vocabulary as `torch.nn.functional.cross_entropy` does.
+        group: the ranks that share the vocabulary. ignore_index: targets that have loss 0 and gradient 0.
+        vocab_size: V, where the last columns are padding (default: none are).
+
+    Returns:
+        `[…]`, equal on all ranks. Communicates two small all-reduces forward, nothing backward.
+
+    Raises:
+        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1].
+    """
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing ({label_smoothing}) must be in [0, 1]")
+    shard = _Shard.make(Group.of(group), vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
+    shard.check(target)
+    return cast(Tensor, _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Head and loss, chunk by chunk. The gradients are made in the forward pass, while a chunk's probabilities exist."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SBH: Tensor,
+        weight_vH: Tensor,
+        target_SB: Tensor,
+        shard: _Shard,
+        sequence_parallel: bool,
+        chunk_elements: int,
+        wants_grad: bool,
+    ) -> Tensor:
+        group = shard.group
+        scattered = sequence_parallel and group.size > 1
+        dx = torch.empty_like(x_SBH) if wants_grad else None
+        dw = torch.zeros_like(weight_vH, dtype=torch.float32) if wants_grad else None
+        # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.
+        target_RSB = target_SB.view(group.size if scattered else 1, -1, target_SB.shape[-1])
+        tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
+        step = max(1, chunk_elements // (weight_vH.shape[0] * tokens_a_row))
+        total = torch.zeros((), dtype=torch.float32, device=x_SBH.device)
+        for start in range(0, x_SBH.shape[0], step):
+            rows = slice(start, min(start + step, x_SBH.shape[0]))
+            chunk = comm.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
+            flat = chunk.reshape(-1, chunk.shape[-1])
+            logits = (flat @ weight_vH.t()).float()
+            loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
+            total += loss.sum()
+            if dx is None or dw is None:
+                continue
+            dlogits = shard.gradient_(logits, column, here, counted.float()).to(weight_vH.dtype)
+            if dlogits.dtype == dw.dtype:
+                dw.addmm_(dlogits.t(), flat)
+            else:
+                dw.add_(dlogits.t() @ flat)
+            dchunk = (dlogits @ weight_vH).view(chunk.shape)
+            dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
+        if dx is not None and dw is not None:
+            if not scattered:
+                comm.all_reduce_(dx, group)
+            ctx.save_for_backward(dx, dw)
+            ctx.scaled_by = None
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # A schedule may ask for the input's and the weight's gradient in two passes: the scaling happens in the first.
+        dx, dw = ctx.saved_tensors
+        if ctx.scaled_by is None:
+            ctx.scaled_by = grads[0].clone()
+            dx.data.mul_(grads[0])
+            dw.data.mul_(grads[0])
+        elif not torch.equal(ctx.scaled_by, grads[0]):
+            raise RuntimeError("linear_cross_entropy cannot be differentiated again with another incoming gradient")
+        return dx, dw, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    group: Group | dist.ProcessGroup | None = None,
+    sequence_parallel_enabled: bool = False,
+    ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
+    vocab_size: int | None = None,
+    chunk_elements: int | None = None,
+) -> Tensor:
+    """Sum over tokens of `cross_entropy(x Wᵀ, target)`, without ever holding the logits of all tokens.
+
+    Tokens go through in chunks: logits, loss and both gradients of a chunk are made while it is at hand. Beyond inputs and
+    gradients it holds one chunk of logits. With sequence parallelism each chunk of x is gathered by itself, so the whole
+    hidden states are never held. The weight's gradient is summed in float32 and stays live until the backward pass.
+
+    Args:
+        x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
+        weight: `[v, H]`, this rank's rows of the head. target: `[S, B]`, whole on every rank.
+        chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator).
+        group, ignore_index, label_smoothing, vocab_size: as in `parallel_cross_entropy`.
+
+    Returns:
+        A float32 scalar, equal on all ranks of the group. Communicates per chunk two small all-reduces; with sequence
+        parallelism also an all-gather of x and a reduce-scatter of its gradient, else one all-reduce of x's gradient.
+    """
+    if chunk_elements is None:
+        chunk_elements = LOSS_CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else LOSS_CHUNK_ELEMENTS_ACCELERATOR
+    shard = _Shard.make(Group.of(group), weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    shard.check(target)
+    wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    result = _LinearCrossEntropy.apply(
+        x, weight, target, shard, sequence_parallel_enabled, chunk_elements, wants_grad
+    )
+    return cast(Tensor, result)

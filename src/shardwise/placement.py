@@ -1,0 +1,238 @@
+"""What a local parameter is a part of: the one record that knows how the model is cut.
+
+A parameter carries a `Placement`, made where the parameter is made: a tuple of pieces. A piece says which canonical tensor
+(its name and shape in the Hugging Face model), which box of it this rank holds, where that box sits in the local tensor,
+which ranks hold the same box, and whether their gradients are still to be summed. Initialisation, gradient reduction,
+gradient norm, drift checks, memory accounting and export ask this record and nothing else.
+
+A fused QKV weight is three pieces; a vocabulary-padded embedding is a box shorter than its local tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import broadcast_
+from shardwise.mesh import Group
+
+BLOCK_ROWS = 64
+"""Rows of a canonical tensor that are drawn from one seed."""
+
+_ATTRIBUTE = "shardwise_placement"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in a tensor: `start[i] ≤ index[i] < start[i] + size[i]`."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def runs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order."""
+        if not self.numel:
+            return []
+        tail = len(shape)
+        while tail > 0 and self.size[tail - 1] == shape[tail - 1]:
+            tail -= 1
+        lead = max(tail - 1, 0)
+        length = math.prod(self.size[lead:])
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        base = sum(a * s for a, s in zip(self.start, strides, strict=True))
+        offsets = [base]
+        for size, stride in zip(self.size[:lead], strides[:lead], strict=True):
+            offsets = [o + i * stride for o in offsets for i in range(size)]
+        return [(o, length) for o in offsets]
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a canonical tensor is drawn at step 0: normal with standard deviation `std`, or a constant."""
+
+    kind: Literal["normal", "constant"]
+    std: float = 0.0
+    value: float = 0.0
+
+    @staticmethod
+    def normal(std: float) -> Init:
+        return Init("normal", std=std)
+
+    @staticmethod
+    def constant(value: float) -> Init:
+        return Init("constant", value=value)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One canonical tensor's share of a local parameter.
+
+    Attributes:
+        name: canonical name; an empty prefix (`.weight`) is completed with the module's path by `placements`.
+        shape: canonical shape.
+        box: what this rank holds of the canonical tensor.
+        local: where that box sits in the local tensor (same number of elements, same order).
+        copies: the ranks that hold this same box (a group of one where nobody else does).
+        partial: each of those ranks has only a part of the gradient: their sum is the gradient.
+        init: how the canonical tensor is drawn.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    local: Box
+    init: Init
+    copies: Group = field(default_factory=Group)
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The pieces of one local parameter, and the group over which its canonical tensors are cut or copied."""
+
+    pieces: tuple[Piece, ...]
+    group: Group = field(default_factory=Group)
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to the model: the local tensor without its padding."""
+        return sum(piece.box.numel for piece in self.pieces)
+
+
+def rows(name: str, shape: tuple[int, ...], group: Group, init: Init, *, at: int = 0, copies: int = 1) -> Piece:
+    """The piece of a canonical tensor cut along dim 0, the rest whole, at row `at` of the local tensor.
+
+    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows. The last
+    run may hold fewer, down to none: the local tensor is padded there. The gradient of a box with copies is partial.
+    """
+    parts = group.size // copies
+    per_rank = -(-shape[0] // parts)
+    start = min(group.rank // copies * per_rank, shape[0])
+    held = min(per_rank, shape[0] - start)
+    rest, zeros = shape[1:], (0,) * len(shape[1:])
+    return Piece(
+        name,
+        shape,
+        Box((start, *zeros), (held, *rest)),
+        Box((at, *zeros), (held, *rest)),
+        init,
+        group.split(copies) if copies > 1 else Group(),
+        partial=copies > 1,
+    )
+
+
+def columns(name: str, shape: tuple[int, int], group: Group, init: Init) -> Piece:
+    """The piece of a canonical matrix cut along dim 1 into equal parts."""
+    width = shape[1] // group.size
+    return Piece(name, shape, Box((0, group.rank * width), (shape[0], width)), Box.whole((shape[0], width)), init)
+
+
+def replicated(name: str, shape: tuple[int, ...], group: Group, init: Init, *, partial: bool) -> Piece:
+    """The piece of a canonical tensor that every rank of the group holds whole."""
+    whole = Box.whole(shape)
+    return Piece(name, shape, whole, whole, init, group, partial and group.size > 1)
+
+
+# ---- the record on a parameter
+
+
+def make_parameter(
+    shape: tuple[int, ...],
+    pieces: tuple[Piece, ...],
+    group: Group,
+    *,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Parameter:
+    """A local parameter with its record, drawn as the record says; what no piece covers is 0.
+
+    `seed`: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout. None takes
+    a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
+    """
+    parameter = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+    placement = Placement(pieces, group)
+    attach(parameter, placement)
+    if parameter.device.type != "meta":
+        initialize_(parameter, placement, _agreed_seed(group, parameter.device) if seed is None else seed)
+    return parameter
+
+
+def attach(parameter: nn.Parameter, placement: Placement) -> None:
+    """Give a parameter its record."""
+    setattr(parameter, _ATTRIBUTE, placement)
+
+
+def of(parameter: Tensor) -> Placement | None:
+    """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
+    found: Placement | None = getattr(parameter, _ATTRIBUTE, None)
+    return found
+
+
+def of_or_whole(parameter: Tensor, name: str = "") -> Placement:
+    """A parameter's record; one without is taken as whole on every rank."""
+    shape = tuple(parameter.shape)
+    whole = Box.whole(shape)
+    return of(parameter) or Placement((Piece(name, shape, whole, whole, Init.constant(0.0)),))
+
+
+def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement]]:
+    """Each parameter of a model once, with its local name and its record under full canonical names."""
+    for path, parameter in module.named_parameters():
+        placement = of_or_whole(parameter, path)
+        prefix = path.rpartition(".")[0]
+        full = tuple(replace(p, name=prefix + p.name) if p.name.startswith(".") else p for p in placement.pieces)
+        yield path, parameter, replace(placement, pieces=full)
+
+
+# ---- drawing
+
+
+@torch.no_grad()
+def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
+    """Draw this rank's boxes of each canonical tensor, in place.
+
+    A normal tensor is drawn in blocks of 64 rows, each from the seed hash(seed, name, block), on the CPU in float32 whatever the
+    device: any rank draws just the rows that it holds, and the whole is the same tensor at any layout.
+    """
+    for piece in placement.pieces:
+        target = parameter[piece.local.slices]
+        if piece.init.kind == "constant":
+            target.fill_(piece.init.value)
+            continue
+        first, held = piece.box.start[0], piece.box.size[0]
+        for block in range(first // BLOCK_ROWS, -(-(first + held) // BLOCK_ROWS)):
+            top = block * BLOCK_ROWS
+            drawn = torch.empty((min(BLOCK_ROWS, piece.shape[0] - top), *piece.shape[1:]))
+            drawn.normal_(0.0, piece.init.std, generator=torch.Generator().manual_seed(_hash(seed, piece.name, block)))
+            low, high = max(first, top), min(first + held, top + BLOCK_ROWS)
+            wanted = drawn[(slice(low - top, high - top), *piece.box.slices[1:])]
+            target[low - first : high - first].copy_(wanted)
+
+
+def _hash(seed: int, name: str, block: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _agreed_seed(group: Group, device: torch.device) -> int:
+    drawn = torch.randint(2**62, (1,)).to(device)
+    return int(broadcast_(drawn, group).item())

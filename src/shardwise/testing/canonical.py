@@ -1,0 +1,38 @@
+"""Weights and gradients in canonical form, to compare layouts with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.checkpoint import canonical
+from shardwise.mesh import Mesh
+from shardwise.optim import ZeroRedundancyOptimizer
+
+
+def canonical_weights(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    """All canonical weights, on every rank."""
+    return {name: tensor.clone() for name, tensor in canonical(model, mesh)}
+
+
+def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> dict[str, Tensor]:
+    """All canonical gradients of the present step on every rank, summed over the data-parallel group but not averaged."""
+    optimizer.reduce_gradients()
+    for bucket in optimizer.buckets:
+        if bucket.sharded:
+            comm.all_gather(bucket.gradient, bucket.group, out=bucket.gradients)
+    return {name: tensor.clone() for name, tensor in canonical(model, mesh, _gradient)}
+
+
+def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    """By canonical name, `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)`: a tensor whose gradient is 0 is held to the model's scale."""
+    scale = torch.stack([g.norm() for g in wanted.values()]).norm() / len(wanted) ** 0.5
+    return {
+        name: float((found[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale)) for name, g in wanted.items()
+    }
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,96 @@
+"""A pool of real ranks that stay alive between tests, since starting them costs more than most tests do."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from shardwise import device as devices
+from shardwise.launch.guard import die_with_parent
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; the message holds that rank's traceback."""
+
+
+class RankPool:
+    """`size` processes joined in one process group: gloo, or the accelerator's backend where there is one for each rank.
+
+    `pool.run(function, *args)` calls a module-level `function(*args)` on every rank and returns the results in rank order. After a
+    failure or time-out the ranks are started afresh on the next call.
+    """
+
+    def __init__(self, size: int, *, device_type: str = "cpu") -> None:
+        self.size, self.device_type = size, device_type
+        self._processes: list[Any] = []
+        self._tasks: list[Any] = []
+        self._results: Any = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for tasks in self._tasks:
+            tasks.put((function, args))
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < self.size:
+            try:
+                rank, value, failure = self._results.get(timeout=timeout if not failures else 5.0)
+            except queue.Empty:
+                missing = sorted(set(range(self.size)) - set(results) - set(failures))
+                failures.setdefault(-1, f"ranks {missing} gave no answer within {timeout:.0f} s")
+                break
+            if failure is None:
+                results[rank] = value
+            else:
+                failures[rank] = failure
+        if failures:
+            self.close()
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._results = context.Queue()
+        rendezvous = tempfile.NamedTemporaryFile(prefix="shardwise-ranks-", delete=False).name
+        os.unlink(rendezvous)
+        for rank in range(self.size):
+            tasks = context.Queue()
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self.device_type, rendezvous, tasks, self._results), daemon=True
+            )
+            process.start()
+            self._tasks.append(tasks)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._tasks = [], []
+
+
+def _serve(rank: int, size: int, device_type: str, rendezvous: str, tasks: Any, results: Any) -> None:
+    die_with_parent()
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    device = torch.device(device_type) if device_type == "cpu" else devices.local_device()
+    dist.init_process_group(
+        devices.backend(device), init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while True:
+        function, args = tasks.get()
+        try:
+            results.put((rank, function(*args), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))

@@ -1,0 +1,84 @@
+"""From a configuration to a trainer: the only place that knows all the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shardwise import device as devices
+from shardwise.config import Config, Layout, Precision
+from shardwise.data import PreparedData, TokenBatches
+from shardwise.mesh import Mesh
+from shardwise.models import Llama, build_model
+from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.placement import of_or_whole
+from shardwise.train.report import Reporter
+from shardwise.train.trainer import Trainer
+
+
+def build_trainer(
+    config: Config, layout: Layout, mesh: Mesh, data: PreparedData, reporter: Reporter | None = None
+) -> Trainer:
+    """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh."""
+    precision = config.precision.resolved(mesh.device.type != "cpu")
+    model = build_model(
+        config.model,
+        mesh,
+        sequence_parallel=layout.sequence,
+        seed=config.train.seed,
+        dtype=torch_dtype(precision.parameter),
+    )
+    return Trainer(
+        config=config,
+        layout=layout,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(config, precision, model, mesh),
+        batches=TokenBatches(data.train_tokens, config.train.sequence_length, config.train.seed),
+        evaluation=(
+            TokenBatches(data.eval_tokens, config.train.sequence_length, config.train.seed)
+            if len(data.eval_tokens) > config.train.sequence_length
+            else None
+        ),
+        reporter=reporter,
+    )
+
+
+def build_optimizer(config: Config, precision: Precision, model: Llama, mesh: Mesh) -> ZeroRedundancyOptimizer:
+    """AdamW over data parallelism, with state cut by ZeRO-1 or whole. Gradients are summed: the loss is already a mean."""
+    o = config.optimizer
+    return ZeroRedundancyOptimizer(
+        decay_groups(model.parameters(), o.weight_decay),
+        torch.optim.AdamW,
+        mesh=mesh,
+        shard=o.zero == 1,
+        average=False,
+        grad_clipping=o.max_norm is not None,
+        max_norm=o.max_norm or 0.0,
+        bucket_mib=o.bucket_mib,
+        optimizer_dtype=torch_dtype(precision.optimizer),
+        gradient_dtype=torch_dtype(precision.gradient),
+        reduce_dtype=torch_dtype(precision.reduce),
+        lr=o.lr,
+        betas=o.betas,
+        eps=o.eps,
+        fused=devices.has_fused_adamw(mesh.device),
+    )
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Matrices decay; vectors (biases and norms, by their canonical shape) do not."""
+    everything = list(parameters)
+    matrices = [p for p in everything if len(of_or_whole(p).pieces[0].shape) > 1]
+    chosen = {id(p) for p in matrices}
+    vectors = [p for p in everything if id(p) not in chosen]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a configuration's dtype name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,182 @@
+"""The training loop: micro-batches, one update, what is measured, and when to stop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise import device as devices
+from shardwise.config import Config, Layout
+from shardwise.data import IGNORE, Batch, TokenBatches
+from shardwise.errors import RunError
+from shardwise.mesh import Mesh
+from shardwise.models import Llama
+from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
+from shardwise.placement import placements
+from shardwise.train.drift import check_replicas
+from shardwise.train.report import Reporter, StepRecord
+
+
+@dataclass
+class Progress:
+    """Where a run is: optimizer steps done, and what it was doing when something went wrong."""
+
+    step: int = 0
+    phase: str = "start"
+
+
+class Trainer:
+    """Trains one model on one rank of a mesh; every rank runs the same steps."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        layout: Layout,
+        mesh: Mesh,
+        model: Llama,
+        optimizer: ZeroRedundancyOptimizer,
+        batches: TokenBatches,
+        evaluation: TokenBatches | None,
+        reporter: Reporter | None,
+    ) -> None:
+        self.config, self.layout, self.mesh = config, layout, mesh
+        self.model, self.optimizer = model, optimizer
+        self.batches, self.evaluation = batches, evaluation
+        self.reporter = reporter
+        self.progress = Progress()
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this run ends."""
+        train = self.config.train
+        return min(train.steps, train.stop_after or train.steps)
+
+    def run(self) -> None:
+        """Train to the last step, with evaluations and drift checks on the way."""
+        every = self.config.train.eval_every
+        drift_every = self.config.log.drift_every
+        if every:
+            self.evaluate()
+        for step in range(1, self.last_step + 1):
+            record = self.step()
+            if self.reporter is not None:
+                self.reporter.step(record)
+            if drift_every and (step % drift_every == 0 or step == self.last_step):
+                self.progress.phase = "comparison of replicas"
+                check_replicas(self.model, self.mesh, step)
+            if every and (step % every == 0 or step == self.last_step):
+                self.evaluate()
+
+    def step(self) -> StepRecord:
+        """One optimizer step on the next global batch."""
+        start = time.perf_counter()
+        train, step = self.config.train, self.progress.step + 1
+        self.progress.phase = "forward and backward"
+        consumed = self.progress.step * train.global_batch
+        micro_batches = self.batches.local_batch(
+            consumed, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
+        )
+        counted = self._counted(micro_batches)
+        losses = self._forward_backward(micro_batches, counted)
+        self.progress.phase = "gradient reduction"
+        loss = float(comm.all_reduce_(torch.stack(losses).sum(), self.mesh.dp))
+        gradient_norm, parameter_norm = (float(norm) for norm in self.optimizer.norms())
+        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+            self._stop_non_finite(step, loss, gradient_norm, micro_batches, counted)
+        self.progress.phase = "optimizer update"
+        lr = learning_rate(self.config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        devices.synchronize(self.mesh.device)
+        self.progress.step = step
+        return StepRecord(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=gradient_norm,
+            param_norm=parameter_norm,
+            tokens=step * train.global_batch * train.sequence_length,
+            samples=step * train.global_batch,
+            seconds=time.perf_counter() - start,
+            peak_memory_bytes=devices.peak_memory(self.mesh.device),
+        )
+
+    def _counted(self, micro_batches: list[Batch]) -> Tensor:
+        """Targets that count in the whole global batch: what the loss and its gradient are divided by."""
+        here = sum(int(np.count_nonzero(targets != IGNORE)) for _, targets in micro_batches)
+        counted = torch.tensor(float(here), dtype=torch.float64, device=self.mesh.device)
+        return comm.all_reduce_(counted, self.mesh.dp).clamp(min=1.0)
+
+    def _forward_backward(self, micro_batches: list[Batch], counted: Tensor) -> list[Tensor]:
+        """Gradients of the global mean loss, accumulated; returns each micro-batch's share of that mean."""
+        losses = []
+        for number, (inputs, targets) in enumerate(self._on_device(micro_batches), start=1):
+            with self.optimizer.accumulate(last=number == len(micro_batches)):
+                loss = self.model(inputs, targets) / counted.float()
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _on_device(self, micro_batches: list[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs, targets in micro_batches:
+            yield torch.from_numpy(inputs).to(self.mesh.device), torch.from_numpy(targets).to(self.mesh.device)
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Mean loss and perplexity over the first `eval_batches` global batches of the evaluation part, on every rank."""
+        if self.evaluation is None:
+            raise RunError("there is no evaluation part: give data.split a second weight")
+        self.progress.phase = "evaluation"
+        train = self.config.train
+        batches = self.evaluation.eval_batches(
+            train.eval_batches, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
+        )
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for inputs, targets in self._on_device(list(batches)):
+            total[0] += self.model(inputs, targets)
+            total[1] += (targets != IGNORE).sum()
+        total_loss, counted = comm.all_reduce_(total, self.mesh.dp).tolist()
+        loss = total_loss / counted
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        if self.reporter is not None:
+            self.reporter.evaluation(self.progress.step, loss, perplexity)
+        return loss, perplexity
+
+    def _stop_non_finite(
+        self, step: int, loss: float, gradient_norm: float, micro_batches: list[Batch], counted: Tensor
+    ) -> None:
+        """Name the rank and parameter at fault. The reduction has mixed the ranks, so each looks at its own part again."""
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.mesh.device)
+        for inputs, targets in self._on_device(micro_batches):
+            with self.optimizer.accumulate():
+                part = self.model(inputs, targets) / counted.float()
+                part.backward()
+            total += part.detach()
+        fault = None
+        if not torch.isfinite(total):
+            fault = f"its loss is {float(total)}"
+        for _, parameter, placement in placements(self.model):
+            if parameter.grad is None or bool(torch.isfinite(parameter.grad).all()):
+                continue
+            names = " + ".join(piece.name for piece in placement.pieces)
+            fault = f"{fault}, and {names} is the first with a non-finite gradient" if fault else (
+                f"{names} is the first parameter with a non-finite gradient"
+            )
+            break
+        faults = comm.all_gather_objects(fault, self.mesh.world)
+        found = [f"on rank {rank}, {text}" for rank, text in enumerate(faults) if text]
+        where = found[0] if found else "no rank's own part is: the sum over ranks overflowed"
+        raise RunError(
+            f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {where}. "
+            "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
+        )

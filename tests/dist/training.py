@@ -1,0 +1,92 @@
+"""What the parity tests run on every rank: a few optimizer steps of a tiny model, by the trainer itself."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.config import Config, config_from
+from shardwise.data import IGNORE, PreparedData
+from shardwise.mesh import Mesh
+from shardwise.testing import canonical_gradients, canonical_weights
+from shardwise.train.build import build_trainer
+
+MODEL: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 131,  # odd: the vocabulary is padded at every degree
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,  # fewer than 4 ranks: copied K/V heads
+    "initializer_range": 0.05,
+}
+
+
+def make_config(**sections: dict[str, Any]) -> Config:
+    """A tiny float32 configuration; `sections` update the defaults."""
+    base: dict[str, dict[str, Any]] = {
+        "model": dict(MODEL),
+        "parallel": {},
+        "train": {"steps": 20, "global_batch": 8, "micro_batch": 2, "sequence_length": 16, "seed": 7},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 3, "bucket_mib": 0.05},
+        "precision": {"mode": "float32"},
+        "log": {"drift_every": 5},
+    }
+    for section, values in sections.items():
+        base.setdefault(section, {}).update(values)
+    return config_from(base)
+
+
+def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16) -> PreparedData:
+    """Tokens with structure to learn: each follows from its predecessor, with noise."""
+    generator = np.random.default_rng(0)
+    tokens = [1]
+    for noise in generator.random(samples * length):
+        tokens.append((tokens[-1] * 7 + 3) % vocabulary if noise < 0.8 else int(noise * 1000) % vocabulary)
+    row = np.asarray(tokens, dtype=np.uint16)
+    return PreparedData(Path(), row, row[: 8 * length + 1], "test", vocabulary, "test")
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    evaluation: tuple[float, float]
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = True) -> Outcome:
+    """Run on this rank; rank 0's outcome holds the weights at step 0 and the gradients of step 1, in canonical form."""
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
+    if uneven:
+        _uncount(trainer.batches)
+    weights = {n: t.clone() for n, t in canonical_weights(trainer.model, mesh).items()}
+    batch = config.train
+    micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
+    trainer._forward_backward(micro_batches, trainer._counted(micro_batches))
+    gradients = canonical_gradients(trainer.model, trainer.optimizer, mesh)
+    trainer.optimizer.zero_grad()
+    records = [trainer.step() for _ in range(steps)]
+    outcome = Outcome([r.loss for r in records], [r.grad_norm for r in records], trainer.evaluate())
+    if mesh.world.rank == 0 and bodies:
+        outcome.weights, outcome.gradients = weights, gradients
+    return outcome
+
+
+def _uncount(batches: Any) -> None:
+    """Ignore a number of targets that depends on the sample, so that micro-batches count differently."""
+    plain = batches._gather
+
+    def gather(indices: Any) -> Any:
+        inputs, targets = plain(indices)
+        targets = targets.copy()
+        for column, sample in enumerate(np.asarray(indices).tolist()):
+            targets[: sample % 13, column] = IGNORE
+        return inputs, targets
+
+    batches._gather = gather
