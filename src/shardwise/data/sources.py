@@ -117,7 +117,11 @@ def open_source(data: DataConfig) -> Source:
         DataError: when it is missing or holds no files.
     """
     if data.path is not None:
-        return _user_source(Path(data.path).expanduser(), data)
+        path = Path(data.path).expanduser()
+        try:
+            return _user_source(path, data)
+        except OSError as error:
+            raise _unreadable(path, error) from None
     if data.dataset == "tiny":
         return FileSource("tiny", (_TINY,), "jsonl", "text")
     return _python_source(Path(sysconfig.get_path("stdlib")))
@@ -127,7 +131,8 @@ def _user_source(path: Path, data: DataConfig) -> Source:
     if path.is_file():
         return FileSource(str(data.path), (path,), data.format, data.text_key)
     if path.is_dir():
-        files = tuple(file for file in _walk(path) if file.is_file())
+        # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
+        files = tuple(file for file in _walk(path) if file.is_file() or not file.exists())
         if not files:
             raise DataError(f"data.path ({data.path}) must hold text or .jsonl files, and the folder has none")
         return FileSource(str(data.path), files, data.format, data.text_key)
@@ -142,7 +147,7 @@ def _python_source(root: Path) -> PythonSource:
     total = 0
     for path in _walk(root, _PYTHON_SKIPPED):
         generated = path.name.startswith("_sysconfigdata") or path == root / _TOPICS
-        if path.suffix != ".py" or generated:
+        if path.suffix != ".py" or generated or not path.is_file():
             continue
         size = path.stat().st_size
         if total + size <= _PYTHON_BYTES:
@@ -167,12 +172,18 @@ def _python_topics() -> list[str]:
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     """Files under `root`, hidden ones and `skipped` folders left out, sorted by their path from there."""
     found: list[tuple[str, Path]] = []
+    seen: set[str] = set()
 
     def fail(error: OSError) -> None:
         raise _unreadable(Path(error.filename), error)
 
-    for folder, folders, files in os.walk(root, onerror=fail, followlinks=False):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         paths = [Path(folder, name) for name in files if not name.startswith(".")]
         found += [(path.relative_to(root).as_posix(), path) for path in paths]
     return [path for _, path in sorted(found)]
