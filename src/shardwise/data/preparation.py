@@ -204,7 +204,7 @@ def _prepared(entry: cache.Entry, source: Source, config: Config) -> PreparedDat
         raise DataError(problems)
     train, evaluation = facts["train"]["tokens"], facts["eval"]["tokens"]
     summary = (
-        f"{source.name}: {size(facts['bytes'])}, {facts['documents']:,} documents, {count(train)} training and "
+        f"{source.name}: {size(facts['bytes'])}, {facts['documents']:,} {'document' if facts['documents'] == 1 else 'documents'}, {count(train)} training and "
         f"{count(evaluation)} evaluation tokens, vocabulary {facts['vocab_size']:,}, "
         f"{facts['bytes'] / (train + evaluation):.2f} bytes per token"
     )
