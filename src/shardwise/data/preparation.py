@@ -203,8 +203,9 @@ def _prepared(entry: cache.Entry, source: Source, config: Config) -> PreparedDat
     if problems:
         raise DataError(problems)
     train, evaluation = facts["train"]["tokens"], facts["eval"]["tokens"]
+    documents = "document" if facts["documents"] == 1 else "documents"
     summary = (
-        f"{source.name}: {size(facts['bytes'])}, {facts['documents']:,} {'document' if facts['documents'] == 1 else 'documents'}, {count(train)} training and "
+        f"{source.name}: {size(facts['bytes'])}, {facts['documents']:,} {documents}, {count(train)} training and "
         f"{count(evaluation)} evaluation tokens, vocabulary {facts['vocab_size']:,}, "
         f"{facts['bytes'] / (train + evaluation):.2f} bytes per token"
     )
