@@ -15,11 +15,16 @@ from shardwise.models import Llama, build_model
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
 from shardwise.train.report import Reporter
-from shardwise.train.trainer import Trainer
+from shardwise.train.trainer import Progress, Trainer
 
 
 def build_trainer(
-    config: Config, layout: Layout, mesh: Mesh, data: PreparedData, reporter: Reporter | None = None
+    config: Config,
+    layout: Layout,
+    mesh: Mesh,
+    data: PreparedData,
+    reporter: Reporter | None = None,
+    progress: Progress | None = None,
 ) -> Trainer:
     """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh."""
     precision = config.precision.resolved(mesh.device.type != "cpu")
@@ -43,6 +48,7 @@ def build_trainer(
             else None
         ),
         reporter=reporter,
+        progress=progress,
     )
 
 

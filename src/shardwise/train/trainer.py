@@ -45,13 +45,14 @@ class Trainer:
         optimizer: ZeroRedundancyOptimizer,
         batches: TokenBatches,
         evaluation: TokenBatches | None,
-        reporter: Reporter | None,
+        reporter: Reporter | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.config, self.layout, self.mesh = config, layout, mesh
         self.model, self.optimizer = model, optimizer
         self.batches, self.evaluation = batches, evaluation
         self.reporter = reporter
-        self.progress = Progress()
+        self.progress = progress or Progress()
 
     @property
     def last_step(self) -> int:

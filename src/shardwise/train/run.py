@@ -1,0 +1,129 @@
+"""One run on one rank, from joining the job to the final weights."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shardwise import __version__, comm
+from shardwise import device as devices
+from shardwise.checkpoint import export_hugging_face
+from shardwise.config import Config, Layout, dump_yaml
+from shardwise.cost.memory import MemoryEstimate, expected_memory
+from shardwise.cost.params import parameter_count
+from shardwise.data import PreparedData, Tokenizer, prepare
+from shardwise.errors import ConfigError, RunError
+from shardwise.hardware import cpu_count
+from shardwise.launch import stdio
+from shardwise.mesh import Mesh, join
+from shardwise.runlog import RunDirectory, new_run_path
+from shardwise.train.build import build_trainer
+from shardwise.train.memory import out_of_memory_text
+from shardwise.train.report import Reporter
+from shardwise.train.sample import continue_text
+from shardwise.train.trainer import Progress, Trainer
+
+
+def run(config: Config, run_path: Path | None, recipe: str) -> int:
+    """Train as this rank of the job that the launcher describes, and return the exit code.
+
+    `run_path`: the run directory; None lets rank 0 name one. Every rank calls this with the same configuration.
+
+    Raises:
+        ConfigError: the configuration, the data or the run directory is wrong. RunError: training failed.
+    """
+    join()
+    progress = Progress()
+    try:
+        mesh = Mesh(tensor=config.parallel.tensor)
+        layout = config.check(mesh.world.size)
+        data = prepare(config)
+        directory = _open_directory(config, run_path, recipe, mesh)
+        _train(config, layout, mesh, data, directory, progress)
+    except Exception as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        rank = int(os.environ.get("RANK", "0"))
+        expected = expected_memory(config, layout, mesh.device.type != "cpu")
+        raise RunError(out_of_memory_text(config, layout, rank, mesh.device, progress, expected, error)) from error
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> RunDirectory:
+    """Rank 0 names and makes the run directory; all ranks agree on it, or all fail."""
+    problem, chosen = None, run_path
+    if mesh.world.rank == 0:
+        try:
+            chosen = run_path or new_run_path(recipe)
+            directory = RunDirectory(chosen).create()
+            directory.write_config(dump_yaml(config.model_dump(mode="json")))
+            directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
+            directory.mark_latest()
+        except ConfigError as error:
+            problem = error.problems
+    problem, chosen = comm.all_gather_objects((problem, chosen), mesh.world)[0]
+    if problem:
+        raise ConfigError(problem)
+    assert chosen is not None
+    directory = RunDirectory(chosen)
+    if run_path is None:
+        stdio.redirect(mesh.world.rank, directory.log(mesh.world.rank))
+    return directory
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"shardwise": __version__}
+    for package in ("torch", "numpy", "tokenizers", "safetensors", "pydantic"):
+        versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _train(
+    config: Config, layout: Layout, mesh: Mesh, data: PreparedData, directory: RunDirectory, progress: Progress
+) -> None:
+    accelerator = mesh.device.type != "cpu"
+    memory: MemoryEstimate = expected_memory(config, layout, accelerator)
+    with Reporter(
+        directory,
+        config,
+        layout,
+        mesh.world.rank,
+        device_name=devices.name(mesh.device),
+        precision=config.precision.resolved(accelerator),
+        parameters=parameter_count(config.model),
+        memory=memory,
+    ) as reporter:
+        progress.phase = "building the model"
+        trainer = build_trainer(config, layout, mesh, data, reporter, progress)
+        reporter.start()
+        reporter.message(f"data: {data.summary}")
+        trainer.run()
+        progress.phase = "export of the weights"
+        folder = directory.checkpoint(progress.step)
+        export_hugging_face(trainer.model, config.model, mesh, folder, tokenizer=data.tokenizer_path)
+        progress.phase = "sample"
+        sample = _sample(config, trainer, data)
+        comm.barrier(mesh.world)
+        reporter.finish({"weights": str(folder), "optimizer_bytes": trainer.optimizer.state_bytes(), "sample": sample})
+        reporter.message(f"weights: {folder}")
+        if sample:
+            reporter.message(f"sample: {sample}")
+
+
+def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
+    """A prompt and its continuation by the trained model; None where `log.sample_tokens` is 0 and off replica 0."""
+    log, mesh = config.log, trainer.mesh
+    if not log.sample_tokens or mesh.dp.rank:
+        return None
+    tokenizer = Tokenizer.load(data.tokenizer_path)
+    held_out = data.eval_tokens if len(data.eval_tokens) else data.train_tokens
+    prompt = tokenizer.encode(log.sample_prompt) if log.sample_prompt else held_out[:16]
+    ids = [int(token) for token in prompt]
+    window = config.train.sequence_length
+    drawn = continue_text(trainer.model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed)
+    return tokenizer.decode(ids + drawn)
