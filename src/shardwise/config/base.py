@@ -17,9 +17,6 @@ class Section(BaseModel):
 
 
 def reject(problems: Sequence[str]) -> None:
-    """Raise all `problems` as one pydantic error, if there are any; `load` takes them apart again.
-
-    A problem names its keys relative to the section as `{section}.key`, which `load` completes.
-    """
+    """Raise all `problems` as one pydantic error, if there are any; `load` takes them apart again."""
     if problems:
         raise PydanticCustomError(PROBLEMS, "{text}", {"text": "; ".join(problems), "problems": list(problems)})

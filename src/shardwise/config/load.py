@@ -114,6 +114,8 @@ def _texts(details: Any) -> list[str]:
         return list(context["problems"])
     if kind == "default_factory_not_called":
         return []
+    if kind == "missing" and isinstance(details["loc"][-1], int):
+        return [f"{path.rpartition('.')[0]} must be a list of two numbers"]
     if kind == "missing":
         field = _field(details["loc"])
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
@@ -166,15 +168,16 @@ _BOUNDS = {
 
 
 def _unknown(path: str) -> str:
-    paths = _known_paths()
-    leaf = path.rpartition(".")[2]
+    """Names the key that was meant: of the same name in another section, else of a similar name in the same one."""
+    paths = list(_known_paths())
+    section, _, leaf = path.rpartition(".")
     same_leaf = [known for known in paths if known.rpartition(".")[2] == leaf]
-    near = same_leaf[0] if len(same_leaf) == 1 else nearest_name(path, paths)
+    siblings = [known for known in paths if known.rpartition(".")[0] == section]
+    near = same_leaf[0] if len(same_leaf) == 1 else nearest_name(path, siblings, cutoff=0.75)
     if near:
         return f"{path}: unknown key; did you mean {near}?"
-    section = path.rpartition(".")[0]
-    known = [name for name in paths if name.rpartition(".")[0] == section]
-    return f"{path}: unknown key; {section or 'the top level'} has {listing(known)}"
+    names = [known.rpartition(".")[2] for known in siblings]
+    return f"{path}: unknown key; {section or 'the top level'} has {listing(names)}"
 
 
 @cache

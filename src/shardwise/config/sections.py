@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shardwise.config.base import Section, reject
 
@@ -51,6 +51,13 @@ class OptimizerConfig(Section):
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1] = Field(default=1, description="1 shards optimizer state over data parallelism (ZeRO-1)")
     bucket_mib: float = Field(default=25.0, gt=0, description="size of a gradient-reduction bucket in MiB")
+
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _zero_is_a_stage(cls, value: object) -> object:
+        """To Python `true` equals 1; to a reader it is no stage of ZeRO."""
+        reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"] if isinstance(value, bool) else [])
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:

@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _QUOTED = ("'", '"', "|", ">")
 _TAG = "tag:yaml.org,2002:"
@@ -89,7 +89,8 @@ def _node(value: Any) -> yaml.Node:
     if isinstance(value, (list, tuple)):
         return yaml.SequenceNode(_TAG + "seq", [_node(item) for item in value], flow_style=True)
     if isinstance(value, str):
-        return yaml.ScalarNode(_TAG + "str", value, style=None if _scalar(value) == value else '"')
+        plain = _scalar(value) == value and value.isprintable()
+        return yaml.ScalarNode(_TAG + "str", value, style=None if plain else '"')
     if value is None:
         return yaml.ScalarNode(_TAG + "null", "null")
     if isinstance(value, bool):

@@ -109,7 +109,9 @@ def _forwarding(stop: _Stop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, stop.handle) for number in _STOP_SIGNALS}
+    # Whoever had a signal ignored, as nohup does, meant it.
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, stop.handle) for number in heard}
     try:
         yield
     finally:

@@ -1,0 +1,70 @@
+"""From the command line to a command's module, and from its errors to text and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shardwise import __version__
+from shardwise.cli import output
+from shardwise.errors import ConfigError, ShardwiseError
+
+COMMANDS = {
+    "train": "pretrain a model from a recipe",
+    "recipes": "list the shipped recipes, print one, or copy one to edit",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong with the arguments instead of printing it from every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` names and return the exit code: 0 done, 2 wrong input, 1 failed."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except ShardwiseError as error:
+        return output.fail(error)
+    except KeyboardInterrupt:
+        return output.fail(ShardwiseError("stopped by Ctrl-C (SIGINT)"))
+    except BrokenPipeError:
+        # The reader, such as `head`, has gone; Python's own flush at exit must not complain about it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else ""
+    if name not in COMMANDS:
+        _main_parser().parse_args(arguments)
+        raise AssertionError(f"argparse accepted {arguments}, which names no command")
+    module = importlib.import_module(f"shardwise.cli.{name}")
+    parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.configure(parser)
+    code: int = module.run(parser.parse_intermixed_args(arguments[1:]))
+    return code
+
+
+def _main_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="shardwise",
+        description="Pretrain transformer language models across any mesh of devices.",
+        epilog="`shardwise COMMAND --help` says more about a command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
+    commands = parser.add_subparsers(required=True, title="commands")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    return parser

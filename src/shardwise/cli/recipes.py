@@ -1,0 +1,46 @@
+"""List the shipped recipes; with NAME print that recipe's commented YAML; with --write copy it to a file to edit."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardwise.cli import output
+from shardwise.config import recipe_names, recipe_text
+from shardwise.errors import ConfigError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a shipped recipe")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="copy the recipe to FILE, which must not exist yet")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    name: str | None = arguments.name
+    target: Path | None = arguments.write
+    if name is None:
+        if target is not None:
+            raise ConfigError(
+                f"--write {target} needs the NAME of the recipe to copy: shardwise recipes NAME --write FILE"
+            )
+        for known in recipe_names():
+            output.line(f"{known:<16} {_summary(known)}")
+        return 0
+    text = recipe_text(name)
+    if target is None:
+        output.line(text.removesuffix("\n"))
+        return 0
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--write {target}: the file exists already; choose another name or remove it") from None
+    except OSError as error:
+        raise ConfigError(f"--write {target}: {error.strerror}") from None
+    output.line(f"wrote {target}; train it with: shardwise train {target}")
+    return 0
+
+
+def _summary(name: str) -> str:
+    """The first line of the recipe's opening comment."""
+    return recipe_text(name).partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()

@@ -1,0 +1,90 @@
+"""Pretrain a model from a recipe.
+
+Started by itself it starts the local ranks: one per accelerator, rounded down to a multiple of the tensor-parallel
+degree, or on CPU that degree. Inside torchrun it joins. Everything that can be wrong is checked before any rank starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shardwise.cli import output
+from shardwise.config import Config, load_config, recipe_name
+from shardwise.errors import ConfigError
+from shardwise.hardware import accelerators
+from shardwise.launch.environment import joined
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
+    )
+    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
+    parser.add_argument(
+        "--run-dir", metavar="DIR", type=Path, help="where the run is written (default: runs/RECIPE-YYYYMMDD-HHMMSS)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print configuration, layout, batch arithmetic, memory and disk needed, and start nothing",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    recipe: str = arguments.recipe
+    nproc: int | None = arguments.nproc
+    config = load_config(recipe, arguments.overrides)
+    place = joined()
+    if place is not None and not arguments.dry_run:
+        from shardwise.cli.rank import run_rank
+
+        if nproc is not None and nproc != place.world:
+            raise ConfigError(f"--nproc ({nproc}) must be left out inside torchrun: the world size is {place.world}")
+        config.check(place.world)
+        return run_rank(config, recipe_name(recipe), arguments.run_dir, place)
+    kind, count = accelerators()
+    world = place.world if place is not None else _default_nproc(config, count) if nproc is None else nproc
+    layout = config.check(world)
+    if arguments.dry_run:
+        from shardwise.cli.summary import dry_run
+
+        output.line(dry_run(recipe_name(recipe), config, layout, kind, count > 0))
+        return 0
+    if 0 < count < world:
+        raise ConfigError(f"--nproc ({world}) must be at most the number of accelerators ({count})")
+    return _start(config, recipe, arguments.overrides, world, arguments.run_dir)
+
+
+def _default_nproc(config: Config, count: int) -> int:
+    """One rank per accelerator, rounded down to whole copies of the model; on CPU one copy."""
+    degree = config.parallel.tensor
+    if count == 0:
+        return degree
+    if count < degree:
+        raise ConfigError(
+            f"parallel.tensor ({degree}) must be at most the number of accelerators ({count}): "
+            f"set parallel.tensor={count} or less"
+        )
+    return count // degree * degree
+
+
+def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_dir: Path | None) -> int:
+    """Prepare the data and the run directory, then train: in this process on one rank, through torchrun on several."""
+    from shardwise.data import prepare
+    from shardwise.launch.local import launch
+    from shardwise.runlog import RunDirectory, new_run_path
+
+    if run_dir is not None and (run_dir.is_file() or RunDirectory(run_dir).holds_run):
+        raise ConfigError(f"--run-dir ({run_dir}) must be a new or an empty folder")
+    prepare(config, announce=output.progress)
+    run_path = run_dir if run_dir is not None else new_run_path(recipe)
+    if nproc == 1:
+        from shardwise.cli.rank import run_alone
+
+        return run_alone(config, recipe_name(recipe), run_path)
+    command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
+    launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
+    return 0

@@ -1,0 +1,115 @@
+"""Layouts, and configurations that do not fit them."""
+
+import pytest
+
+from shardwise.config import Layout, load_config
+from shardwise.errors import ConfigError
+
+
+def problems(world: int, *overrides: str, recipe: str = "llama2-tiny") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, list(overrides)).check(world)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "data", "accumulation"),
+    [
+        (1, [], 1, 4),
+        (2, [], 2, 2),
+        (4, ["parallel.tensor=2", "parallel.sequence=true"], 2, 2),
+        (8, ["parallel.tensor=4", "train.micro_batch=1"], 2, 4),
+    ],
+)
+def test_what_fits(world: int, overrides: list[str], data: int, accumulation: int) -> None:
+    config = load_config("llama2-tiny", overrides)
+    layout = config.check(world)
+    assert (layout.world, layout.data, layout.accumulation(config.train)) == (world, data, accumulation)
+    assert layout.pipeline == 1
+
+
+def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None:
+    config = load_config("llama2-tiny", ["parallel.sequence=true", "train.sequence_length=63"])
+    assert config.check(1).sequence is False
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "problem"),
+    [
+        (3, ["parallel.tensor=2"], "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"),
+        (1, ["parallel.tensor=2"], "the number of ranks (1) must be a multiple of parallel.tensor (2): nearest 2 ("),
+        (0, [], "the number of ranks (0) must be at least 1"),
+        (
+            1,
+            ["train.global_batch=9"],
+            "train.global_batch (9) must be a multiple of train.micro_batch × data-parallel degree (2 × 1 = 2): "
+            "nearest 8 or 10",
+        ),
+        (8, [], "train.global_batch (8) must be a multiple of train.micro_batch × data-parallel degree (2 × 8 = 16)"),
+        (
+            2,
+            ["parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=63"],
+            "parallel.tensor (2) must divide train.sequence_length (63) with parallel.sequence: nearest valid degree 1",
+        ),
+        (2, ["parallel.tensor=2", "model.intermediate_size=175"], "parallel.tensor (2) must divide model.intermediate"),
+        (
+            1,
+            ["train.sequence_length=65"],
+            "train.sequence_length (65) must be at most model.max_position_embeddings (64)",
+        ),
+        (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most train.steps (20)"),
+        (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
+    ],
+)
+def test_what_does_not_fit(world: int, overrides: list[str], problem: str) -> None:
+    found = problems(world, *overrides)
+    assert len(found) == 1, found
+    assert found[0].startswith(problem)
+
+
+def test_heads_name_the_nearest_degrees() -> None:
+    assert "parallel.tensor (3) must divide model.num_attention_heads (4): nearest valid degree 2 or 4" in problems(
+        3, "parallel.tensor=3"
+    )
+
+
+@pytest.mark.parametrize(("kv_heads", "tensor", "fits"), [(2, 4, True), (4, 2, True), (6, 4, False), (1, 4, True)])
+def test_key_value_heads_are_cut_or_replicated(kv_heads: int, tensor: int, fits: bool) -> None:
+    sizes = ["num_attention_heads=12", "head_dim=8", "intermediate_size=192", "hidden_size=96"]
+    overrides = [f"model.{size}" for size in (*sizes, f"num_key_value_heads={kv_heads}")]
+    config = load_config("llama2-tiny", [*overrides, f"parallel.tensor={tensor}"])
+    if fits:
+        assert config.check(tensor).tensor == tensor
+        return
+    with pytest.raises(ConfigError, match=r"divide or be a multiple of model.num_key_value_heads \(6\)"):
+        config.check(tensor)
+
+
+def test_all_misfits_are_told_at_once() -> None:
+    found = problems(
+        6, "parallel.tensor=3", "parallel.sequence=true", "train.global_batch=9", "optimizer.warmup_steps=99"
+    )
+    assert [text.split(" ")[0] for text in found] == [
+        "train.global_batch",
+        *["parallel.tensor"] * 5,
+        "optimizer.warmup_steps",
+    ]
+
+
+def test_rope_scaling_allows_longer_sequences() -> None:
+    overrides = ["train.sequence_length=128", "model.rope_scaling={rope_type: linear, factor: 2}"]
+    assert load_config("llama2-tiny", overrides).check(1).world == 1
+
+
+def test_a_layout_checks_itself() -> None:
+    assert Layout(32, tensor=4, pipeline=2).data == 4
+    with pytest.raises(ConfigError, match=r"number of ranks \(6\) must be a multiple of .*\(8\): nearest 8"):
+        Layout(6, tensor=4, pipeline=2)
+    with pytest.raises(ConfigError) as caught:
+        Layout(0, tensor=0)
+    assert len(caught.value.problems) == 2
+
+
+def test_accumulation_must_be_whole() -> None:
+    with pytest.raises(ConfigError, match="nearest 6 or 12"):
+        Layout(3).accumulation(load_config("llama2-tiny").train)

@@ -1,0 +1,141 @@
+"""From recipes and overrides to a configuration, or to all the reasons why not."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from shardwise.config import Config, config_from, dump_yaml, load_config, parse_yaml, recipe_name
+from shardwise.errors import ConfigError
+
+
+def problems(*overrides: str, recipe: str = "llama2-tiny") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, list(overrides))
+    return caught.value.problems
+
+
+def test_overrides_replace_keys() -> None:
+    config = load_config("llama2-tiny", ["optimizer.lr=1e-4", "data.path=my.txt", "optimizer.max_norm=null"])
+    assert (config.optimizer.lr, config.data.path, config.optimizer.max_norm) == (1e-4, "my.txt", None)
+
+
+def test_a_section_may_be_opened_by_an_override() -> None:
+    assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("parallel.tensr=2", "parallel.tensr: unknown key; did you mean parallel.tensor?"),
+        ("paralel.tensor=2", "paralel: unknown key; did you mean parallel?"),
+        ("train.lr=1", "train.lr: unknown key; did you mean optimizer.lr?"),
+        ("log.zzz=1", "log.zzz: unknown key; log has"),
+        ('parallel.sequence="False"', "parallel.sequence ('False') must be true or false; write false without quotes"),
+        ("parallel.sequence=1", "parallel.sequence (1) must be true or false"),
+        ("parallel.sequence=no", "parallel.sequence ('no') must be true or false"),
+        ('train.steps="20"', "train.steps ('20') must be a whole number"),
+        ("train.steps=1e3", "train.steps (1000.0) must be a whole number; write 1000"),
+        ("train.steps=true", "train.steps (True) must be a whole number"),
+        ("train.steps=0", "train.steps (0) must be greater than 0"),
+        ("train.seed=-1", "train.seed (-1) must be at least 0"),
+        ("optimizer.lr=fast", "optimizer.lr ('fast') must be a number"),
+        ("optimizer.lr=true", "optimizer.lr (True) must be a number"),
+        ("optimizer.name=adam", "optimizer.name ('adam') must be adamw"),
+        ("optimizer.schedule=step", "optimizer.schedule ('step') must be linear, cosine or constant"),
+        ("optimizer.zero=2", "optimizer.zero (2) must be 0 or 1"),
+        ("optimizer.zero=true", "optimizer.zero (true) must be 0 or 1"),
+        ("optimizer.betas=[0.9]", "optimizer.betas must be a list of two numbers"),
+        ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas must be a list of two numbers"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas ([0.9, 1.0]) must lie in [0, 1)"),
+        ("optimizer.min_lr=1", "optimizer.min_lr (1.0) must be at most optimizer.lr (0.001)"),
+        ("data.split=95", "data.split (95) must be text; put it in quotes"),
+        ("data.split=0,5", "data.split ('0,5') must be two weights, training (above 0) and evaluation, such as 95,5"),
+        ("data.split=a,b", "data.split ('a,b') must be two weights"),
+        ("data.split=1,2,3", "data.split ('1,2,3') must be two weights"),
+        ('data.path=""', "data.path ('') must not be empty; null leaves it unset"),
+        ("model.family=mamba", "model.family ('mamba') must be llama"),
+        ("train=5", "train (5) must be a mapping of keys"),
+        ("train.steps.x=5", "train.steps.x: unknown key; steps is one value and has no keys of its own"),
+        ("steps", "the override 'steps' must read key=value, such as train.steps=100"),
+        ("=5", "the override '=5' must read key=value"),
+        ("optimizer.betas=[1", "the override 'optimizer.betas=[1' is not valid YAML"),
+        ("model.num_key_value_heads=3", "model.num_key_value_heads (3) must divide model.num_attention_heads (4)"),
+        ("model.hidden_size=66", "model.hidden_size (66) must be a multiple of model.num_attention_heads (4)"),
+        ("model.head_dim=15", "model.head_dim (15) must be even"),
+    ],
+)
+def test_one_mistake_is_one_sentence(override: str, problem: str) -> None:
+    found = problems(override)
+    assert len(found) == 1, found
+    assert found[0].startswith(problem)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    found = problems("nonsense", "train.steps=x", "optimizer.min_lr=1", "model.num_attention_heads=four", "data.pth=a")
+    assert sorted(text.split()[0] for text in found) == [
+        "data.pth:",
+        "model.num_attention_heads",
+        "optimizer.min_lr",
+        "the",
+        "train.steps",
+    ]
+
+
+def test_missing_keys_say_what_they_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from({"model": {"family": "llama"}, "optimizer": {}})
+    assert "optimizer.lr is missing (peak learning rate)" in caught.value.problems
+    assert "train is missing (how long and in what portions)" in caught.value.problems
+    assert "model.vocab_size is missing (rows of the embedding and of the output head)" in caught.value.problems
+
+
+def test_recipe_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(load_config("llama2-tiny").model_dump()))
+    assert load_config(str(path)) == load_config("llama2-tiny")
+    path.write_text("- 1\n")
+    assert problems(recipe=str(path)) == [
+        f"the recipe {path} must be a mapping of sections: model, parallel, train, optimizer, precision, data and log"
+    ]
+    path.write_text("")
+    assert any(text.startswith("model is missing") for text in problems(recipe=str(path)))
+    path.write_bytes(b"\xff\xfe\x00")
+    assert problems(recipe=str(path))[0].startswith(f"the recipe file {path} cannot be read")
+    assert problems(recipe=str(tmp_path / "none.yaml")) == [f"there is no recipe file {tmp_path / 'none.yaml'}"]
+    assert problems(recipe=str(tmp_path) + "/")[0].startswith("the recipe file")
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    assert problems(recipe="quikstart") == [
+        "unknown recipe 'quikstart': did you mean quickstart? "
+        "shipped recipes are llama2-tiny and quickstart; a path to your own ends with .yaml"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("quickstart", "quickstart"), ("a/b.yaml", "b"), ("x.y.yml", "x.y"), ("a/b", "b")]
+)
+def test_recipe_name(recipe: str, name: str) -> None:
+    assert recipe_name(recipe) == name
+
+
+def test_a_resolved_configuration_reads_back_as_itself() -> None:
+    config = load_config(
+        "quickstart", ["log.sample_prompt='1e-4'", "data.path=no", "model.rope_scaling={rope_type: linear, factor: 2}"]
+    )
+    assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+
+
+def test_configurations_are_frozen() -> None:
+    config = load_config("quickstart")
+    with pytest.raises(ValidationError):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+def test_every_key_describes_itself() -> None:
+    for name, section in Config.model_fields.items():
+        assert section.description, name
+        assert section.annotation is not None
+        for key, field in section.annotation.model_fields.items():
+            assert field.description, f"{name}.{key}"

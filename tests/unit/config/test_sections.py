@@ -1,0 +1,85 @@
+"""Derived values of the sections."""
+
+import pytest
+
+from shardwise.config import PrecisionConfig, load_config
+from shardwise.errors import ConfigError
+
+
+def test_heads_are_derived_where_hugging_face_has_null() -> None:
+    config = load_config("quickstart", ["model.num_key_value_heads=null", "model.head_dim=null"])
+    assert (config.model.num_key_value_heads, config.model.head_dim) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("mode", "accelerator", "expected"),
+    [
+        (None, False, ("float32",) * 4),
+        (None, True, ("bfloat16", "float32", "float32", "float32")),
+        ("float32", True, ("float32",) * 4),
+        ("mixed", False, ("bfloat16", "float32", "float32", "float32")),
+        ("bfloat16", False, ("bfloat16",) * 4),
+    ],
+)
+def test_precision_of_each_mode(mode: str | None, accelerator: bool, expected: tuple[str, ...]) -> None:
+    precision = PrecisionConfig.model_validate({"mode": mode}).resolved(accelerator)
+    assert (precision.parameter, precision.gradient, precision.reduce, precision.optimizer) == expected
+
+
+def test_precision_keys_refine_the_mode() -> None:
+    precision = PrecisionConfig(mode="bfloat16", optimizer="float32", reduce="float32").resolved(accelerator=True)
+    assert (precision.parameter, precision.gradient) == ("bfloat16", "bfloat16")
+    assert (precision.reduce, precision.optimizer) == ("float32", "float32")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        "{rope_type: default}",
+        "{type: linear, factor: 2}",
+        "{rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 64}",
+        "{rope_type: yarn, factor: 4, beta_fast: 32, beta_slow: 1, truncate: false}",
+        "{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 64}",
+        "{rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 1], long_factor: [2, 2, 2, 2, 2, 2, 2, 2], "
+        "original_max_position_embeddings: 64}",
+    ],
+)
+def test_rope_scaling_as_hugging_face_writes_it(scaling: str) -> None:
+    model = load_config("llama2-tiny", [f"model.rope_scaling={scaling}"]).model
+    assert model.rope_scaling is not None
+    assert model.extends_positions == (model.rope_scaling["rope_type"] != "default")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "problem"),
+    [
+        ("{factor: 2}", "rope_scaling.rope_type is missing: one of default, linear,"),
+        ("{rope_type: ntk}", "rope_scaling.rope_type ('ntk') must be one of default, linear,"),
+        ("{rope_type: linear}", "rope_scaling.factor is missing: rope_type linear needs it"),
+        ("{rope_type: linear, factor: 0.5}", "rope_scaling.factor (0.5) must be at least 1"),
+        ("{rope_type: linear, factor: two}", "rope_scaling.factor ('two') must be a number"),
+        ("{rope_type: linear, factor: 2, facto: 1}", "rope_scaling.facto: unknown key; did you mean factor?"),
+        ("{rope_type: yarn, factor: 2, beta_fast: 1, beta_slow: 8}", "rope_scaling.beta_fast (1) must be at least"),
+        ("{rope_type: yarn, factor: 2, truncate: 1}", "rope_scaling.truncate (1) must be true or false"),
+        (
+            "{rope_type: llama3, factor: 8, low_freq_factor: 4, high_freq_factor: 4, "
+            "original_max_position_embeddings: 64}",
+            "rope_scaling.high_freq_factor (4) must be greater than",
+        ),
+        (
+            "{rope_type: longrope, short_factor: [1], long_factor: x, original_max_position_embeddings: 6.5}",
+            "rope_scaling.short_factor (length 1) must have one number per rotary frequency, half of",
+        ),
+    ],
+)
+def test_rope_scaling_mistakes(scaling: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", [f"model.rope_scaling={scaling}"])
+    assert caught.value.problems[0].startswith(f"model.{problem}")
+
+
+def test_rope_scaling_mistakes_are_told_at_once() -> None:
+    scaling = "{rope_type: longrope, short_factor: [1], long_factor: x, original_max_position_embeddings: 6.5}"
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", [f"model.rope_scaling={scaling}"])
+    assert len(caught.value.problems) == 3

@@ -1,0 +1,106 @@
+"""YAML as recipes and overrides are read, and as configurations are written."""
+
+import math
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config.text import dump_yaml, parse_value, parse_yaml
+from shardwise.errors import ConfigError
+
+SCALARS = [
+    ("1e-4", 1e-4),
+    ("1E5", 1e5),
+    ("-2.5", -2.5),
+    (".5", 0.5),
+    ("3.", 3.0),
+    ("1_000", 1000),
+    ("-7", -7),
+    ("010", "010"),
+    ("95,5", "95,5"),
+    ("1:30", "1:30"),
+    ("2024-01-01", "2024-01-01"),
+    ("true", True),
+    ("False", False),
+    ("NULL", None),
+    ("~", None),
+    ("", None),
+    ("no", "no"),
+    ("off", "off"),
+    ("tRuE", "tRuE"),
+    (".", "."),
+    ("nan", "nan"),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), SCALARS)
+def test_plain_scalars_follow_the_core_schema(text: str, value: object) -> None:
+    for read in (parse_value(text, "test"), parse_yaml(f"key: {text}", "test")["key"]):
+        assert read == value
+        assert type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('"False"', "False"),
+        ("'1'", "1"),
+        ("[0.9, 95e-2]", [0.9, 0.95]),
+        ("{factor: 2}", {"factor": 2}),
+        ("def f(x): return", "def f(x): return"),
+        ("@home", "@home"),
+        ("  3 ", 3),
+    ],
+)
+def test_override_values(text: str, value: object) -> None:
+    assert parse_value(text, "test") == value
+
+
+def test_blocks_and_quotes_are_text() -> None:
+    assert parse_yaml("a: |\n  1\nb: >-\n  2\nc: '3'", "test") == {"a": "1\n", "b": "2", "c": "3"}
+
+
+def test_an_empty_file_is_nothing() -> None:
+    assert parse_yaml("# only a comment\n", "test") is None
+
+
+def test_every_repeated_key_is_named_with_its_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml("a:\n  b: 1\n  b: 2\nc: 3\nc: 4\n", "my.yaml")
+    assert caught.value.problems == ["my.yaml, line 3: a.b is given twice", "my.yaml, line 5: c is given twice"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", r"my.yaml is not valid YAML: .*line 2"),
+        ("a: 1\n b: 2", r"my.yaml is not valid YAML: .*line 2"),
+        ("a: !!python/name:os.system x", r"my.yaml, line 1: a has the tag .*only plain values"),
+        ("? [1, 2]\n: 3", r"my.yaml, line 1: a key must be a word"),
+    ],
+)
+def test_what_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_yaml(text, "my.yaml")
+
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8"))
+)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LEAVES | st.lists(LEAVES) | st.just({"x": 1})))
+def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
+    assert parse_yaml(dump_yaml(values), "test") == values
+
+
+@pytest.mark.parametrize("number", [1e-8, 1e22, 0.1, math.pi, -1e-300])
+def test_other_readers_see_numbers_too(number: float) -> None:
+    assert yaml.safe_load(dump_yaml({"lr": number})) == {"lr": number}

@@ -1,0 +1,47 @@
+import pytest
+
+from shardwise.errors import (
+    ConfigError,
+    DataError,
+    RunError,
+    ShardwiseError,
+    listing,
+    nearest_multiples,
+    nearest_name,
+    nearest_numbers,
+)
+
+
+def test_config_error_shows_every_problem() -> None:
+    assert str(ConfigError("a is wrong")) == "a is wrong"
+    both = ConfigError(["a is wrong", "b is wrong"])
+    assert both.problems == ["a is wrong", "b is wrong"]
+    assert str(both) == "- a is wrong\n- b is wrong"
+
+
+def test_exit_codes() -> None:
+    assert (ShardwiseError("").exit_code, RunError("").exit_code) == (1, 1)
+    assert (ConfigError("").exit_code, DataError("").exit_code) == (2, 2)
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(("items", "text"), [([], ""), ([1], "1"), ([1, 2], "1 and 2"), ([1, 2, 3], "1, 2 and 3")])
+def test_listing(items: list[int], text: str) -> None:
+    assert listing(items) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "valid", "expected"), [(3, [1, 2, 4, 8], [2, 4]), (4, [1, 4], [4]), (9, [1, 2], [2]), (1, [2, 4], [2])]
+)
+def test_nearest_numbers(value: int, valid: list[int], expected: list[int]) -> None:
+    assert nearest_numbers(value, valid) == expected
+
+
+@pytest.mark.parametrize(("value", "step", "expected"), [(10, 8, [8, 16]), (3, 8, [8]), (16, 8, [16, 24])])
+def test_nearest_multiples(value: int, step: int, expected: list[int]) -> None:
+    assert nearest_multiples(value, step) == expected
+
+
+def test_nearest_name() -> None:
+    assert nearest_name("tensr", ["tensor", "sequence"]) == "tensor"
+    assert nearest_name("zzz", ["tensor", "sequence"]) is None

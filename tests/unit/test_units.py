@@ -1,0 +1,57 @@
+import pytest
+
+from shardwise import units
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (0.25, "0.25"),
+        (1_000, "1.0 k"),
+        (5_300_000, "5.3 M"),
+        (124_439_808, "124 M"),
+        (999_950, "1.0 M"),
+        (6.9e9, "6.9 B"),
+        (3.2e23, "320000 E"),
+        (-1_500, "-1.5 k"),
+    ],
+)
+def test_count(value: float, text: str) -> None:
+    assert units.count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 * 2**29, "1.5 GiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (2**60, "1024 PiB"),
+    ],
+)
+def test_size(value: float, text: str) -> None:
+    assert units.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"),
+        (0.12, "120 ms"),
+        (0.9999, "1.0 s"),
+        (12.34, "12.3 s"),
+        (59.96, "1 min 00 s"),
+        (245, "4 min 05 s"),
+        (3599.9, "1 h 00 min"),
+        (3720, "1 h 02 min"),
+        (86_399, "1 d 00 h"),
+        (3 * 86_400 + 4 * 3600, "3 d 04 h"),
+        (-5, "-5.0 s"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert units.duration(seconds) == text
