@@ -155,23 +155,33 @@ class RunDirectory:
     def write_config(self, yaml_text: str) -> None:
         write_atomic(self.config, yaml_text)
 
-    def write_environment(self, versions: Mapping[str, str | None], devices: Iterable[str], cpus: int) -> None:
-        write_atomic(self.environment, json_text(environment(versions, devices, cpus), indent=2) + "\n")
+    def write_environment(
+        self,
+        versions: Mapping[str, str | None],
+        devices: Iterable[str],
+        cpus: int,
+        command_line: Iterable[str] | None = None,
+    ) -> None:
+        described = environment(versions, devices, cpus, command_line)
+        write_atomic(self.environment, json_text(described, indent=2) + "\n")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
 
 
-def environment(versions: Mapping[str, str | None], devices: Iterable[str], cpus: int) -> dict[str, Any]:
+def environment(
+    versions: Mapping[str, str | None], devices: Iterable[str], cpus: int, command_line: Iterable[str] | None = None
+) -> dict[str, Any]:
     """Where and how this run was started; secrets are redacted.
 
-    `versions` are of the packages that matter (shardwise, torch, numpy), `devices` one description per rank, `cpus`
-    those that the process may use.
+    Args:
+        versions: of the packages that matter. devices: their names. cpus: those that the process may use.
+        command_line: as the user typed it, where a launcher stands between (default: this process's own).
     """
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "time_zone": time.strftime("%Z"),
-        "command": redacted_arguments(sys.argv),
+        "command": redacted_arguments(sys.argv if command_line is None else command_line),
         "directory": str(Path.cwd()),
         "host": platform.node(),
         "platform": platform.platform(),

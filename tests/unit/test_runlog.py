@@ -119,6 +119,12 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert secret not in text
 
 
+def test_a_launcher_hands_over_what_the_user_typed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path).create()
+    run.write_environment({}, ["cpu"], 2, ["shardwise", "train", "mine.yaml", "--token=abc"])
+    assert json.loads(run.environment.read_text())["command"][1:] == ["train", "mine.yaml", "--token=(redacted)"]
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [

@@ -13,19 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.config import Config, Layout
-from shardwise.cost.params import (
-    DTYPE_BYTES,
-    LocalWidths,
-    key_value_count,
-    local_parameter_count,
-    norm_count,
-    replicated_bias_count,
-)
+from shardwise.cost.buckets import bucket_shapes
+from shardwise.cost.params import DTYPE_BYTES, LocalWidths
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
-
-STEP_SCALARS = 4
-"""Float64 numbers that all ranks agree on once a step: loss, squared norms of gradients and parameters, a flag."""
 
 _FLOAT32, _FLOAT64 = 4, 8
 
@@ -54,16 +45,17 @@ class Transfer:
         return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
 
 
-def step_transfers(config: Config, layout: Layout, accelerator: bool = False) -> list[Transfer]:
+def step_transfers(config: Config, layout: Layout, accelerator: bool = False, *, data_rank: int = 0) -> list[Transfer]:
     """Every collective of one optimizer step: forward and backward of all micro-batches, reduction, update, agreement.
 
     Drift checks (`log.drift_every`) come on top in the steps that make them. `accelerator`: whether the run is on one,
-    which settles the dtypes where `precision.mode` leaves them open.
+    which settles the dtypes where `precision.mode` leaves them open. `data_rank`: with ZeRO, what a rank owns of the
+    gradients that are partial over tensor parallelism depends on its place in data parallelism.
     """
     micro_batches = layout.accumulation(config.train)
     forward_and_backward = _forward(config, layout, accelerator) + _backward(config, layout, accelerator)
     transfers = [replace(one, count=one.count * micro_batches) for one in forward_and_backward]
-    transfers += _update(config, layout, accelerator)
+    transfers += _update(config, layout, accelerator, data_rank)
     return [one for one in transfers if one.ranks > 1 and one.bytes and one.count]
 
 
@@ -74,9 +66,11 @@ def evaluation_transfers(config: Config, layout: Layout, accelerator: bool = Fal
     return [one for one in transfers if one.ranks > 1]
 
 
-def bytes_per_step(config: Config, layout: Layout, accelerator: bool = False) -> dict[tuple[str, str], float]:
+def bytes_per_step(
+    config: Config, layout: Layout, accelerator: bool = False, *, data_rank: int = 0
+) -> dict[tuple[str, str], float]:
     """Wire bytes of one rank in one optimizer step, by (axis, kind)."""
-    return _sum(step_transfers(config, layout, accelerator))
+    return _sum(step_transfers(config, layout, accelerator, data_rank=data_rank))
 
 
 def bytes_per_evaluation_batch(
@@ -145,34 +139,32 @@ def _backward(config: Config, layout: Layout, accelerator: bool) -> list[Transfe
     ]
 
 
-def _update(config: Config, layout: Layout, accelerator: bool) -> list[Transfer]:
-    """Once a step: gradients over data parallelism, parameters back, partial gradients over TP, agreement on scalars.
+def _update(config: Config, layout: Layout, accelerator: bool, data_rank: int) -> list[Transfer]:
+    """Once a step: gradients over data parallelism, partial ones over TP, agreement on scalars, parameters back.
 
-    With ZeRO partial gradients are summed after the reduce-scatter, so each rank exchanges only what its slice holds of
-    them. Which ones those are depends on the slice: the number here is the mean over the d slices.
+    Partial gradients are summed after the reduction over data parallelism, in the gradient dtype: each rank exchanges
+    only what its slice holds of them.
     """
     precision, tensor, data = config.precision.resolved(accelerator), layout.tensor, layout.data
-    reduced = DTYPE_BYTES[precision.reduce]
-    elements = local_parameter_count(config.model, tensor)
-    slices = data if config.optimizer.zero else 1
+    buckets = bucket_shapes(config, layout, accelerator)
+    elements = sum(bucket.elements for bucket in buckets)
+    gradients = DTYPE_BYTES[precision.reduce] * elements
     transfers = [
-        Transfer("world", "all_reduce", layout.world, _FLOAT64 * STEP_SCALARS, 1, "loss, norms and flags"),
         Transfer("dp", "all_reduce", data, _FLOAT64, 1, "number of counted targets"),
+        Transfer("dp", "all_reduce", data, _FLOAT32, 1, "loss"),
+        Transfer("world", "all_reduce", layout.world, 2 * _FLOAT32, 1, "squared norms of gradients and parameters"),
     ]
     if config.optimizer.zero:
-        padded = -(-elements // data) * data
+        parameters = DTYPE_BYTES[precision.parameter] * elements
         transfers += [
-            Transfer("dp", "reduce_scatter", data, reduced * padded, 1, "gradients"),
-            Transfer("dp", "all_gather", data, DTYPE_BYTES[precision.parameter] * padded, 1, "parameters"),
+            Transfer("dp", "reduce_scatter", data, gradients, 1, "gradients"),
+            Transfer("dp", "all_gather", data, parameters, 1, "parameters"),
         ]
     else:
-        transfers.append(Transfer("dp", "all_reduce", data, reduced * elements, 1, "gradients"))
-    if layout.sequence:
-        biases = config.model.num_hidden_layers * replicated_bias_count(config.model)
-        partial = reduced * (norm_count(config.model) + biases) // slices
-        transfers.append(Transfer("tp", "all_reduce", tensor, partial, 1, "gradients of norms and row biases"))
-    copies = LocalWidths.of(config.model, tensor).key_value_copies
-    axis = "tp" if copies == tensor else f"tp/{copies}"
-    shared = reduced * key_value_count(config.model, tensor) // slices
-    transfers.append(Transfer(axis, "all_reduce", copies, shared, 1, "gradients of shared key/value heads"))
+        transfers.append(Transfer("dp", "all_reduce", data, gradients, 1, "gradients"))
+    for ranks in sorted({tensor, LocalWidths.of(config.model, tensor).key_value_copies}):
+        partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets) if ranks > 1 else 0
+        axis = "tp" if ranks == tensor else f"tp/{ranks}"
+        size = DTYPE_BYTES[precision.gradient] * partial
+        transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
     return transfers

@@ -8,14 +8,14 @@ else 1, d data-parallel degree, a bytes of an activation (those of a parameter).
 from dataclasses import dataclass, fields
 
 from shardwise.config import Config, Layout
-from shardwise.cost.params import DTYPE_BYTES, LocalWidths, local_parameter_count, parameter_count
+from shardwise.cost.buckets import padded_elements
+from shardwise.cost.params import DTYPE_BYTES, LocalWidths, parameter_count
 
 LOSS_CHUNK_ELEMENTS_CPU = 2**21
 """Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
 LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
 """Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
 
-_MIB = 2**20
 _FLOAT32 = 4
 
 
@@ -26,12 +26,13 @@ class MemoryEstimate:
     What the process holds before the model is built (interpreter, torch, a device's context) is not part of it.
 
     Attributes:
-        parameters: the local shards, with the vocabulary's padding.
-        gradients: one for each parameter, in the gradient dtype.
+        parameters: the local shards, with the padding of the vocabulary and of the flat buckets they lie in.
+        gradients: one for each of these elements, in the gradient dtype.
         optimizer: AdamW's two moments, and a master where the optimizer's dtype is not the parameters'; 1/d with ZeRO.
         activations: what the backward pass of one micro-batch keeps.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
-        buffers: rotary tables, a bucket on its way over data parallelism, and the backward pass's own working set.
+        buffers: rotary tables, and what the backward pass works in or the reduction sends from, as far as it does not
+        fit into memory that others have left by then.
     """
 
     parameters: int
@@ -53,17 +54,22 @@ class MemoryEstimate:
 def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -> MemoryEstimate:
     """Peak bytes per rank of training `config` without recompute, eagerly executed."""
     precision = config.precision.resolved(accelerator)
-    elements = local_parameter_count(config.model, layout.tensor)
-    shard = -(-elements // layout.data) if config.optimizer.zero else elements
+    elements = padded_elements(config, layout, accelerator)
+    shard = elements // layout.data if config.optimizer.zero else elements
     moments_and_master = 2 if precision.parameter == precision.optimizer else 3
-    loss = _loss(config, layout, accelerator)
+    activations, loss = _activations(config, layout, accelerator), _loss(config, layout, accelerator)
     return MemoryEstimate(
         parameters=elements * DTYPE_BYTES[precision.parameter],
         gradients=elements * DTYPE_BYTES[precision.gradient],
         optimizer=moments_and_master * shard * DTYPE_BYTES[precision.optimizer],
-        activations=_activations(config, layout, accelerator),
+        activations=activations,
         loss=loss,
-        buffers=_buffers(config, layout, accelerator, elements, loss),
+        buffers=_rotary_tables(config, accelerator)
+        + max(
+            _backward_working_set(config, layout, accelerator) - loss,
+            _reduction(config, layout, accelerator, elements) - activations - loss,
+            0,
+        ),
     )
 
 
@@ -124,18 +130,33 @@ def _loss(config: Config, layout: Layout, accelerator: bool) -> int:
     return _FLOAT32 * rows * hidden + input_gradient + chunk * (rows * per_logit + 2 * a * hidden)
 
 
-def _buffers(config: Config, layout: Layout, accelerator: bool, elements: int, loss: int) -> int:
-    """Rotary tables (cos and sin, [S, head_dim / 2] each), a bucket in flight when d > 1, the backward working set.
+def _rotary_tables(config: Config, accelerator: bool) -> int:
+    """Cosines and sines, [S, head_dim / 2] each."""
+    dtype = config.precision.resolved(accelerator).parameter
+    return DTYPE_BYTES[dtype] * config.train.sequence_length * config.model.head_dim
 
-    The working set is the largest weight's gradient before it is added up, a block's gradient of its MLP input, and
-    those of gate and up, apart and joined, less what was saved for them and is free by then: T·(H + 2F/t). The loss's
-    own memory is gone by then too, so only what exceeds it counts.
+
+def _backward_working_set(config: Config, layout: Layout, accelerator: bool) -> int:
+    """What a block's backward pass holds beyond what was saved; the loss's memory is free by then.
+
+    The largest weight's gradient before it is added up, the gradient of the MLP's input, and those of gate and up,
+    apart and joined, less what was saved for them and is free by then: T·(H + 2F/t).
     """
-    model, precision = config.model, config.precision.resolved(accelerator)
-    local, a = LocalWidths.of(model, layout.tensor), DTYPE_BYTES[precision.parameter]
+    model, local = config.model, LocalWidths.of(config.model, layout.tensor)
     tokens = config.train.sequence_length * config.train.micro_batch
-    rotary = a * config.train.sequence_length * model.head_dim
-    bucket = min(round(config.optimizer.bucket_mib * _MIB), elements * DTYPE_BYTES[precision.reduce])
     largest = max(local.vocabulary, 2 * local.intermediate, local.query + 2 * local.key_value) * model.hidden_size
-    working = a * (largest + tokens * (2 * local.intermediate + model.hidden_size))
-    return rotary + (bucket if layout.data > 1 else 0) + max(working - loss, 0)
+    elements = largest + tokens * (2 * local.intermediate + model.hidden_size)
+    return DTYPE_BYTES[config.precision.resolved(accelerator).parameter] * elements
+
+
+def _reduction(config: Config, layout: Layout, accelerator: bool, elements: int) -> int:
+    """Copies of gradients on their way over data parallelism; activations and loss are free by then.
+
+    All buckets may be under way at once. A copy is made where gradients are reduced in another dtype, and on a CPU one
+    for the slices that arrive, which are summed there.
+    """
+    precision = config.precision.resolved(accelerator)
+    if layout.data == 1:
+        return 0
+    copies = int(precision.reduce != precision.gradient) + int(not accelerator and config.optimizer.zero == 1)
+    return copies * elements * DTYPE_BYTES[precision.reduce]

@@ -1,9 +1,10 @@
-"""How many numbers a Llama has, whole and on one rank.
+"""How many numbers a Llama has: whole, and parameter by parameter on one rank.
 
 Legend: V vocabulary, H hidden size, F intermediate size, L blocks, q = heads · head_dim, kv = key/value heads ·
 head_dim, t tensor-parallel degree.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.config import ModelConfig
@@ -40,6 +41,53 @@ class LocalWidths:
         )
 
 
+@dataclass(frozen=True)
+class LocalParameter:
+    """One parameter as one rank stores it.
+
+    Attributes:
+        elements: stored here, padding included. matrix: its canonical tensors are matrices, so that it decays.
+        partial_from: the elements from here to the end have a gradient that is still to be summed over `partial_over`
+        ranks (1: none has).
+    """
+
+    elements: int
+    matrix: bool = True
+    partial_from: int = 0
+    partial_over: int = 1
+
+
+def local_parameters(model: ModelConfig, tensor: int, sequence: bool = False) -> Iterator[LocalParameter]:
+    """What one of t ranks stores, in the order of the model's parameters.
+
+    Partial are, under sequence parallelism, what is replicated between the cut layers (norms and the biases of
+    row-parallel layers), and key/value projections of which several ranks hold a copy.
+    """
+    hidden, local = model.hidden_size, LocalWidths.of(model, tensor)
+    replicated = LocalParameter(hidden, matrix=False, partial_over=tensor if sequence else 1)
+    qkv = local.query + 2 * local.key_value
+    table = LocalParameter(local.vocabulary * hidden)
+    yield table
+    for _ in range(model.num_hidden_layers):
+        yield replicated
+        yield LocalParameter(qkv * hidden, True, local.query * hidden, local.key_value_copies)
+        if model.attention_bias:
+            yield LocalParameter(qkv, False, local.query, local.key_value_copies)
+        yield LocalParameter(hidden * local.query)
+        if model.attention_bias:
+            yield replicated
+        yield replicated
+        yield LocalParameter(2 * local.intermediate * hidden)
+        if model.mlp_bias:
+            yield LocalParameter(2 * local.intermediate, matrix=False)
+        yield LocalParameter(hidden * local.intermediate)
+        if model.mlp_bias:
+            yield replicated
+    yield replicated
+    if not model.tie_word_embeddings:
+        yield table
+
+
 def parameter_count(model: ModelConfig) -> int:
     """Parameters of the whole model; a tied embedding counts once, padding never.
 
@@ -50,40 +98,12 @@ def parameter_count(model: ModelConfig) -> int:
 
 
 def local_parameter_count(model: ModelConfig, tensor: int) -> int:
-    """Elements that one of t ranks stores: its cuts, what is replicated, and the vocabulary's padding."""
-    hidden, local = model.hidden_size, LocalWidths.of(model, tensor)
-    tables = 1 if model.tie_word_embeddings else 2
-    biases = replicated_bias_count(model)
-    if model.attention_bias:
-        biases += local.query + 2 * local.key_value
-    if model.mlp_bias:
-        biases += 2 * local.intermediate
-    block = _block_matrices(hidden, local) + biases
-    return tables * local.vocabulary * hidden + model.num_hidden_layers * block + norm_count(model)
+    """Elements that one of t ranks holds: its cuts, what is replicated, and the vocabulary's padding."""
+    return sum(parameter.elements for parameter in local_parameters(model, tensor))
 
 
 def matmul_parameter_count(model: ModelConfig) -> int:
     """Parameters that a token is multiplied with: matrices and the head, tied or not; not the embedding's look-up."""
-    whole = LocalWidths.of(model, 1)
-    return model.num_hidden_layers * _block_matrices(model.hidden_size, whole) + model.vocab_size * model.hidden_size
-
-
-def norm_count(model: ModelConfig) -> int:
-    """Norm weights, which every rank holds whole: two a block and the final one."""
-    return (2 * model.num_hidden_layers + 1) * model.hidden_size
-
-
-def replicated_bias_count(model: ModelConfig) -> int:
-    """Biases of one block that every rank holds whole: those of the row-parallel layers."""
-    return (int(model.attention_bias) + int(model.mlp_bias)) * model.hidden_size
-
-
-def key_value_count(model: ModelConfig, tensor: int) -> int:
-    """Elements of one rank's key and value projections, over all blocks."""
-    width = 2 * LocalWidths.of(model, tensor).key_value
-    return model.num_hidden_layers * width * (model.hidden_size + int(model.attention_bias))
-
-
-def _block_matrices(hidden: int, local: LocalWidths) -> int:
-    attention = hidden * (local.query + 2 * local.key_value) + local.query * hidden
-    return attention + 3 * hidden * local.intermediate
+    matrices = sum(parameter.elements for parameter in local_parameters(model, 1) if parameter.matrix)
+    look_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    return matrices - look_up
