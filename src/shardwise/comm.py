@@ -1,8 +1,8 @@
 """Collectives over explicit groups. Nothing else in the package calls `torch.distributed`'s collectives.
 
 Whatever communicates is given its `Group`; there is no current one. At group size 1 every collective is the
-identity, so a model without parallelism runs the same code. The autograd functions hold communication only: matmuls stay
-native operators, which lets `torch.compile`, recompute and zero-bubble schedules take a model apart.
+identity, so a model without parallelism runs the same code. The autograd functions hold communication only: matmuls
+stay native operators, which lets `torch.compile`, recompute and zero-bubble schedules take a model apart.
 
 Shapes: `dim 0` is the one that is gathered and scattered (activations are sequence-first, `x_SBH`).
 """

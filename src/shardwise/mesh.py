@@ -1,7 +1,7 @@
 """The mesh of ranks: axes `[pp, dp, tp]`, tensor-parallel neighbours at stride 1.
 
-Rank = (pp · DP + dp) · TP + tp, so that a tensor-parallel group sits inside one node and its links. The mesh is an argument
-wherever it is needed; nothing holds a current one.
+Rank = (pp · DP + dp) · TP + tp, so that a tensor-parallel group sits inside one node and its links. The mesh is an
+argument wherever it is needed; nothing holds a current one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import device as devices
 
@@ -122,7 +123,7 @@ class Mesh:
             self.tp, self.dp, self.pp = Group(name="tp"), Group(name="dp"), Group(name="pp")
             return
         shape = (pipeline, self.world.size // (tensor * pipeline), tensor)
-        self.device_mesh = dist.init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+        self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         pp, dp, tp = (
             Group(self.device_mesh.get_group(axis) if size > 1 else None, name=axis)
             for axis, size in zip(("pp", "dp", "tp"), shape, strict=True)
@@ -146,5 +147,6 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     where = device if device is not None else devices.local_device()
-    kwargs = {"device_id": where} if where.type != "cpu" else {}
-    dist.init_process_group(devices.backend(where), timeout=timedelta(seconds=timeout), **kwargs)
+    dist.init_process_group(
+        devices.backend(where), timeout=timedelta(seconds=timeout), device_id=where if where.type != "cpu" else None
+    )

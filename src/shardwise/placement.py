@@ -1,9 +1,9 @@
 """What a local parameter is a part of: the one record that knows how the model is cut.
 
-A parameter carries a `Placement`, made where the parameter is made: a tuple of pieces. A piece says which canonical tensor
-(its name and shape in the Hugging Face model), which box of it this rank holds, where that box sits in the local tensor,
-which ranks hold the same box, and whether their gradients are still to be summed. Initialisation, gradient reduction,
-gradient norm, drift checks, memory accounting and export ask this record and nothing else.
+A parameter carries a `Placement`, made where the parameter is made: a tuple of pieces. A piece says which canonical
+tensor (its name and shape in the Hugging Face model), which box of it this rank holds, where that box sits in the
+local tensor, which ranks hold the same box, and whether their gradients are still to be summed. Initialisation,
+gradient reduction, gradient norm, drift checks, memory accounting and export ask this record and nothing else.
 
 A fused QKV weight is three pieces; a vocabulary-padded embedding is a box shorter than its local tensor.
 """
@@ -120,7 +120,8 @@ class Placement:
 def rows(name: str, shape: tuple[int, ...], group: Group, init: Init, *, at: int = 0, copies: int = 1) -> Piece:
     """The piece of a canonical tensor cut along dim 0, the rest whole, at row `at` of the local tensor.
 
-    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows. The last
+    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows.
+    The last
     run may hold fewer, down to none: the local tensor is padded there. The gradient of a box with copies is partial.
     """
     parts = group.size // copies
@@ -165,8 +166,8 @@ def make_parameter(
 ) -> nn.Parameter:
     """A local parameter with its record, drawn as the record says; what no piece covers is 0.
 
-    `seed`: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout. None takes
-    a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
+    `seed`: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
+    None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
     """
     parameter = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
     placement = Placement(pieces, group)
@@ -210,7 +211,8 @@ def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement
 def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
     """Draw this rank's boxes of each canonical tensor, in place.
 
-    A normal tensor is drawn in blocks of 64 rows, each from the seed hash(seed, name, block), on the CPU in float32 whatever the
+    A normal tensor is drawn in blocks of 64 rows, each from the seed hash(seed, name, block), on the CPU in float32
+    whatever the
     device: any rank draws just the rows that it holds, and the whole is the same tensor at any layout.
     """
     for piece in placement.pieces:

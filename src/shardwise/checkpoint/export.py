@@ -1,9 +1,8 @@
-"""A model as a Hugging Face folder: `safetensors` shards, `config.json`, tokenizer files. `transformers` loads it as it is."""
+"""A model as a Hugging Face folder, which `transformers` loads as it is: `safetensors`, `config.json`, tokenizer."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +31,9 @@ def export_hugging_face(
 ) -> None:
     """Write the whole model from however many ranks; collective over the tensor-parallel ranks.
 
-    Data-parallel replica 0's first tensor-parallel rank writes, one shard of at most `max_shard_bytes` at a time (a larger tensor
-    has one to itself). The folder appears complete or not at all. `tokenizer`: a folder whose files are copied along.
+    Data-parallel replica 0's first tensor-parallel rank writes, one shard of at most `max_shard_bytes` at a time (a
+    larger tensor has one to itself). The folder appears complete or not at all. `tokenizer`: a folder whose files are
+    copied along.
     """
     if mesh.dp.rank == 0:
         tensors = canonical(model, mesh)
@@ -47,7 +47,7 @@ def export_hugging_face(
             for file in sorted(tokenizer.iterdir()) if tokenizer else ():
                 shutil.copy(file, partial / file.name)
             shutil.rmtree(folder, ignore_errors=True)
-            os.replace(partial, folder)
+            partial.replace(folder)
         else:
             for _ in tensors:
                 pass
@@ -85,11 +85,11 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shar
         held += size
     flush()
     if len(written) == 1:
-        os.replace(folder / "part-0", folder / "model.safetensors")
+        (folder / "part-0").replace(folder / "model.safetensors")
         return
     names = [f"model-{i + 1:05}-of-{len(written):05}.safetensors" for i in range(len(written))]
     for i, name in enumerate(names):
-        os.replace(folder / f"part-{i}", folder / name)
+        (folder / f"part-{i}").replace(folder / name)
     index = {
         "metadata": {"total_size": sum(sum(sizes.values()) for sizes in written)},
         "weight_map": {tensor: name for name, sizes in zip(names, written, strict=True) for tensor in sizes},

@@ -139,7 +139,8 @@ def _schedule_problems(config: Config) -> list[str]:
         )
     if config.optimizer.warmup_steps > train.steps:
         problems.append(
-            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be at most train.steps ({train.steps})"
+            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be at most train.steps ({train.steps}): "
+            "lower it, or keep train.steps and end early with train.stop_after"
         )
     if train.eval_every and config.data.split_weights[1] == 0:
         problems.append(

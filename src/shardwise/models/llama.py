@@ -1,7 +1,7 @@
-"""Llama (1, 2 and 3): pre-norm blocks of grouped-query attention with rotary positions and a gated MLP, under Hugging Face's names.
+"""Llama (1, 2 and 3): pre-norm blocks of grouped-query attention with rotary positions and a gated MLP.
 
-Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n / k query / key-value heads held here,
-d head width. Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
+Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head
+width. Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.mesh import Group
 from shardwise.config import LlamaConfig
+from shardwise.mesh import Group
 from shardwise.models.rotary import Rotary, rotate
 from shardwise.parallel import (
     GQAQKVColumnParallelLinear,
@@ -56,9 +56,8 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x))
         cos, sin = self.rotary.tables(q.shape[0], q)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out_BnSd = F.scaled_dot_product_attention(
-            *(t.permute(1, 2, 0, 3) for t in (q, k, v)), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
-        )
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        out_BnSd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         out: Tensor = self.o_proj(out_BnSd.permute(2, 0, 1, 3).flatten(2))
         return out
 
@@ -164,8 +163,8 @@ class Llama(nn.Module):
         x: Tensor = self.embed_tokens(ids_SB)
         for layer in self.layers:
             x = layer(x)
-        x = self.norm(x)
-        return x
+        out: Tensor = self.norm(x)
+        return out
 
     def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
         """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar."""

@@ -78,7 +78,8 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain / scaling["factor"] * (1 - kept) + plain * kept
+    mixed: Tensor = plain / scaling["factor"] * (1 - kept) + plain * kept
+    return mixed
 
 
 class Rotary:
@@ -122,4 +123,4 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x `[S, B, n, d]` turned by its position's angles; tables `[S, 1, 1, d/2]`."""
-    return cast(Tensor, _Rotate.apply(x, cos, sin))
+    return cast(Tensor, _Rotate.apply(x, cos, sin))  # type: ignore[no-untyped-call]

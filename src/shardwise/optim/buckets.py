@@ -1,25 +1,34 @@
-"""Flat buckets: parameters, gradients and masters one after the other in memory, cut evenly over the data-parallel ranks.
+"""Flat buckets: parameters, gradients and masters one after the other, cut evenly over the data-parallel ranks.
 
-A parameter's `.data` and `.grad` become views into the bucket, so that one collective moves many of them and nothing is copied.
+A parameter's `.data` and `.grad` become views into the bucket: one collective moves many of them, nothing is copied.
 Rank r of n owns elements `[r·N/n, (r+1)·N/n)` of a bucket of N (padded to divide).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
-from shardwise.comm import Group, Pending
-
-ALIGNMENT = 32
-"""Elements to which each parameter's start is aligned."""
+from shardwise.comm import Pending
+from shardwise.cost.buckets import ALIGNMENT
+from shardwise.mesh import Group
 
 
 def _aligned(n: int, to: int) -> int:
     return -(-n // to) * to
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of accumulated gradients (None: the parameter's), their reduction (None: as accumulated), masters and state."""
+
+    gradient: torch.dtype | None
+    reduce: torch.dtype | None
+    optimizer: torch.dtype
 
 
 class Bucket:
@@ -27,8 +36,8 @@ class Bucket:
 
     Attributes:
         gradients, values: flat buffers of all N elements; `parameters[i]` and its gradient are views at `offsets[i]`.
-        owned: this rank's part. gradient: the owned part of `gradients`. master: the owned part in the optimizer's dtype
-        (the parameters' own memory where the dtypes agree).
+        owned: this rank's part. gradient: the owned part of `gradients`. master: the owned part in the optimizer's
+        dtype (the parameters' own memory where the dtypes agree).
     """
 
     def __init__(
@@ -37,9 +46,7 @@ class Bucket:
         group: Group,
         *,
         shard: bool,
-        gradient_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        optimizer_dtype: torch.dtype,
+        dtypes: Dtypes,
     ) -> None:
         self.parameters, self.group = list(parameters), group
         self.sharded = shard and group.size > 1
@@ -50,9 +57,9 @@ class Bucket:
         parts = group.size if self.sharded else 1
         self.numel = _aligned(end, ALIGNMENT * parts)
         first = parameters[0]
-        self.gradients = torch.zeros(self.numel, dtype=gradient_dtype or first.dtype, device=first.device)
+        self.gradients = torch.zeros(self.numel, dtype=dtypes.gradient or first.dtype, device=first.device)
         self.values = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-        self.reduce_dtype = reduce_dtype or self.gradients.dtype
+        self.reduce_dtype = dtypes.reduce or self.gradients.dtype
         share = self.numel // parts
         start = share * group.rank if self.sharded else 0
         self.owned = slice(start, start + share)
@@ -71,7 +78,7 @@ class Bucket:
         self.attach_gradients()
         self.gradient = self.gradients[self.owned]
         mine = self.values[self.owned]
-        self.master = nn.Parameter(mine if mine.dtype == optimizer_dtype else mine.to(optimizer_dtype))
+        self.master = nn.Parameter(mine if mine.dtype == dtypes.optimizer else mine.to(dtypes.optimizer))
         self.reset()
 
     def reset(self) -> None:
@@ -162,9 +169,7 @@ def make_buckets(
     cap_bytes: float,
     *,
     shard: bool,
-    gradient_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    optimizer_dtype: torch.dtype,
+    dtypes: Dtypes,
 ) -> list[Bucket]:
     """Buckets of at most `cap_bytes` of gradients (a larger parameter has one to itself).
 
@@ -173,21 +178,11 @@ def make_buckets(
     made: list[list[nn.Parameter]] = []
     filled: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], float]] = {}
     for p in reversed(parameters):
-        size = p.numel() * (gradient_dtype or p.dtype).itemsize
+        size = p.numel() * (dtypes.gradient or p.dtype).itemsize
         current, used = filled.get((p.dtype, p.device), ([], float("inf")))
         if used + size > cap_bytes:
             current, used = [], 0.0
             made.append(current)
         current.append(p)
         filled[(p.dtype, p.device)] = (current, used + size)
-    return [
-        Bucket(
-            members,
-            group,
-            shard=shard,
-            gradient_dtype=gradient_dtype,
-            reduce_dtype=reduce_dtype,
-            optimizer_dtype=optimizer_dtype,
-        )
-        for members in made
-    ]
+    return [Bucket(members, group, shard=shard, dtypes=dtypes) for members in made]

@@ -1,6 +1,7 @@
 """Whether an optimizer updates each element by itself, found out by running it.
 
-ZeRO-1 gives the wrapped optimizer flat slices of many parameters. That is right for Adam, SGD and their like, and wrong for a
+ZeRO-1 gives the wrapped optimizer flat slices of many parameters. That is right for Adam, SGD and their like, and
+wrong for a
 class that looks at a whole parameter: LAMB's trust ratio, Muon's matrix, Adafactor's factors, LBFGS's line search.
 """
 
@@ -27,9 +28,13 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
         halves = list(weight.clone().flatten().chunk(2))
         sliced = _run(optimizer_class, defaults, halves, [list(g.flatten().chunk(2)) for g in gradients])
     except Exception as error:
-        raise ValueError(f"optimizer_class {name} cannot be sharded: {advice}; on a slice it fails with: {error}") from error
+        raise ValueError(
+            f"optimizer_class {name} cannot be sharded: {advice}; on a slice it fails with: {error}"
+        ) from error
     if not torch.allclose(whole[0].flatten(), torch.cat(sliced), rtol=1e-5, atol=1e-7):
-        raise ValueError(f"optimizer_class {name} cannot be sharded: {advice}; its result depends on the whole parameter")
+        raise ValueError(
+            f"optimizer_class {name} cannot be sharded: {advice}; its result depends on the whole parameter"
+        )
 
 
 def _run(

@@ -10,8 +10,8 @@ from shardwise.config import Config
 def learning_rate(config: Config, step: int) -> float:
     """The rate of optimizer step `step` (from 1): linear warmup to `lr`, then decay to `min_lr` at the last step.
 
-    Warmup step s of w has `lr · s / w`. With progress p from 0 at the end of the warmup to 1 at `train.steps`, the decay is
-    `min_lr + (lr - min_lr) · f(p)`: `1 - p` linear, `(1 + cos πp) / 2` cosine, 1 constant.
+    Warmup step s of w has `lr · s / w`. With progress p from 0 at the end of the warmup to 1 at `train.steps`, the
+    decay is `min_lr + (lr - min_lr) · f(p)`: `1 - p` linear, `(1 + cos πp) / 2` cosine, 1 constant.
     """
     o = config.optimizer
     if step <= o.warmup_steps:

@@ -1,7 +1,8 @@
 """ZeRO-1: optimizer state cut over the data-parallel ranks (arXiv:1910.02054 §5.1).
 
-With n data-parallel ranks and P parameters on this rank, a step moves what plain data parallelism moves: a reduce-scatter of P
-gradients and an all-gather of P parameters, each `P·(n-1)/n`. Each rank updates P/n elements and keeps only their state.
+With n data-parallel ranks and P parameters on this rank, a step moves what plain data parallelism moves: a
+reduce-scatter of P gradients and an all-gather of P parameters, each `P·(n-1)/n`. Each rank updates P/n elements and
+keeps only their state.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm, placement
+from shardwise.cost.buckets import ALIGNMENT
 from shardwise.mesh import Group, Mesh
-from shardwise.optim.buckets import ALIGNMENT, Bucket, make_buckets
+from shardwise.optim.buckets import Bucket, Dtypes, make_buckets
 from shardwise.optim.elementwise import require_elementwise
 
 
@@ -26,31 +28,36 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """Wrap an elementwise `torch.optim` class so that each data-parallel rank keeps 1/n of its state.
 
     Before: `torch.optim.AdamW(model.parameters(), lr=1e-4)`. After:
-    `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)`. Then `backward()`, `step()`, `zero_grad()` as
-    usual; `step()` averages the gradients over the group, clips, updates, and brings the parameters back in step. What a
-    parameter's placement says is still partial (a norm under sequence parallelism, a replicated K/V head) is summed too.
+    `ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)`. Then `backward()`, `step()`,
+    `zero_grad()` as usual; `step()` averages the gradients over the group, clips, updates, and brings the parameters
+    back in step. What a parameter's placement says is still partial (a norm under sequence parallelism, a replicated
+    K/V head) is summed too.
 
-    Any number of `backward()` calls may come before one `step()`; gradients add up exactly. To overlap the reduction with the last
-    of them, put the others under `with optimizer.accumulate():` (or the last under `accumulate(last=True)`).
+    Any number of `backward()` calls may come before one `step()`; gradients add up exactly. To overlap the reduction
+    with the last of them, put the others under `with optimizer.accumulate():` (or the last under
+    `accumulate(last=True)`).
 
-    `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient is 0.
-    At group size 1 there is no communication and the result is that of the wrapped class.
+    `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient
+    is 0. At group size 1 there is no communication and the result is that of the wrapped class.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
         optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, ….
-        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its part.
+        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of
+        its part.
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm`.
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
-        gradient_dtype: of accumulated gradients (default: the parameter's). reduce_dtype: on the wire (default: as accumulated).
+        gradient_dtype: of accumulated gradients (default: the parameter's). reduce_dtype: on the wire (default: as
+        accumulated).
         shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB.
         defaults: options of the wrapped class.
 
     Raises:
-        ValueError: a class that is not elementwise; parameters that DDP or FSDP already manage; a cut model without `mesh`.
+        ValueError: a class that is not elementwise; parameters that DDP or FSDP already manage; a cut model without
+        `mesh`.
     """
 
     def __init__(
@@ -78,11 +85,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._has_mesh = mesh is not None
         self.shard, self._average = shard, average
         self._bucket_bytes = bucket_mib * 2**20
-        self._dtypes = {
-            "optimizer_dtype": optimizer_dtype,
-            "gradient_dtype": gradient_dtype,
-            "reduce_dtype": reduce_dtype,
-        }
+        self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype)
         self._defaults = defaults
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
@@ -97,13 +100,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as `torch.optim.Optimizer.add_param_group`; its parameters move into buckets of their own."""
+        """Add a parameter group, as `torch.optim.Optimizer` does; its parameters move into buckets of their own."""
         super().add_param_group(param_group)
         options = self.param_groups[-1]
         trainable = [p for p in options["params"] if p.requires_grad]
         self._frozen += [p for p in options["params"] if not p.requires_grad]
         self._check(trainable)
-        buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, **self._dtypes)  # type: ignore[arg-type]
+        buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, dtypes=self._dtypes)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 self._at[p] = (bucket, index)
@@ -163,7 +166,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def accumulate(self, *, last: bool = False) -> Iterator[None]:
-        """Backward passes inside only accumulate; the first one after it, or one under `last=True`, overlaps its reduction."""
+        """Backward passes inside only accumulate; the first after it, or one under `last=True`, overlaps its reduction."""
         self._overlapping = last
         try:
             yield
@@ -236,7 +239,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return 1.0 / self.group.size if self._average else 1.0
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        """L2 norms of the whole model's gradient (before clipping) and parameters, on every rank; reduces gradients first."""
+        """L2 norms of the whole model's gradient (before clipping) and parameters; reduces gradients first."""
         self.reduce_gradients()
         assert self._norms is not None
         return self._norms[0], self._norms[1]
@@ -281,7 +284,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 gather.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to 0. They stay views into the buckets, so `set_to_none` changes nothing but frozen parameters."""
+        """Set gradients to 0. They stay views into the buckets, whatever `set_to_none` says."""
         for bucket in self.buckets:
             bucket.gradients.zero_()
             bucket.attach_gradients()
@@ -297,7 +300,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 bucket.master.copy_(bucket.values[bucket.owned])
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state: of the wrapped class, the masters, the options, and the layout they belong to."""
+        """This rank's part of the state: the wrapped class's, the masters, the options, and the layout they belong to."""
         assert self._inner is not None
         inner = self._inner.state_dict()
         options = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]

@@ -1,4 +1,4 @@
-"""Sharded layers and losses. Each holds its local shard as a plain parameter and communicates over the group it is given."""
+"""Sharded layers and losses: each holds its shard as a plain parameter and communicates over the group it is given."""
 
 from shardwise.parallel.embedding import ParallelEmbedding
 from shardwise.parallel.head import ParallelLMHead

@@ -8,18 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 from shardwise import comm, placement
 from shardwise.mesh import Group
-from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name
+from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 
 
 class ParallelEmbedding(nn.Module):
-    """Rows of an embedding table shared out over a group: rank r holds `ceil(V/g)` rows, the last ones padded with zeros.
+    """Rows of an embedding table shared out over a group: rank r holds `ceil(V/g)` rows, the last ones padded with
+    zeros.
 
-    Forward: ids `[S, B]`, equal on every rank → `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled`. Each rank
-    looks up the ids that it holds and gives 0 for the others; the sum over the group is exact. Communicates an all-reduce,
-    or with sequence parallelism a reduce-scatter (its gradient: an all-gather). Padding rows receive no gradient.
+    Forward: ids `[S, B]`, equal on every rank → `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled`. Each
+    rank looks up the ids that it holds and gives 0 for the others; the sum over the group is exact. Communicates an
+    all-reduce, or with sequence parallelism a reduce-scatter (its gradient: an all-gather). Padding rows receive no
+    gradient.
 
     `padding_idx`: an id whose row receives no gradient.
     """
@@ -44,9 +45,7 @@ class ParallelEmbedding(nn.Module):
             (-(-num_embeddings // group.size), embedding_dim),
             (piece,),
             group,
-            seed=seed,
-            device=options.get("device"),
-            dtype=options.get("dtype"),
+            **tensor_options(options),
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class ParallelEmbedding(nn.Module):
         return leave(found, self.group)
 
     def _check(self, ids: Tensor) -> None:
-        """On a CPU, where looking costs nothing, refuse ids that no rank holds, as `torch.nn.functional.embedding` does."""
+        """On a CPU, where looking costs nothing, refuse ids that no rank holds, as `F.embedding` does."""
         if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
             return
         low, high = int(ids.min()), int(ids.max())

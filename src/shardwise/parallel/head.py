@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.mesh import Group
-from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name
+from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
 
 
@@ -42,9 +42,7 @@ class ParallelLMHead(nn.Module):
             (-(-vocab_size // group.size), hidden_size),
             (piece,),
             group,
-            seed=seed,
-            device=options.get("device"),
-            dtype=options.get("dtype"),
+            **tensor_options(options),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +52,7 @@ class ParallelLMHead(nn.Module):
         return comm.gather_last(local, self.group)[..., : self.vocab_size]
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """Sum of the tokens' cross-entropies, chunk by chunk (`linear_cross_entropy`). Targets are whole on every rank."""
+        """Sum of the tokens' cross-entropies, chunk by chunk. Targets are whole on every rank."""
         return linear_cross_entropy(
             x,
             self.weight,

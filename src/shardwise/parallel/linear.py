@@ -1,6 +1,8 @@
-"""Column- and row-parallel linear layers (Megatron-LM, arXiv:1909.08053 §3; sequence parallelism: arXiv:2205.05198 §4.2.2).
+"""Column- and row-parallel linear layers (Megatron-LM, arXiv:1909.08053 §3; sequence parallelism: arXiv:2205.05198
+§4.2.2).
 
-Shapes per rank, g = group size: S sequence, B batch, I input features, O output features. Activations are sequence-first.
+Shapes per rank, g = group size: S sequence, B batch, I input features, O output features. Activations are
+sequence-first.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 from shardwise import comm, placement
 from shardwise.mesh import Group
 from shardwise.placement import Init
@@ -21,19 +22,29 @@ from shardwise.placement import Init
 DEFAULT_INIT = Init.normal(0.02)
 
 
-class LayerOptions(TypedDict, total=False):
+class TensorOptions(TypedDict, total=False):
+    """How a layer's parameters are made."""
+
+    seed: int | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+class LayerOptions(TensorOptions, total=False):
     """Keywords that every sharded layer takes.
 
     group: the ranks that share the layer (a `Group`, a process group, or None for no sharding).
-    seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's generator.
-    init: how the weight is drawn (default: normal, std 0.02). device, dtype: of the local tensors.
+    seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's
+    generator. init: how the weight is drawn (default: normal, std 0.02). device, dtype: of the local tensors.
     """
 
     group: Group | dist.ProcessGroup | None
-    seed: int | None
     init: Init
-    device: torch.device | str | None
-    dtype: torch.dtype | None
+
+
+def tensor_options(options: LayerOptions) -> TensorOptions:
+    """The part of a layer's keywords that its parameters take."""
+    return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
 
 
 def full_name(name: str | None, leaf: str, seed: int | None) -> str:
@@ -70,7 +81,7 @@ class _ColumnParallel(nn.Module):
         self._copies = [copies for _, _, copies in parts]
         self._sizes = [size * copies // group.size for _, size, copies in parts]
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = {"seed": seed, "device": options.get("device"), "dtype": options.get("dtype")}
+        where = tensor_options(options)
 
         def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
             offsets = [sum(self._sizes[:i]) for i in range(len(parts))]
@@ -90,10 +101,11 @@ class _ColumnParallel(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
         enter = comm.gather_sequence if self.sequence_parallel_enabled else comm.copy_to_group
-        return F.linear(enter(x, self.group), self.weight, self.bias)
+        y: Tensor = F.linear(enter(x, self.group), self.weight, self.bias)
+        return y
 
     def _parts(self, y: Tensor) -> tuple[Tensor, ...]:
-        parts = y.split(self._sizes, dim=-1)
+        parts: tuple[Tensor, ...] = y.split(self._sizes, dim=-1)
         if not self.gather_output or self.group.size == 1:
             return parts
         return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
@@ -102,7 +114,8 @@ class _ColumnParallel(nn.Module):
         whole = comm.gather_last(part, self.group)
         if copies == 1:
             return whole
-        return whole.unflatten(-1, (self.group.size // copies, copies, -1))[..., 0, :].flatten(-2)
+        once: Tensor = whole.unflatten(-1, (self.group.size // copies, copies, -1))[..., 0, :].flatten(-2)
+        return once
 
     def extra_repr(self) -> str:
         return f"{self.input_size} -> {self._sizes} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"
@@ -111,9 +124,9 @@ class _ColumnParallel(nn.Module):
 class ColumnParallelLinear(_ColumnParallel):
     """`Y = X Aᵀ + b` with A cut along its outputs: rank r holds `A[r·O/g : (r+1)·O/g]`.
 
-    Forward: x `[S, B, I]`, or `[S/g, B, I]` with `sequence_parallel_enabled`; returns `[S, B, O/g]`, or `[S, B, O]` with
-    `gather_output`. Communicates: with sequence parallelism an all-gather of x (its gradient: a reduce-scatter); without,
-    nothing (its gradient: an all-reduce); `gather_output` adds an all-gather of y.
+    Forward: x `[S, B, I]`, or `[S/g, B, I]` with `sequence_parallel_enabled`; returns `[S, B, O/g]`, or `[S, B, O]`
+    with `gather_output`. Communicates: with sequence parallelism an all-gather of x (its gradient: a reduce-scatter);
+    without, nothing (its gradient: an all-reduce); `gather_output` adds an all-gather of y.
 
     Raises:
         ValueError: `output_size` is not divisible by the group's size.
@@ -144,9 +157,10 @@ class ColumnParallelLinear(_ColumnParallel):
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
-    """Several column-parallel linear layers of one input in one matmul, such as a gated MLP's gate and up projections.
+    """Several column-parallel layers of one input in one matmul, such as a gated MLP's gate and up projections.
 
-    `output_sizes` and `names`: of each canonical layer. Returns one tensor a layer, each as `ColumnParallelLinear` would.
+    `output_sizes` and `names`: of each canonical layer. Returns one tensor a layer, each as `ColumnParallelLinear`
+    would.
     """
 
     def __init__(
@@ -176,14 +190,16 @@ class MergedColumnParallelLinear(_ColumnParallel):
 class GQAQKVColumnParallelLinear(_ColumnParallel):
     """Query, key and value projections in one matmul, for grouped-query attention (arXiv:2305.13245).
 
-    `output_sizes` = (query size, key/value size), canonical. Where the group is larger than the number of K/V heads, each K/V
-    head is held by g / heads neighbouring ranks: their gradients are partial, which the weight's placement says.
+    `output_sizes` = (query size, key/value size), canonical. Where the group is larger than the number of K/V heads,
+    each K/V head is held by g / heads neighbouring ranks: their gradients are partial, which the weight's placement
+    says.
 
-    Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all whole with
-    `gather_output`. `names`: canonical names of the three layers.
+    Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all
+    whole with `gather_output`. `names`: canonical names of the three layers.
 
     Raises:
-        ValueError: the query heads are not divisible by the group's size, or K/V heads and size do not divide each other.
+        ValueError: the query heads are not divisible by the group's size, or K/V heads and size do not divide each
+        other.
     """
 
     def __init__(
@@ -252,7 +268,7 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = {"seed": seed, "device": options.get("device"), "dtype": options.get("dtype")}
+        where = tensor_options(options)
         piece = placement.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
         self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
         self.bias = None

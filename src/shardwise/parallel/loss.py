@@ -44,14 +44,15 @@ class _Shard:
         if torch.compiler.is_compiling() or target.device.type != "cpu" or not target.numel():
             return
         counted = target[target != self.ignore_index]
-        if counted.numel() and not (0 <= int(counted.min()) and int(counted.max()) < self.vocabulary):
+        if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < self.vocabulary):
             wrong = counted[(counted < 0) | (counted >= self.vocabulary)][0].item()
             raise ValueError(f"target ({wrong}) must be in [0, {self.vocabulary}) or the ignore_index")
 
     def softmax_(self, logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Turn float32 logits `[N, v]` into probabilities, in place.
 
-        Returns the loss `[N]` (0 where ignored), the targets' local columns, which of them are held here, and which count.
+        Returns the loss `[N]` (0 where ignored), the targets' local columns, which of them are held here, and which
+        count.
         """
         if self.held < logits_NV.shape[1]:
             logits_NV[:, self.held :] = float("-inf")
@@ -129,11 +130,12 @@ def parallel_cross_entropy(
         raise ValueError(f"label_smoothing ({label_smoothing}) must be in [0, 1]")
     shard = _Shard.make(Group.of(group), vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
-    return cast(Tensor, _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard))
+    loss = _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and loss, chunk by chunk. The gradients are made in the forward pass, while a chunk's probabilities exist."""
+    """Head and loss, chunk by chunk. The forward pass makes the gradients, while a chunk's probabilities exist."""
 
     @staticmethod
     def forward(
@@ -171,6 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dw.add_(dlogits.t() @ flat)
             dchunk = (dlogits @ weight_vH).view(chunk.shape)
             dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
+            del logits, dlogits, dchunk  # one chunk at a time: the next one's logits take their place
         if dx is not None and dw is not None:
             if not scattered:
                 comm.all_reduce_(dx, group)
@@ -205,9 +208,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of `cross_entropy(x Wᵀ, target)`, without ever holding the logits of all tokens.
 
-    Tokens go through in chunks: logits, loss and both gradients of a chunk are made while it is at hand. Beyond inputs and
-    gradients it holds one chunk of logits. With sequence parallelism each chunk of x is gathered by itself, so the whole
-    hidden states are never held. The weight's gradient is summed in float32 and stays live until the backward pass.
+    Tokens go through in chunks: logits, loss and both gradients of a chunk are made while it is at hand. Beyond inputs
+    and gradients it holds one chunk of logits. With sequence parallelism each chunk of x is gathered by itself, so the
+    whole hidden states are never held. The weight's gradient is summed in float32 and stays live until the backward
+    pass.
 
     Args:
         x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
@@ -224,7 +228,7 @@ def linear_cross_entropy(
     shard = _Shard.make(Group.of(group), weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    result = _LinearCrossEntropy.apply(
+    result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x, weight, target, shard, sequence_parallel_enabled, chunk_elements, wants_grad
     )
     return cast(Tensor, result)

@@ -1,7 +1,7 @@
 """Normalisation over the hidden dimension, replicated in a tensor-parallel group.
 
-Under sequence parallelism each rank normalises its part of the sequence: the weight's gradient is then partial over the group,
-which its placement says, so that the optimizer sums it once a step.
+Under sequence parallelism each rank normalises its part of the sequence: the weight's gradient is then partial over
+the group, which its placement says, so that the optimizer sums it once a step.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from typing import Unpack
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
 from shardwise import placement
 from shardwise.mesh import Group
-from shardwise.parallel.linear import LayerOptions, full_name
+from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
 from shardwise.placement import Init
 
 
@@ -43,9 +42,7 @@ class _Norm(nn.Module):
                 self.normalized_shape,
                 (piece,),
                 group,
-                seed=seed,
-                device=options.get("device"),
-                dtype=options.get("dtype"),
+                **tensor_options(options),
             )
             self.register_parameter(leaf, parameter)
 
@@ -54,7 +51,7 @@ class _Norm(nn.Module):
 
 
 class RMSNorm(_Norm):
-    """`y = x / sqrt(mean(x²) + eps) · weight` (arXiv:1910.07467), computed in float32. x, y: `[…, H]`; no communication."""
+    """`y = x / sqrt(mean(x²) + eps) · weight` (arXiv:1910.07467). x, y: `[…, H]`; no communication."""
 
     weight: nn.Parameter
 
@@ -88,7 +85,9 @@ class LayerNorm(_Norm):
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, **options)
+        super().__init__(
+            normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0, "bias": 0.0}, **options
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)

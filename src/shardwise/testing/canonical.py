@@ -17,7 +17,7 @@ def canonical_weights(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
 
 
 def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> dict[str, Tensor]:
-    """All canonical gradients of the present step on every rank, summed over the data-parallel group but not averaged."""
+    """All canonical gradients of the present step on every rank: sums over data parallelism, not averages."""
     optimizer.reduce_gradients()
     for bucket in optimizer.buckets:
         if bucket.sharded:
@@ -26,11 +26,9 @@ def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer, me
 
 
 def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """By canonical name, `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)`: a tensor whose gradient is 0 is held to the model's scale."""
+    """By canonical name, `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)`: a zero gradient is held to the model's scale."""
     scale = torch.stack([g.norm() for g in wanted.values()]).norm() / len(wanted) ** 0.5
-    return {
-        name: float((found[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale)) for name, g in wanted.items()
-    }
+    return {name: float((found[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale)) for name, g in wanted.items()}
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -8,6 +8,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`size` processes joined in one process group: gloo, or the accelerator's backend where there is one for each rank.
+    """`size` processes joined in one process group: gloo, or the accelerator's backend where there is one for each
+    rank.
 
-    `pool.run(function, *args)` calls a module-level `function(*args)` on every rank and returns the results in rank order. After a
-    failure or time-out the ranks are started afresh on the next call.
+    `pool.run(function, *args)` calls a module-level `function(*args)` on every rank and returns the results in rank
+    order. After a failure or time-out the ranks are started afresh on the next call.
     """
 
     def __init__(self, size: int, *, device_type: str = "cpu") -> None:
@@ -61,8 +63,7 @@ class RankPool:
     def _start(self) -> None:
         context = mp.get_context("spawn")
         self._results = context.Queue()
-        rendezvous = tempfile.NamedTemporaryFile(prefix="shardwise-ranks-", delete=False).name
-        os.unlink(rendezvous)
+        rendezvous = str(Path(tempfile.mkdtemp(prefix="shardwise-ranks-")) / "rendezvous")
         for rank in range(self.size):
             tasks = context.Queue()
             process = context.Process(
@@ -86,11 +87,15 @@ def _serve(rank: int, size: int, device_type: str, rendezvous: str, tasks: Any, 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     device = torch.device(device_type) if device_type == "cpu" else devices.local_device()
     dist.init_process_group(
-        devices.backend(device), init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        devices.backend(device),
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
     )
     while True:
         function, args = tasks.get()
         try:
             results.put((rank, function(*args), None))
-        except BaseException:
+        except BaseException:  # noqa: BLE001  whatever it is, the test that asked for it shows it
             results.put((rank, None, traceback.format_exc()))

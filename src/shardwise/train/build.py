@@ -53,7 +53,7 @@ def build_trainer(
 
 
 def build_optimizer(config: Config, precision: Precision, model: Llama, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """AdamW over data parallelism, with state cut by ZeRO-1 or whole. Gradients are summed: the loss is already a mean."""
+    """AdamW over data parallelism, its state cut or whole. Gradients are summed: the loss is already a global mean."""
     o = config.optimizer
     return ZeroRedundancyOptimizer(
         decay_groups(model.parameters(), o.weight_decay),

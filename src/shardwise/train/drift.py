@@ -40,7 +40,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Two sums over the bits, one weighted by position: any single change shows, and so does an exchange of two elements."""
+    """Two sums over the bits, one weighted by position: one changed element shows, and so do two exchanged ones."""
     bits = tensor.contiguous().view(_WIDTH_TO_INTEGER[tensor.element_size()]).flatten().long()
     position = torch.arange(1, bits.numel() + 1, device=bits.device)
     return torch.stack([bits.sum(), (bits * position).sum()])

@@ -24,8 +24,9 @@ def out_of_memory_text(
     parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return (
-        f"rank {rank} ran out of memory on {devices.name(device)} in step {progress.step + 1}, {progress.phase}; peak so far "
-        f"{size(devices.peak_memory(device))}. Expected {size(expected.total)} beside Python and torch: {parts}. "
+        f"rank {rank} ran out of memory on {devices.name(device)} in step {progress.step + 1}, {progress.phase}; "
+        f"peak so far {size(devices.peak_memory(device))}. "
+        f"Expected {size(expected.total)} beside Python and torch: {parts}. "
         f"What would help: {'; '.join(_remedies(config, layout, expected))}. ({cause})"
     )
 

@@ -133,7 +133,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """Mean loss and perplexity over the first `eval_batches` global batches of the evaluation part, on every rank."""
+        """Mean loss and perplexity over the first `eval_batches` global batches held out, on every rank."""
         if self.evaluation is None:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
@@ -155,7 +155,7 @@ class Trainer:
     def _stop_non_finite(
         self, step: int, loss: float, gradient_norm: float, micro_batches: list[Batch], counted: Tensor
     ) -> None:
-        """Name the rank and parameter at fault. The reduction has mixed the ranks, so each looks at its own part again."""
+        """Name the rank and parameter at fault: the reduction mixed the ranks, so each looks at its own part again."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.mesh.device)
         for inputs, targets in self._on_device(micro_batches):
@@ -170,9 +170,8 @@ class Trainer:
             if parameter.grad is None or bool(torch.isfinite(parameter.grad).all()):
                 continue
             names = " + ".join(piece.name for piece in placement.pieces)
-            fault = f"{fault}, and {names} is the first with a non-finite gradient" if fault else (
-                f"{names} is the first parameter with a non-finite gradient"
-            )
+            first = f"{names} is the first parameter with a non-finite gradient"
+            fault = f"{fault} and {first}" if fault else first
             break
         faults = comm.all_gather_objects(fault, self.mesh.world)
         found = [f"on rank {rank}, {text}" for rank, text in enumerate(faults) if text]
