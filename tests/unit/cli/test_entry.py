@@ -1,0 +1,103 @@
+"""The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import __version__
+from shardwise.cli import main
+from shardwise.launch.environment import ERROR_FILE
+from shardwise.launch.failure import read_failure
+
+TIMED = """
+import sys, time
+from shardwise.cli import main
+try:
+    main()
+finally:
+    sys.stderr.write(str(time.process_time()))
+"""
+
+
+def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    for name, value in (("RANK", number), ("LOCAL_RANK", number), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"shardwise {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "required: {train,recipes}"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "required: RECIPE"),
+        (["train", "quickstart", "--npro", "2"], "unrecognized arguments: --npro"),
+        (["train", "quickstart", "--nproc", "two"], "argument --nproc: invalid int value: 'two'"),
+        (["train", "no-such-recipe"], "unknown recipe 'no-such-recipe'"),
+        (["train", "quickstart", "parallel.tensr=2"], "did you mean parallel.tensor?"),
+    ],
+)
+def test_a_mistake_is_told_once_and_exits_2(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("shardwise: ")
+    assert captured.err.count(text) == 1
+
+
+def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "quickstart", "train.steps=x", "optimizer.lr=y"]) == 2
+    assert capsys.readouterr().err == (
+        "shardwise: 2 errors\n- train.steps ('x') must be a whole number\n- optimizer.lr ('y') must be a number\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
+def test_inside_torchrun_only_rank_0_speaks(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank(monkeypatch, 1)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == ""
+    rank(monkeypatch, 0)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("shardwise: ")
+
+
+def test_a_launched_rank_leaves_the_text_to_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank(monkeypatch, 0)
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+    assert main(["train", "quickstart", "a=b"]) == 2
+    assert capsys.readouterr().err == ""
+    failure = read_failure(tmp_path / "error.json")
+    assert failure is not None
+    assert failure.exit_code == 2
+    assert failure.text.startswith("a: unknown key")
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m shardwise recipes quickstart | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "quickstart", "--dry-run"]], ids=" ".join)
+def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp_path: Path) -> None:
+    """Processor time, the best of three: what else the machine does is not ours."""
+    script = tmp_path / "start.py"
+    script.write_text(TIMED)
+    command = [sys.executable, str(script), *arguments]
+    seconds = [float(subprocess.run(command, capture_output=True, text=True, timeout=60).stderr) for _ in range(3)]
+    assert min(seconds) < 0.3

@@ -1,0 +1,144 @@
+"""`shardwise train`: what it checks, how many ranks it starts, and what a dry run tells."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import cost, units
+from shardwise.cli import main
+from shardwise.config import config_from, load_config, parse_yaml
+from shardwise.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: ("cpu", 0))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, Path]]:
+    """The launches asked for, none of which happens."""
+    launches: list[tuple[list[str], int, Path]] = []
+
+    def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
+        launches.append((list(command), nproc, run_path))
+
+    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    monkeypatch.setattr("shardwise.data.prepare", lambda config, announce: None)
+    return launches
+
+
+def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["parallel.tensor=2", "parallel.sequence=true", "train.stop_after=5"]
+    assert main(["train", "llama2-tiny", *overrides, "--nproc", "4", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    config = load_config("llama2-tiny", overrides)
+    layout = config.check(4)
+    memory = cost.expected_memory(config, layout)
+    rows = {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
+    assert rows["layout"] == "TP 2 × PP 1 × DP 2 = 4 ranks (cpu), sequence parallelism (SP) on, ZeRO-1"
+    assert rows["batch"] == "2 micro batch × 2 accumulation × 2 DP = 8 global batch"
+    assert rows["steps"] == "20; this run stops after 5"
+    assert rows["tokens"] == "512 per step, 10,240 in all"
+    assert rows["parameters"].startswith(f"468 k ({cost.parameter_count(config.model):,}), ")
+    assert rows["memory"].startswith(units.size(memory.total))
+    assert rows["  optimizer"] == units.size(memory.optimizer)
+    assert rows["disk"].startswith(units.size(cost.final_weights_bytes(config)))
+    assert rows["communication"].startswith(units.size(sum(cost.bytes_per_step(config, layout).values())))
+    assert config_from(parse_yaml(text, "dry run")) == config
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "expected"),
+    [
+        (("cpu", 0), [], 2),
+        (("cpu", 0), ["parallel.tensor=4"], 4),
+        (("nvidia", 8), [], 8),
+        (("nvidia", 7), ["train.global_batch=48"], 6),
+        (("neuron", 2), [], 2),
+    ],
+)
+def test_default_number_of_ranks(
+    machine: tuple[str, int],
+    overrides: list[str],
+    expected: int,
+    started: list[tuple[list[str], int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: machine)
+    assert main(["train", "quickstart", "train.micro_batch=1", *overrides]) == 0
+    ((command, nproc, run_path),) = started
+    assert nproc == expected
+    assert command[:6] == [sys.executable, "-P", "-m", "shardwise", "train", "quickstart"]
+    assert command[-4:] == ["--nproc", str(expected), "--run-dir", str(run_path)]
+    assert run_path.parent == Path("runs")
+    assert run_path.name.startswith("quickstart-")
+
+
+def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -> None:
+    assert (
+        main(["train", "--run-dir", "out", "quickstart", "train.steps=30", "--nproc", "4", "train.micro_batch=8"]) == 0
+    )
+    ((command, nproc, run_path),) = started
+    assert (nproc, run_path) == (4, Path("out"))
+    assert command[6:8] == ["train.steps=30", "train.micro_batch=8"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "arguments", "text"),
+    [
+        (
+            ("cpu", 0),
+            ["--nproc", "3"],
+            "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4",
+        ),
+        (("cpu", 0), ["--nproc", "0"], "the number of ranks (0) must be at least 1"),
+        (("nvidia", 1), [], "parallel.tensor (2) must be at most the number of accelerators (1)"),
+        (
+            ("nvidia", 2),
+            ["--nproc", "4", "train.micro_batch=1"],
+            "--nproc (4) must be at most the number of accelerators",
+        ),
+        (("cpu", 0), ["--run-dir", "old"], "--run-dir (old) must be a new or an empty folder"),
+    ],
+)
+def test_mistakes_start_nothing(
+    machine: tuple[str, int],
+    arguments: list[str],
+    text: str,
+    started: list[tuple[list[str], int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: machine)
+    Path("old").mkdir()
+    Path("old/config.yaml").touch()
+    assert main(["train", "quickstart", *arguments]) == 2
+    assert capsys.readouterr().err.count(text) == 1
+    assert not started
+    assert not Path("runs").exists()
+
+
+def test_bad_data_starts_nothing(
+    started: list[tuple[list[str], int, Path]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(config: Any, announce: Any) -> None:
+        raise DataError("data.path (x) is empty")
+
+    monkeypatch.setattr("shardwise.data.prepare", prepare)
+    assert main(["train", "quickstart"]) == 2
+    assert capsys.readouterr().err == "shardwise: data.path (x) is empty\n"
+    assert not started
+    assert not Path("runs").exists()
+
+
+def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert main(["train", "quickstart", "--nproc", "4"]) == 2
+    assert "--nproc (4) must be left out inside torchrun: the world size is 2" in capsys.readouterr().err

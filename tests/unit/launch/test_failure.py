@@ -1,0 +1,58 @@
+"""Which failure of a run is shown."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.environment import ERROR_FILE
+from shardwise.launch.failure import Failure, read_failure, report_failure, root_cause, signal_name
+
+
+def test_the_first_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    assert read_failure(path) is None
+    assert report_failure(3, "the cause: α", 2)
+    assert report_failure(0, "a consequence")
+    assert read_failure(path) == Failure(3, "the cause: α", 2)
+
+
+def test_without_a_launcher_nobody_else_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ERROR_FILE, raising=False)
+    assert not report_failure(0, "text")
+
+
+def test_a_report_that_was_cut_off_is_none(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text('{"rank": 1, "te')
+    assert read_failure(tmp_path / "error.json") is None
+
+
+REPORT = Failure(0, "connection closed by peer", 1)
+
+
+@pytest.mark.parametrize(
+    ("reported", "exit_codes", "text"),
+    [
+        (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
+        (REPORT, {0: 1, 1: -signal.SIGKILL}, "rank 1 was killed by SIGKILL (often: out of memory)"),
+        (REPORT, {0: -signal.SIGSEGV, 1: 1}, REPORT.text),
+        (REPORT, {0: 1, 1: -signal.SIGABRT}, REPORT.text),
+        (None, {1: -signal.SIGBUS, 0: 1}, "rank 1 was killed by SIGBUS (often: shared memory or a disk is full)"),
+        (None, {2: -signal.SIGTERM, 0: -signal.SIGTERM}, "rank 2 was killed by SIGTERM"),
+        (None, {5: 3}, "rank 5 ended with exit code 3 and named no reason"),
+    ],
+)
+def test_root_cause(reported: Failure | None, exit_codes: dict[int, int], text: str, tmp_path: Path) -> None:
+    assert root_cause(reported, exit_codes, tmp_path).text == text
+
+
+def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0005.log"
+    log.touch()
+    assert root_cause(None, {5: 3}, tmp_path).text.endswith(f"; its log: {log}")
+
+
+def test_signal_names() -> None:
+    assert signal_name(15) == "SIGTERM"
+    assert signal_name(35) == "signal 35"
