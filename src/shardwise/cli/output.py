@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.launch.environment import joined
+from shardwise.launch.environment import Rank, joined
 from shardwise.launch.failure import report_failure
+
+_RANK_0_SPEAKS_SECONDS = 2.0
 
 
 def line(text: str = "") -> None:
@@ -28,12 +31,24 @@ def complain(text: str) -> None:
 
 
 def fail(error: ShardwiseError) -> int:
-    """Show an error that every rank of a job meets alike, once, and return its exit code."""
-    text = error_text(error)
-    place = joined()
-    if place is None or (not report_failure(place.rank, text, error.exit_code) and place.rank == 0):
+    """Show an error and return its exit code."""
+    text, place = error_text(error), joined()
+    if place is None:
         complain(text)
+    else:
+        complain_as_rank(place, text, error.exit_code)
     return error.exit_code
+
+
+def complain_as_rank(place: Rank, text: str, exit_code: int) -> None:
+    """Show a rank's error once for the whole job: through the launcher, else from rank 0 where all ranks meet it."""
+    if report_failure(place.rank, text, exit_code):
+        return
+    if exit_code == ConfigError.exit_code and place.rank != 0:
+        # torchrun ends every rank when the first one exits: rank 0 must get to speak before that.
+        time.sleep(_RANK_0_SPEAKS_SECONDS)
+        return
+    complain(text)
 
 
 def error_text(error: ShardwiseError) -> str:

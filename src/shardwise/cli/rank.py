@@ -14,7 +14,7 @@ from shardwise.config import Config
 from shardwise.errors import ConfigError, RunError, ShardwiseError
 from shardwise.launch import guard, stdio
 from shardwise.launch.environment import Rank, is_launched
-from shardwise.launch.failure import report_failure, signal_name
+from shardwise.launch.failure import signal_name
 from shardwise.runlog import RunDirectory
 
 
@@ -52,8 +52,7 @@ def run_rank(config: Config, recipe: str, run_path: Path | None, place: Rank) ->
     if failure is None:
         return 0
     text, code = failure
-    if not report_failure(place.rank, text, code):
-        output.complain(text)
+    output.complain_as_rank(place, text, code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

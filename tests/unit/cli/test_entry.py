@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__
-from shardwise.cli import main
+from shardwise.cli import main, output
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.failure import read_failure
 
 TIMED = """
 import sys, time
-from shardwise.cli import main
+from shardwise.cli import main, output
 try:
     main()
 finally:
@@ -66,6 +66,7 @@ def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> Non
 def test_inside_torchrun_only_rank_0_speaks(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(output, "_RANK_0_SPEAKS_SECONDS", 0.01)
     rank(monkeypatch, 1)
     assert main(arguments) == 2
     assert capsys.readouterr().err == ""
