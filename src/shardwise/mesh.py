@@ -6,14 +6,20 @@ argument wherever it is needed; nothing holds a current one.
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+
+# Its functions' defaults capture the world's process group where it is first imported after the group was made, and a
+# gloo group that something still holds at interpreter exit aborts the process. Imported before, they capture nothing.
+import torch.distributed.nn.functional
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import device as devices
 
@@ -51,6 +57,7 @@ class Group:
         self.size: int = len(self.ranks)
         self.meter = Meter()
         self._subgroups: dict[int, Group] = {}
+        _alive.add(self)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
         # time (benchmarks/collectives.py). Other backends have a native one.
         self.scatter_by_all_to_all = bool(process_group) and dist.get_backend(process_group) == dist.Backend.GLOO
@@ -95,6 +102,19 @@ class Group:
         self.meter.calls[kind] += 1
 
 
+_alive: weakref.WeakSet[Group | Mesh] = weakref.WeakSet()
+
+
+@atexit.register
+def _release() -> None:
+    """Let go of process groups before the interpreter does: gloo's threads must be joined while it still runs."""
+    for holder in list(_alive):
+        if isinstance(holder, Group):
+            holder.process_group = None
+        else:
+            holder.device_mesh = None
+
+
 class Mesh:
     """Ranks of the job arranged as `[pipeline, data, tensor]`, as this rank sees them.
 
@@ -118,11 +138,12 @@ class Mesh:
             raise ValueError(
                 f"world size ({self.world.size}) must be a multiple of tensor × pipeline ({tensor} × {pipeline})"
             )
-        self.device_mesh = None
+        self.device_mesh: DeviceMesh | None = None
         if self.world.size == 1:
             self.tp, self.dp, self.pp = Group(name="tp"), Group(name="dp"), Group(name="pp")
             return
         shape = (pipeline, self.world.size // (tensor * pipeline), tensor)
+        _alive.add(self)
         self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         pp, dp, tp = (
             Group(self.device_mesh.get_group(axis) if size > 1 else None, name=axis)

@@ -117,7 +117,6 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
 def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
     sizes: Iterable[tuple[str, int]] = (
         ("model.num_attention_heads", model.num_attention_heads),
-        ("model.hidden_size", model.hidden_size),
         ("model.intermediate_size", model.intermediate_size),
     )
     reasons = [f"divide {key} ({value})" for key, value in sizes if value % tensor]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
+from shardwise.parallel.matmul import linear
 
 
 class ParallelLMHead(nn.Module):
@@ -48,7 +48,7 @@ class ParallelLMHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
         enter = comm.gather_sequence if self.sequence_parallel_enabled else comm.copy_to_group
-        local = F.linear(enter(x, self.group), self.weight)
+        local = linear(enter(x, self.group), self.weight)
         return comm.gather_last(local, self.group)[..., : self.vocab_size]
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:

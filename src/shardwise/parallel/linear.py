@@ -12,11 +12,11 @@ from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.mesh import Group
+from shardwise.parallel.matmul import linear
 from shardwise.placement import Init
 
 DEFAULT_INIT = Init.normal(0.02)
@@ -101,7 +101,7 @@ class _ColumnParallel(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
         enter = comm.gather_sequence if self.sequence_parallel_enabled else comm.copy_to_group
-        y: Tensor = F.linear(enter(x, self.group), self.weight, self.bias)
+        y: Tensor = linear(enter(x, self.group), self.weight, self.bias)
         return y
 
     def _parts(self, y: Tensor) -> tuple[Tensor, ...]:
@@ -286,7 +286,7 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = comm.split_last(x, self.group)
         leave = comm.scatter_sum_sequence if self.sequence_parallel_enabled else comm.reduce_from_group
-        y = leave(F.linear(x, self.weight), self.group)
+        y = leave(linear(x, self.weight), self.group)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

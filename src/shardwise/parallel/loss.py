@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.cost.memory import LOSS_CHUNK_ELEMENTS_ACCELERATOR, LOSS_CHUNK_ELEMENTS_CPU
 from shardwise.mesh import Group
+from shardwise.parallel.matmul import product, weight_gradient
 
 IGNORE_INDEX = -100
 
@@ -161,17 +162,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + step, x_SBH.shape[0]))
             chunk = comm.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
-            logits = (flat @ weight_vH.t()).float()
+            logits = product(flat, weight_vH).float()
             loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
             total += loss.sum()
             if dx is None or dw is None:
                 continue
             dlogits = shard.gradient_(logits, column, here, counted.float()).to(weight_vH.dtype)
-            if dlogits.dtype == dw.dtype:
-                dw.addmm_(dlogits.t(), flat)
-            else:
-                dw.add_(dlogits.t() @ flat)
-            dchunk = (dlogits @ weight_vH).view(chunk.shape)
+            dw.add_(weight_gradient(dlogits, flat))
+            dchunk = product(dlogits, weight_vH.t()).view(chunk.shape)
             dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
             del logits, dlogits, dchunk  # one chunk at a time: the next one's logits take their place
         if dx is not None and dw is not None:

@@ -1,0 +1,63 @@
+"""The matmuls of the sharded layers: torch's own, or oneDNN's where torch would run float32 at half the CPU's rate.
+
+On a CPU torch gives float32 matmuls to MKL, which keeps to a narrow code path on processors that are not Intel's: on a
+Zen 4 core it reaches 100 GFLOP/s where oneDNN reaches 230 (benchmarks/matmul.py). Elsewhere, and under `torch.compile`,
+these functions are the native operators.
+
+Legend: T tokens, K input features, N output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import device as devices
+from shardwise._torch_private import onednn_linear
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x weightᵀ + bias`: x `[…, K]`, weight `[N, K]` → `[…, N]`."""
+    if not _by_onednn(x, weight):
+        return F.linear(x, weight, bias)
+    y = cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a bᵀ` of matrices `[M, K]` and `[N, K]`, of any strides; no gradient."""
+    return onednn_linear(a, b) if _by_onednn(a, b) else a @ b.t()
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """`dyᵀ x`: dy `[T, N]`, x `[T, K]` → `[N, K]`. The longer side goes second, where oneDNN is faster."""
+    return product(dy.t(), x.t()) if dy.shape[1] <= x.shape[1] else product(x.t(), dy.t()).t()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return onednn_linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        dy = grads[0]
+        dx = onednn_linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+        return dx, dw
+
+
+def _by_onednn(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and devices.cpu_prefers_onednn()
+    )
