@@ -32,12 +32,12 @@ class Dtypes:
 
 
 class Bucket:
-    """Some parameters of one parameter group and dtype.
+    """Some parameters of one parameter group and dtype, brought to the values of the group's first rank.
 
     Attributes:
         gradients, values: flat buffers of all N elements; `parameters[i]` and its gradient are views at `offsets[i]`.
         owned: this rank's part. gradient: the owned part of `gradients`. master: the owned part in the optimizer's
-        dtype (the parameters' own memory where the dtypes agree).
+        dtype, `separate` unless the dtypes agree: then it is the parameters' own memory.
     """
 
     def __init__(
@@ -73,19 +73,25 @@ class Bucket:
             if p.grad is not None:
                 self.gradients[o : o + p.numel()].view(p.shape).copy_(p.grad)
                 p.grad = None
-            if self.gradients.dtype != p.dtype:
+            if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
+        comm.broadcast_(self.values, group)
         self.attach_gradients()
         self.gradient = self.gradients[self.owned]
         mine = self.values[self.owned]
-        self.master = nn.Parameter(mine if mine.dtype == dtypes.optimizer else mine.to(dtypes.optimizer))
+        dtype = mine.dtype if mine.dtype == torch.float64 else dtypes.optimizer
+        self.separate = mine.dtype != dtype
+        self.master = nn.Parameter(mine.to(dtype))
+        self._pending: Pending | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said to be ready or reduced."""
+        """Forget what was said to be ready or reduced, once what is under way has arrived."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
         self.reduced = False
         self.ready: set[int] = set()
-        self._pending: Pending | None = None
 
     def attach_gradients(self) -> None:
         """Make every `.grad` the bucket's view again."""
@@ -99,18 +105,25 @@ class Bucket:
             return
         if p.grad is None:
             view.zero_()
-        elif p.grad.data_ptr() != view.data_ptr():
-            view.copy_(p.grad)
+        else:
+            view.copy_(p.grad.to_dense())
         p.grad = view
 
-    def check_views(self) -> None:
-        """Raise if somebody gave a parameter other memory, where an update would not reach it."""
+    def check_parameters(self) -> None:
+        """Raise if somebody froze a parameter, or gave it other memory where an update would not reach it."""
         for p, o in zip(self.parameters, self.offsets, strict=True):
-            if p.data_ptr() != self.values.data_ptr() + o * self.values.element_size():
+            moved = p.data_ptr() != self.values.data_ptr() + o * self.values.element_size()
+            if moved or not p.requires_grad:
+                change = "moved to other memory (by model.to(…) or .data = …)" if moved else "frozen"
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} was moved after its optimizer was made "
-                    "(model.to(…), load_state_dict(assign=True)); make the optimizer afterwards"
+                    f"a parameter of shape {tuple(p.shape)} was {change} after its optimizer was made: make it again"
                 )
+
+    def adopt_values(self) -> None:
+        """Take over elements that somebody changed (load_state_dict, clamp_): those to which no master rounds."""
+        if self.separate:
+            mine, master = self.values[self.owned], self.master.detach()
+            torch.where(mine == master.to(mine.dtype), master, mine.to(master.dtype), out=master)
 
     # ---- one optimizer step
 
@@ -138,7 +151,7 @@ class Bucket:
     def start_gather(self) -> Pending | None:
         """Bring the updated master back to the parameters and start sending it to the group."""
         mine = self.values[self.owned]
-        if mine.data_ptr() != self.master.data_ptr():
+        if self.separate:
             mine.copy_(self.master.detach())
         return comm.all_gather_async(mine, self.group, out=self.values) if self.sharded else None
 
