@@ -91,7 +91,7 @@ def test_all_misfits_are_told_at_once() -> None:
     )
     assert [text.split(" ")[0] for text in found] == [
         "train.global_batch",
-        *["parallel.tensor"] * 5,
+        *["parallel.tensor"] * 4,
         "optimizer.warmup_steps",
     ]
 
