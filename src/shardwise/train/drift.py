@@ -10,7 +10,11 @@ from shardwise.errors import RunError
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import placements
 
+_CHUNK = 2**22
+"""Elements widened to 64 bits at a time: 64 MiB with their positions."""
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
+"""Elements that are digested at once: bounds the int64 copies."""
 
 
 @torch.no_grad()
@@ -18,7 +22,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
     """Compare what should be equal: every parameter over data parallelism, every copied piece over its copies.
 
     Raises:
-        RunError: names the first tensor that differs and the ranks that hold another value than their group's first.
+        RunError: names the first tensor that differs and the ranks that hold another value than most of their group.
     """
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
     for _, parameter, placement in placements(model):
@@ -30,10 +34,12 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
     problems = []
     for group, entries in by_group.items():
         everyone = comm.all_gather(torch.stack([digest for _, digest in entries]).unsqueeze(0), group)
-        differs = (everyone != everyone[0]).any(dim=-1)
-        for column in torch.nonzero(differs.any(dim=0)).flatten().tolist()[:1]:
-            ranks = [group.ranks[i] for i in torch.nonzero(differs[:, column]).flatten().tolist()]
-            problems.append(f"{entries[column][0]} on ranks {ranks} differs from rank {group.ranks[0]}")
+        differs = (everyone != everyone[0]).any(dim=-1).any(dim=0)
+        for column in torch.nonzero(differs).flatten().tolist()[:1]:
+            held = everyone[:, column]
+            usual = int((held[:, None] == held).all(dim=-1).sum(dim=1).argmax())
+            ranks = [rank for rank, digest in zip(group.ranks, held, strict=True) if not digest.equal(held[usual])]
+            problems.append(f"{entries[column][0]} on ranks {ranks} differs from rank {group.ranks[usual]}")
     found = [text for texts in comm.all_gather_objects(problems, mesh.world) for text in texts]
     if found:
         raise RunError(f"step {step}: replicated parameters have drifted apart: {found[0]}")
@@ -41,6 +47,10 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
 
 def _digest(tensor: Tensor) -> Tensor:
     """Two sums over the bits, one weighted by position: one changed element shows, and so do two exchanged ones."""
-    bits = tensor.contiguous().view(_WIDTH_TO_INTEGER[tensor.element_size()]).flatten().long()
-    position = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return torch.stack([bits.sum(), (bits * position).sum()])
+    bits = tensor.contiguous().view(_WIDTH_TO_INTEGER[tensor.element_size()]).flatten()
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        sums[0] += part.sum()
+        sums[1] += part.mul_(torch.arange(start + 1, start + 1 + part.numel(), device=part.device)).sum()
+    return sums

@@ -163,20 +163,23 @@ class Trainer:
                 part = self.model(inputs, targets) / counted.float()
                 part.backward()
             total += part.detach()
-        fault = None
-        if not torch.isfinite(total):
-            fault = f"its loss is {float(total)}"
-        for _, parameter, placement in placements(self.model):
-            if parameter.grad is None or bool(torch.isfinite(parameter.grad).all()):
-                continue
-            names = " + ".join(piece.name for piece in placement.pieces)
-            first = f"{names} is the first parameter with a non-finite gradient"
-            fault = f"{fault} and {first}" if fault else first
-            break
-        faults = comm.all_gather_objects(fault, self.mesh.world)
-        found = [f"on rank {rank}, {text}" for rank, text in enumerate(faults) if text]
-        where = found[0] if found else "no rank's own part is: the sum over ranks overflowed"
+        faults = comm.all_gather_objects(self._fault(float(total)), self.mesh.world)
+        found = sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)
+        where = f"on rank {found[0][1]}, {found[0][2]}" if found else "each rank's own part is: their sum overflowed"
         raise RunError(
             f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {where}. "
             "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
         )
+
+    def _fault(self, loss: float) -> tuple[int, str]:
+        """What is not finite on this rank, and how near the cause that is: a weight (0), the loss (1), a gradient (2)."""
+        named = [(" + ".join(piece.name for piece in record.pieces), p) for _, p, record in placements(self.model)]
+        for name, parameter in named:
+            if not torch.isfinite(parameter).all():
+                return 0, f"{name} is the first parameter with a value that is not finite"
+        text = "" if math.isfinite(loss) else f"its loss is {loss}"
+        for name, parameter in reversed(named):
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                first = f"{name} is the first parameter, in backward's order, with a gradient that is not finite"
+                return 1 if text else 2, f"{text} and {first}" if text else first
+        return 1, text
