@@ -164,22 +164,27 @@ class Trainer:
                 part.backward()
             total += part.detach()
         faults = comm.all_gather_objects(self._fault(float(total)), self.mesh.world)
-        found = sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)
+        found = sorted((order, rank, text) for rank, (*order, text) in enumerate(faults) if text)
         where = f"on rank {found[0][1]}, {found[0][2]}" if found else "each rank's own part is: their sum overflowed"
         raise RunError(
             f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {where}. "
             "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
         )
 
-    def _fault(self, loss: float) -> tuple[int, str]:
-        """What is not finite on this rank, and how near the cause that is: a weight (0), the loss (1), a gradient (2)."""
-        named = [(" + ".join(piece.name for piece in record.pieces), p) for _, p, record in placements(self.model)]
-        for name, parameter in named:
-            if not torch.isfinite(parameter).all():
-                return 0, f"{name} is the first parameter with a value that is not finite"
+    def _fault(self, loss: float) -> tuple[int, int, str]:
+        """What is not finite on this rank, after how near to the cause that is.
+
+        A weight (0) before the loss (1) before a gradient (2); then the earlier in forward's or backward's order.
+        """
+        pieces = [
+            (p, piece.name, piece.local.slices) for _, p, record in placements(self.model) for piece in record.pieces
+        ]
+        for order, (parameter, name, where) in enumerate(pieces):
+            if not torch.isfinite(parameter[where]).all():
+                return 0, order, f"{name} is the first parameter with a value that is not finite"
         text = "" if math.isfinite(loss) else f"its loss is {loss}"
-        for name, parameter in reversed(named):
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+        for order, (parameter, name, where) in enumerate(reversed(pieces)):
+            if parameter.grad is not None and not torch.isfinite(parameter.grad[where]).all():
                 first = f"{name} is the first parameter, in backward's order, with a gradient that is not finite"
-                return 1 if text else 2, f"{text} and {first}" if text else first
-        return 1, text
+                return (1, order, f"{text} and {first}") if text else (2, order, first)
+        return 1, 0, text

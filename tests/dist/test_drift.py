@@ -1,0 +1,80 @@
+"""Copies that drift apart are found, bit by bit, and named with the ranks at fault."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import RunError
+from shardwise.mesh import Mesh
+from shardwise.models import build_model
+from shardwise.testing import RankPool
+from shardwise.train.drift import check_replicas
+from tests.dist.training import MODEL, make_config
+
+NORM = "norm.weight"
+QKV = "layers.0.self_attn.qkv.weight"
+
+
+def flip(tensor: torch.Tensor, position: int, bit: int) -> None:
+    """Change one bit of one element, in place."""
+    integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    tensor.detach().view(integer).view(-1)[position] ^= 1 << bit
+
+
+def drift(tensor: int, dtype: torch.dtype, changes: dict[int, tuple[str, int, int]]) -> str | None:
+    """Flip (parameter, element, bit) on the ranks given; what the check says on this rank."""
+    mesh = Mesh(tensor=tensor, device="cpu")
+    model = build_model(make_config().model, mesh, sequence_parallel=tensor > 1, seed=7, dtype=dtype)
+    check_replicas(model, mesh, 1)
+    if mesh.world.rank in changes:
+        name, element, bit = changes[mesh.world.rank]
+        flip(dict(model.named_parameters())[name], element, bit)
+    try:
+        check_replicas(model, mesh, 5)
+    except RunError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "dtype", "change", "wanted"),
+    [
+        # The lowest bit of a data-parallel copy's last element; an odd rank out among four is named by majority.
+        (2, 1, torch.float32, {1: ("embed_tokens.weight", 131 * 64 - 1, 0)}, ("embed_tokens.weight", "[1]", "0")),
+        (4, 1, torch.float32, {0: (NORM, 3, 12)}, (NORM, "[0]", "1")),
+        (4, 1, torch.bfloat16, {2: (NORM, 0, 0)}, (NORM, "[2]", "0")),
+        # A replicated norm on one tensor-parallel rank: its data-parallel peer differs too.
+        (2, 2, torch.float32, {1: (NORM, 63, 31)}, (NORM, "[1]", "0")),
+        (4, 2, torch.float32, {3: ("layers.1.input_layernorm.weight", 5, 7)}, ("input_layernorm.weight", "[3]", "1")),
+        # Four ranks share two K/V heads: rank 1 has the copy of rank 0's. Local rows: 16 of Q, 8 of K, 8 of V.
+        (4, 4, torch.float32, {1: (QKV, 16 * 64, 3)}, ("self_attn.k_proj.weight", "[1]", "0")),
+        (4, 4, torch.float32, {2: (QKV, 32 * 64 - 1, 3)}, ("self_attn.v_proj.weight", "[2]", "3")),
+    ],
+)
+def test_one_flipped_bit_is_found(
+    world: int, tensor: int, dtype: torch.dtype, change: dict[int, Any], wanted: tuple[str, str, str], ranks: Any
+) -> None:
+    pool: RankPool = ranks(world)
+    texts = set(pool.run(drift, tensor, dtype, change))
+    assert len(texts) == 1, "every rank must stop, with the same text"
+    text = texts.pop()
+    assert text is not None, "not found"
+    name, odd, usual = wanted
+    assert text.startswith("step 5: ")
+    assert name in text
+    if name == "self_attn.v_proj.weight":  # two ranks hold this copy: which of them is wrong nobody can say
+        odd, usual = "[3]", "2"
+    assert f"on ranks {odd} differs from rank {usual}" in text
+
+
+def test_what_is_not_copied_may_differ(ranks: Any) -> None:
+    """Q rows, MLP columns and vocabulary rows belong to one tensor-parallel rank each."""
+    pool: RankPool = ranks(4)
+    for name, element in ((QKV, 0), ("layers.0.mlp.down_proj.weight", 5), ("lm_head.weight", 0)):
+        assert pool.run(drift, 4, torch.float32, {1: (name, element, 3)}) == [None] * 4
+
+
+def test_head_sizes_are_what_the_cases_assume() -> None:
+    assert MODEL["hidden_size"] == 64
+    assert (MODEL["num_attention_heads"], MODEL["num_key_value_heads"]) == (8, 2)

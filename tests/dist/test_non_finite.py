@@ -1,0 +1,70 @@
+"""A loss or gradient that is not finite stops every rank before the update; step, rank and parameter are named."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.errors import RunError
+from shardwise.mesh import Mesh
+from shardwise.testing import RankPool
+from shardwise.train.build import build_trainer
+from tests.dist.training import make_config, make_data
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool]:
+    """Two good steps, then poison on one rank; what the third step says, and whether it left the weights alone."""
+    config = make_config(**sections)
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    for _ in range(2):
+        trainer.step()
+    if mesh.world.rank == poisoned:
+        layer = trainer.model.layers[1]
+        if where == "weight":
+            with torch.no_grad():
+                layer.mlp.gate_up.weight[3, 3] = math.nan
+        else:  # the loss stays finite: only the gradient that passes here is not
+            layer.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g * math.inf) and None)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    try:
+        trainer.step()
+    except RunError as error:
+        same = all(
+            torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(trainer.model.parameters(), before, strict=True)
+        )
+        return str(error), same and trainer.progress.step == 2
+    return "no error", False
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optimizer": {"zero": 0}},
+        {"optimizer": {"zero": 1}},
+        {"optimizer": {"zero": 1}, "train": {"micro_batch": 1}},
+        {"parallel": {"tensor": 2}},
+        {"parallel": {"tensor": 2, "sequence": True}},
+    ],
+    ids=["dp2-zero0", "dp2-zero1", "dp2-accumulation4", "tp2", "tp2-sp"],
+)
+@pytest.mark.parametrize("where", ["weight", "gradient"])
+def test_all_ranks_stop_before_the_update(where: str, sections: dict[str, Any], ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    outcomes = pool.run(stop, sections, where, 1)
+    texts = {text for text, _ in outcomes}
+    assert len(texts) == 1, texts
+    text = texts.pop()
+    assert text.startswith("step 3: the loss (")
+    assert "No update was made" in text
+    assert all(unchanged for _, unchanged in outcomes)
+    if where == "weight":
+        assert f"on rank 1, {GATE}" in text
+    else:
+        assert "the loss (nan)" not in text
+        assert "model.layers.1.mlp.down_proj.weight is the first parameter" in text
+        # Under sequence parallelism the gradient is gathered before it meets a weight: both ranks see it at once.
+        assert f"on rank {0 if sections.get('parallel', {}).get('sequence') else 1}, " in text
