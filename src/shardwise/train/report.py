@@ -1,7 +1,8 @@
 """What a run tells: the summary at its start, one progress line, and its files.
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
-ranks/rank-NNNN.jsonl. On a terminal progress is one line that is redrawn; elsewhere it is about twenty lines a run.
+ranks/rank-NNNN.jsonl. On a terminal progress is one line that is redrawn; elsewhere it is about twenty lines a run,
+which rank 0's log has too, whatever the terminal shows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -135,8 +137,9 @@ class Reporter:
         self._rank_file = JsonLines(run.rank_metrics(rank))
         self._metrics = JsonLines(run.metrics) if rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
-        self._console = Console(file=stream or sys.stdout, highlight=False)
-        self._progress = _Progress(self._console, steps_before, self._end) if rank == 0 else None
+        self._log = _open_log(run.log(0)) if rank == 0 else None
+        self._consoles = [Console(file=stream or sys.stdout, highlight=False), _plain(self._log)] if self._log else []
+        self._progress = [_Progress(console, steps_before, self._end) for console in self._consoles]
         self._last: StepRecord | None = None
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
@@ -145,7 +148,7 @@ class Reporter:
     def start(self) -> None:
         """Print the summary and begin the progress line."""
         self._started = time.perf_counter()
-        if self._metrics is None or self._progress is None:
+        if self._metrics is None:
             return
         if self.config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -160,8 +163,9 @@ class Reporter:
             memory_expected_bytes=dict(self.memory.rows()),
             steps=self.config.train.steps,
         )
-        _print_summary(self._console, self._summary())
-        self._progress.start()
+        for console, progress in zip(self._consoles, self._progress, strict=True):
+            _print_summary(console, self._summary())
+            progress.start()
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called for every step, `log.every` decides what is written."""
@@ -172,7 +176,7 @@ class Reporter:
         self._rank_file.write(
             {"step": record.step, "step_seconds": record.seconds, "peak_memory_bytes": record.peak_memory_bytes}
         )
-        if self._metrics is None or self._progress is None:
+        if self._metrics is None:
             return
         rates = self._rates(self._throughput.recent)
         self._metrics.write(
@@ -192,7 +196,8 @@ class Reporter:
         )
         scalars = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "param_norm": record.param_norm}
         self._scalars("train", record.step, {**scalars, **rates, "step_seconds": record.seconds})
-        self._progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0)
+        for progress in self._progress:
+            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0)
 
     def evaluation(self, step: int, loss: float, perplexity: float) -> None:
         """Record the evaluation made after `step` steps."""
@@ -210,8 +215,8 @@ class Reporter:
 
     def message(self, text: str, *, style: str = "") -> None:
         """Print a line above the progress line, on rank 0."""
-        if self.rank == 0:
-            self._console.print(Text(text, style=style), soft_wrap=True)
+        for console in self._consoles:
+            console.print(Text(text, style=style), soft_wrap=True)
 
     def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """End a run that did all its steps: write results.json with `extra` added, print the result, and return it."""
@@ -230,8 +235,8 @@ class Reporter:
         if self._stopped:
             return
         self._stopped = True
-        if self._progress is not None:
-            self._progress.stop()
+        for progress in self._progress:
+            progress.stop()
         self._event("stop", step=self._step, reason=reason)
 
     def __enter__(self) -> Reporter:
@@ -243,8 +248,12 @@ class Reporter:
         if error is not None:
             lines = str(error).splitlines() or [""]
             self.stop(f"failed: {type(error).__name__}: {lines[0]}")
+            if self._log is not None:
+                self._log.write(f"failed: {type(error).__name__}: {error}\n")
         self.stop("closed")
         self._rank_file.close()
+        if self._log is not None:
+            self._log.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._tensorboard is not None:
@@ -412,6 +421,16 @@ class _Progress:
             f"{units.count(self._tokens_per_second)} tokens/s",
             f"{record.samples:,} samples",
         ]
+
+
+def _open_log(path: Path) -> IO[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a", encoding="utf-8", buffering=1)
+
+
+def _plain(file: IO[str]) -> Console:
+    """A console that never draws or colours, even where the environment forces others to (FORCE_COLOR)."""
+    return Console(file=file, force_terminal=False, color_system=None, highlight=False)
 
 
 def _print_summary(console: Console, rows: list[tuple[str, str]]) -> None:

@@ -185,15 +185,16 @@ def test_a_slow_run_still_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_a_terminal_gets_lines_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setattr(
-        report, "Console", lambda file, **options: Console(file=file, force_terminal=True, width=width, **options)
+        report,
+        "Console",
+        lambda file, **options: Console(file=file, **({"force_terminal": True, "width": width} | options)),
     )
     made, stream = reporter(tmp_path)
     with made:
         made.start()
         made.step(record(50))
-        assert made._progress is not None
         shown = Console(width=width, file=io.StringIO(), record=True)
-        shown.print(made._progress)
+        shown.print(made._progress[0])
     printed = shown.export_text().splitlines()
     assert len(printed) == (1 if width == 160 else 2)
     assert max(map(len, printed)) <= width
