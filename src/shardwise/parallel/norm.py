@@ -6,8 +6,9 @@ the group, which its placement says, so that the optimizer sums it once a step.
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, Unpack, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -67,7 +68,36 @@ class RMSNorm(_Norm):
         super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm where torch has no kernel for it and would keep x and the normalised x: this keeps x and 1/rms.
+
+    With r = 1 / sqrt(mean(x²) + eps) and u = x·r: dx = r·(dy·w - u·mean(dy·w·u)), dw = Σ dy·u.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        y: Tensor = (x * inverse).mul_(weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy, unit = grads[0], x * inverse
+        dy_unit = dy * unit
+        dw = dy_unit.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            mean = (dy_unit @ weight).div_(x.shape[-1]).unsqueeze(-1)
+            dx = (dy * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
+        return dx, dw, None
 
 
 class LayerNorm(_Norm):

@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from shardwise import device as devices
 from shardwise.config import Config, Layout
-from shardwise.cost.memory import MemoryEstimate
+from shardwise.cost.memory import expected_memory
+from shardwise.errors import ConfigError
 from shardwise.train.trainer import Progress
 from shardwise.units import size
 
 
 def out_of_memory_text(
-    config: Config,
-    layout: Layout,
-    rank: int,
-    device: torch.device,
-    progress: Progress,
-    expected: MemoryEstimate,
-    error: BaseException,
+    config: Config, layout: Layout, rank: int, device: torch.device, progress: Progress, error: BaseException
 ) -> str:
     """Phase, rank, bytes by kind, and the settings that would help, the most effective first."""
+    accelerator = device.type != "cpu"
+    expected = expected_memory(config, layout, accelerator)
     parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    remedies = _remedies(config, layout, accelerator) or ["a smaller model"]
     return (
-        f"rank {rank} ran out of memory on {devices.name(device)} in step {progress.step + 1}, {progress.phase}; "
-        f"peak so far {size(devices.peak_memory(device))}. "
-        f"Expected {size(expected.total)} beside Python and torch: {parts}. "
-        f"What would help: {'; '.join(_remedies(config, layout, expected))}. ({cause})"
+        f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after {progress.step:,} "
+        f"steps\nheld at most so far: {size(devices.peak_memory(device))}\n"
+        f"expected: {size(expected.total)} beside Python and torch: {parts}\n"
+        f"what would help: {'; '.join(remedies)}\ncause: {cause}"
     )
 
 
-def _remedies(config: Config, layout: Layout, expected: MemoryEstimate) -> list[str]:
-    found: list[tuple[int, str]] = []
-    if config.train.micro_batch > 1:
-        found.append((expected.activations // 2, f"train.micro_batch={config.train.micro_batch // 2}"))
-    if layout.tensor > 1 and not layout.sequence:
-        found.append((expected.activations // 3, "parallel.sequence=true"))
-    if not config.optimizer.zero and layout.data > 1:
-        found.append((expected.optimizer * (layout.data - 1) // layout.data, "optimizer.zero=1"))
-    held = expected.parameters + expected.gradients + expected.optimizer + expected.activations
-    found.append((held // 2, f"parallel.tensor={layout.tensor * 2} on twice the ranks"))
-    if config.optimizer.zero:
-        found.append((expected.optimizer // 2, "more data-parallel ranks"))
-    return [f"{setting} (about {size(saved)} less)" for saved, setting in sorted(found, reverse=True) if saved > 0]
+def _remedies(config: Config, layout: Layout, accelerator: bool) -> list[str]:
+    """Settings under which the same model and batch would need less, with how much less, by the formulas of `cost`."""
+    total = expected_memory(config, layout, accelerator).total
+    found = []
+    for setting, other, world in _alternatives(config, layout):
+        try:
+            saved = total - expected_memory(other, other.check(world), accelerator).total
+        except ConfigError:
+            continue
+        if saved > 0:
+            found.append((saved, f"{setting} ({size(saved)} less)"))
+    return [text for _, text in sorted(found, reverse=True)]
+
+
+def _alternatives(config: Config, layout: Layout) -> Iterator[tuple[str, Config, int]]:
+    """(what to set, the configuration then, the number of ranks then); some may not be valid."""
+
+    def changed(section: str, **values: object) -> Config:
+        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+    micro, tensor, world = config.train.micro_batch, layout.tensor, layout.world
+    if micro > 1:
+        smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
+        yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
+    yield "parallel.sequence=true", changed("parallel", sequence=True), world
+    yield "optimizer.zero=1", changed("optimizer", zero=1), world
+    yield "precision.mode=mixed", changed("precision", mode="mixed"), world
+    yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
+    yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

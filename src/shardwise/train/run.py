@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,19 +35,18 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
         ConfigError: the configuration, the data or the run directory is wrong. RunError: training failed.
     """
     join()
+    mesh = Mesh(tensor=config.parallel.tensor)
+    layout = config.check(mesh.world.size)
     progress = Progress()
     try:
-        mesh = Mesh(tensor=config.parallel.tensor)
-        layout = config.check(mesh.world.size)
         data = prepare(config)
         directory = _open_directory(config, run_path, recipe, mesh)
         _train(config, layout, mesh, data, directory, progress)
     except Exception as error:
         if not devices.is_out_of_memory(error):
             raise
-        rank = int(os.environ.get("RANK", "0"))
-        expected = expected_memory(config, layout, mesh.device.type != "cpu")
-        raise RunError(out_of_memory_text(config, layout, rank, mesh.device, progress, expected, error)) from error
+        text = out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)
+        raise RunError(text) from error
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
