@@ -198,8 +198,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     whole with `gather_output`. `names`: canonical names of the three layers.
 
     Raises:
-        ValueError: the query heads are not divisible by the group's size, or K/V heads and size do not divide each
-        other.
+        ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
+        heads and the group's size do not divide each other.
     """
 
     def __init__(
@@ -215,6 +215,9 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         **options: Unpack[LayerOptions],
     ) -> None:
         size = Group.of(options.get("group")).size
+        for what, features in zip(("query", "key/value"), output_sizes, strict=True):
+            if features < head_dim or features % head_dim:
+                raise ValueError(f"{what} size ({features}) must be a multiple of head_dim ({head_dim})")
         q_heads, kv_heads = (n // head_dim for n in output_sizes)
         if q_heads % size:
             raise ValueError(f"query heads ({q_heads}) must be divisible by the group's size ({size})")

@@ -1,0 +1,85 @@
+"""One mesh a process for the tests of sharded code, and parameters filled from, or compared with, canonical tensors."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.mesh import Mesh
+from shardwise.placement import placements
+
+
+@functools.cache
+def mesh(tensor: int) -> Mesh:
+    return Mesh(tensor=tensor, device="cpu")
+
+
+def run(ranks: Any, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)` on `size` ranks; a single one is this process."""
+    return [function(*args)] if size == 1 else list(ranks(size).run(function, *args))
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def fill(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Give a sharded module random canonical weights, biases and norms too, and return them whole."""
+    canonical: dict[str, Tensor] = {}
+    for _, parameter, record in placements(module):
+        for piece in record.pieces:
+            name = piece.name
+            canonical[name] = random(seed + sum(name.encode()), *piece.shape) * 0.3
+            with torch.no_grad():
+                parameter[piece.local.slices] = canonical[name][piece.box.slices]
+    return canonical
+
+
+def leaves(canonical: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone().requires_grad_() for name, tensor in canonical.items()}
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference, relative to the largest wanted value."""
+    assert found.shape == wanted.shape, f"shape {tuple(found.shape)}, wanted {tuple(wanted.shape)}"
+    if not wanted.numel():
+        return 0.0
+    return float((found - wanted).detach().abs().max() / wanted.detach().abs().max().clamp_min(1e-6))
+
+
+def gradient_errors(module: nn.Module, wanted: dict[str, Tensor]) -> dict[str, float]:
+    """By canonical name: this rank's boxes of the gradient, summed where the placement says partial, against `wanted`.
+
+    Padding must have no gradient at all, and is reported as `<parameter> padding`.
+    """
+    errors: dict[str, float] = {}
+    for path, parameter, record in placements(module):
+        assert parameter.grad is not None, f"{path} received no gradient"
+        padding = torch.ones(parameter.shape, dtype=torch.bool)
+        for piece in record.pieces:
+            padding[piece.local.slices] = False
+            gradient = parameter.grad[piece.local.slices].clone()
+            if piece.partial:
+                comm.all_reduce_(gradient, piece.copies)
+            whole = wanted[piece.name].grad
+            assert whole is not None
+            errors[f"gradient of {piece.name}"] = error(gradient, whole[piece.box.slices])
+        errors[f"{path} padding"] = float(parameter.grad[padding].abs().sum())
+    return errors
+
+
+def check(outcomes: Sequence[dict[str, float]], tolerance: float = 2e-6) -> None:
+    """No error of any rank is larger than the tolerance; the message names the worst of each rank."""
+    assert outcomes
+    assert all(outcomes), "a rank compared nothing"
+    problems = [
+        f"rank {rank}: {what} is off by {value:.2e}"
+        for rank, errors in enumerate(outcomes)
+        for what, value in errors.items()
+        if not value <= tolerance
+    ]
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,357 @@
+"""Sharded layers against plain torch: outputs, gradients of the input and of every canonical tensor."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import placement
+from shardwise.parallel import (
+    ColumnParallelLinear,
+    GQAQKVColumnParallelLinear,
+    LayerNorm,
+    MergedColumnParallelLinear,
+    ParallelEmbedding,
+    ParallelLMHead,
+    RMSNorm,
+    RowParallelLinear,
+)
+from tests.dist.dense import check, error, fill, gradient_errors, leaves, mesh, random, run
+
+S, B, INPUTS, OUTPUTS = 8, 3, 12, 20
+DEGREES = (1, 2, 4)
+BOOLS = (False, True)
+
+
+def sequence_part(x: Tensor, tp: int, sequence: bool) -> Tensor:
+    return x.chunk(tp)[mesh(tp).tp.rank].clone() if sequence else x.clone()
+
+
+def feature_part(x: Tensor, tp: int) -> Tensor:
+    return x.chunk(tp, dim=-1)[mesh(tp).tp.rank].clone()
+
+
+def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def column(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float]:
+    layer = ColumnParallelLinear(
+        INPUTS, OUTPUTS, bias, gather, sequence_parallel_enabled=sequence, name="col", seed=1, group=mesh(tp).tp
+    )
+    weights = leaves(fill(layer))
+    assert ("col.bias" in weights) == bias
+    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, OUTPUTS)
+    whole_y = linear(whole_x, weights, "col")
+    (whole_y * pull).sum().backward()
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    y = layer(x)
+    mine = (lambda t: t) if gather else (lambda t: feature_part(t, tp))
+    (y * mine(pull)).sum().backward()
+    assert whole_x.grad is not None
+    assert x.grad is not None
+    return {
+        "output": error(y, mine(whole_y)),
+        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layer, weights),
+    }
+
+
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_column_parallel_linear(tp: int, sequence: bool, ranks: Any) -> None:
+    for bias, gather in itertools.product(BOOLS, BOOLS):
+        check(run(ranks, tp, column, tp, sequence, bias, gather))
+
+
+def row(tp: int, sequence: bool, bias: bool, parallel: bool) -> dict[str, float]:
+    layer = RowParallelLinear(
+        INPUTS, OUTPUTS, bias, parallel, sequence_parallel_enabled=sequence, name="row", seed=1, group=mesh(tp).tp
+    )
+    weights = leaves(fill(layer))
+    assert ("row.bias" in weights) == bias
+    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, OUTPUTS)
+    whole_y = linear(whole_x, weights, "row")
+    (whole_y * pull).sum().backward()
+    mine = (lambda t: feature_part(t, tp)) if parallel else (lambda t: t.clone())
+    x = mine(whole_x.detach()).requires_grad_()
+    y = layer(x)
+    (y * sequence_part(pull, tp, sequence)).sum().backward()
+    assert whole_x.grad is not None
+    assert x.grad is not None
+    errors = {
+        "output": error(y, sequence_part(whole_y, tp, sequence)),
+        "gradient of the input": error(x.grad, mine(whole_x.grad)),
+        **gradient_errors(layer, weights),
+    }
+    if bias:
+        assert_partial(layer.bias, weights["row.bias"], sequence and tp > 1)
+    return errors
+
+
+def assert_partial(parameter: nn.Parameter | None, wanted: Tensor, partial: bool) -> None:
+    """The record says whether a replicated gradient is partial, and it is so."""
+    assert parameter is not None
+    assert parameter.grad is not None
+    assert wanted.grad is not None
+    record = placement.of(parameter)
+    assert record is not None
+    assert all(piece.partial == partial for piece in record.pieces), f"partial must be {partial}"
+    whole = error(parameter.grad, wanted.grad) < 1e-5
+    assert whole != partial, "the gradient that the record calls partial is whole, or the other way round"
+
+
+@pytest.mark.parametrize(("sequence", "parallel"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_row_parallel_linear(tp: int, sequence: bool, parallel: bool, ranks: Any) -> None:
+    for bias in BOOLS:
+        check(run(ranks, tp, row, tp, sequence, bias, parallel))
+
+
+def merged(tp: int, sequence: bool, bias: bool, gather: bool) -> dict[str, float]:
+    sizes = {"gate": 8, "up": 12}
+    layer = MergedColumnParallelLinear(
+        INPUTS,
+        tuple(sizes.values()),
+        bias,
+        gather,
+        names=tuple(sizes),
+        sequence_parallel_enabled=sequence,
+        seed=1,
+        group=mesh(tp).tp,
+    )
+    weights = leaves(fill(layer))
+    whole_x = random(1, S, B, INPUTS).requires_grad_()
+    whole = {name: linear(whole_x, weights, name) for name in sizes}
+    pulls = {name: random(i, S, B, size) for i, (name, size) in enumerate(sizes.items())}
+    torch.stack([(whole[name] * pulls[name]).sum() for name in sizes]).sum().backward()
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    found = dict(zip(sizes, layer(x), strict=True))
+    mine = (lambda t: t) if gather else (lambda t: feature_part(t, tp))
+    torch.stack([(found[name] * mine(pulls[name])).sum() for name in sizes]).sum().backward()
+    assert whole_x.grad is not None
+    assert x.grad is not None
+    return {
+        **{f"output {name}": error(found[name], mine(whole[name])) for name in sizes},
+        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layer, weights),
+    }
+
+
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_merged_column_parallel_linear(tp: int, sequence: bool, ranks: Any) -> None:
+    for bias, gather in itertools.product(BOOLS, BOOLS):
+        check(run(ranks, tp, merged, tp, sequence, bias, gather))
+
+
+HEAD, Q_HEADS = 4, 8
+
+
+def held_heads(tp: int, rank: int, kv_heads: int) -> slice:
+    """Features of the K/V heads that serve a rank's query heads, worked out head by head."""
+    queries = range(rank * Q_HEADS // tp, (rank + 1) * Q_HEADS // tp)
+    serving = sorted({query * kv_heads // Q_HEADS for query in queries})
+    return slice(serving[0] * HEAD, (serving[-1] + 1) * HEAD)
+
+
+def gqa(tp: int, sequence: bool, kv_heads: int, bias: bool, gather: bool) -> dict[str, float]:
+    group = mesh(tp).tp
+    layer = GQAQKVColumnParallelLinear(
+        INPUTS,
+        (Q_HEADS * HEAD, kv_heads * HEAD),
+        bias,
+        gather,
+        head_dim=HEAD,
+        names=("q", "k", "v"),
+        sequence_parallel_enabled=sequence,
+        seed=1,
+        group=group,
+    )
+    weights = leaves(fill(layer))
+    whole_x = random(1, S, B, INPUTS).requires_grad_()
+    whole = {name: linear(whole_x, weights, name) for name in "qkv"}
+    where = [
+        {"q": slice(r * Q_HEADS * HEAD // tp, (r + 1) * Q_HEADS * HEAD // tp)}
+        | dict.fromkeys("kv", held_heads(tp, r, kv_heads))
+        for r in range(tp)
+    ]
+    if gather:  # every rank uses the whole output alike: one loss
+        pulls = {name: random(i, *whole[name].shape) for i, name in enumerate("qkv")}
+        torch.stack([(whole[name] * pulls[name]).sum() for name in "qkv"]).sum().backward()
+        mine = {name: tensor.detach() for name, tensor in whole.items()}
+    else:  # each rank uses its heads in its own way, copies of a K/V head too
+        terms = []
+        for rank, slices in enumerate(where):
+            for i, name in enumerate("qkv"):
+                used = whole[name][..., slices[name]]
+                terms.append((used * random(10 * rank + i, *used.shape)).sum())
+        torch.stack(terms).sum().backward()
+        mine = {name: whole[name][..., where[group.rank][name]].detach() for name in "qkv"}
+        pulls = {name: random(10 * group.rank + i, *mine[name].shape) for i, name in enumerate("qkv")}
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    found = dict(zip("qkv", layer(x), strict=True))
+    torch.stack([(found[name] * pulls[name]).sum() for name in "qkv"]).sum().backward()
+    record = placement.of(layer.weight)
+    assert record is not None
+    copied = [piece.name for piece in record.pieces if piece.partial]
+    assert copied == (["k.weight", "v.weight"] if tp > kv_heads else []), f"partial pieces: {copied}"
+    assert whole_x.grad is not None
+    assert x.grad is not None
+    return {
+        **{f"output {name}": error(found[name], mine[name]) for name in "qkv"},
+        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layer, weights),
+    }
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_gqa_qkv(tp: int, sequence: bool, kv_heads: int, ranks: Any) -> None:
+    for bias, gather in itertools.product(BOOLS, BOOLS):
+        check(run(ranks, tp, gqa, tp, sequence, kv_heads, bias, gather))
+
+
+def embedding(tp: int, sequence: bool, vocabulary: int, padding: int | None) -> dict[str, float]:
+    layer = ParallelEmbedding(
+        vocabulary, 6, padding, sequence_parallel_enabled=sequence, name="e", seed=1, group=mesh(tp).tp
+    )
+    weights = leaves(fill(layer))
+    ids = torch.randint(vocabulary, (S, B), generator=torch.Generator().manual_seed(0))
+    ids[:2, 0] = torch.tensor([0, vocabulary - 1])
+    if padding is not None:
+        ids[3:5, 1] = padding
+    pull = random(2, S, B, 6)
+    whole = F.embedding(ids, weights["e.weight"], padding)
+    (whole * pull).sum().backward()
+    before = ids.clone()
+    found = layer(ids)
+    (found * sequence_part(pull, tp, sequence)).sum().backward()
+    assert torch.equal(ids, before), "the ids were changed in place"
+    return {"output": error(found, sequence_part(whole, tp, sequence)), **gradient_errors(layer, weights)}
+
+
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_embedding(tp: int, sequence: bool, ranks: Any) -> None:
+    for vocabulary, padding in itertools.product((8, 9, 11), (None, 0, 7)):  # 9 rows over 4 ranks leave one with none
+        check(run(ranks, tp, embedding, tp, sequence, vocabulary, padding), 0.0 if tp == 1 else 1e-6)
+
+
+def out_of_range(tp: int, wrong: int) -> str:
+    layer = ParallelEmbedding(9, 4, name="e", seed=1, group=mesh(tp).tp)
+    try:
+        layer(torch.tensor([[0, wrong]]))
+    except IndexError as refusal:
+        return str(refusal)
+    return "accepted"
+
+
+@pytest.mark.parametrize("wrong", [-1, 9, 11, 12])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ids_outside_of_the_vocabulary_are_refused_even_where_padding_would_hold_them(
+    tp: int, wrong: int, ranks: Any
+) -> None:
+    assert run(ranks, tp, out_of_range, tp, wrong) == [f"id ({wrong}) must be in [0, 9)"] * tp
+
+
+def norm(tp: int, sequence: bool, kind: type[RMSNorm] | type[LayerNorm]) -> dict[str, float]:
+    layer = kind(INPUTS, 1e-5, sequence_parallel_enabled=sequence, name="n", seed=1, group=mesh(tp).tp)
+    start = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    assert bool((start["weight"] == 1).all())
+    assert kind is RMSNorm or bool((start["bias"] == 0).all())
+    weights = leaves(fill(layer))
+    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, INPUTS)
+    if kind is RMSNorm:
+        scale = (whole_x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        whole_y = whole_x * scale * weights["n.weight"]
+    else:
+        whole_y = F.layer_norm(whole_x, (INPUTS,), weights["n.weight"], weights["n.bias"], 1e-5)
+    (whole_y * pull).sum().backward()
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    y = layer(x)
+    (y * sequence_part(pull, tp, sequence)).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert_partial(parameter, weights[f"n.{name}"], sequence and tp > 1)
+    assert whole_x.grad is not None
+    assert x.grad is not None
+    return {
+        "output": error(y, sequence_part(whole_y, tp, sequence)),
+        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layer, weights),
+    }
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_norms_are_partial_under_sequence_parallelism(
+    tp: int, sequence: bool, kind: type[RMSNorm] | type[LayerNorm], ranks: Any
+) -> None:
+    """Fault 1 of the reference: this sum was lost, and the copies drifted apart without a word."""
+    check(run(ranks, tp, norm, tp, sequence, kind))
+
+
+def head(tp: int, sequence: bool, vocabulary: int) -> dict[str, float]:
+    layer = ParallelLMHead(
+        INPUTS, vocabulary, sequence_parallel_enabled=sequence, name="head", seed=1, group=mesh(tp).tp
+    )
+    weights = leaves(fill(layer))
+    whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, vocabulary)
+    whole_y = whole_x @ weights["head.weight"].t()
+    (whole_y * pull).sum().backward()
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    y = layer(x)
+    (y * pull).sum().backward()
+    assert whole_x.grad is not None
+    assert x.grad is not None
+    return {
+        "logits": error(y, whole_y),
+        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layer, weights),
+    }
+
+
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_head_gives_the_logits_of_the_unpadded_vocabulary(tp: int, sequence: bool, ranks: Any) -> None:
+    for vocabulary in (8, 9):
+        check(run(ranks, tp, head, tp, sequence, vocabulary))
+
+
+def unseeded(tp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of layers without a seed, on ranks whose generators disagree."""
+    group = mesh(tp).tp
+    torch.manual_seed(100 + group.rank)
+    row_weight = RowParallelLinear(8, 4, name="row", group=group).weight.detach()
+    torch.manual_seed(100 + group.rank)
+    again = RowParallelLinear(8, 4, name="row", group=group).weight.detach()
+    other = RowParallelLinear(8, 4, name="row", group=group).weight.detach()
+    return row_weight.clone(), again.clone(), other.clone()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_layers_without_a_seed_agree_on_one_from_torchs_generator(tp: int, ranks: Any) -> None:
+    outcomes = run(ranks, tp, unseeded, tp)
+    torch.manual_seed(100)  # rank 0's: its seed is the group's
+    whole = RowParallelLinear(8, 4, name="row").weight.detach()
+    assert torch.equal(torch.cat([first for first, _, _ in outcomes], dim=1), whole), "the ranks drew other tensors"
+    for first, again, other in outcomes:
+        assert torch.equal(first, again), "torch.manual_seed does not decide the weights"
+        assert not torch.equal(first, other), "two layers drew the same weights"
+
+
+def same_name_whatever_the_layout(tp: int) -> Tensor:
+    layer = ColumnParallelLinear(INPUTS, OUTPUTS, name="a.b", seed=5, group=mesh(tp).tp)
+    return layer.weight.detach().clone()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_seed_and_name_decide_the_weights_on_real_ranks(tp: int, ranks: Any) -> None:
+    whole = ColumnParallelLinear(INPUTS, OUTPUTS, name="a.b", seed=5).weight.detach()
+    shards = run(ranks, tp, same_name_whatever_the_layout, tp)
+    assert torch.equal(torch.cat(shards), whole)

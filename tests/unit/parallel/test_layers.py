@@ -1,0 +1,167 @@
+"""Layers in one process: what they refuse, how they are named and drawn, and that alone they are torch's layers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise import placement
+from shardwise.mesh import Group
+from shardwise.parallel import (
+    ColumnParallelLinear,
+    GQAQKVColumnParallelLinear,
+    LayerNorm,
+    MergedColumnParallelLinear,
+    ParallelEmbedding,
+    ParallelLMHead,
+    RMSNorm,
+    RowParallelLinear,
+)
+from shardwise.placement import Init
+from tests.unit.parallel.groups import pretend_group
+
+FOUR = pretend_group(1, 4)
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "column": (
+        lambda: ColumnParallelLinear(8, 10, group=FOUR, name="c", seed=1),
+        "output size (10) must be divisible by the group's size (4)",
+    ),
+    "merged": (
+        lambda: MergedColumnParallelLinear(8, (8, 10), group=FOUR, names=("a", "b"), seed=1),
+        "output size (10) must be divisible by the group's size (4)",
+    ),
+    "row": (
+        lambda: RowParallelLinear(10, 8, group=FOUR, name="r", seed=1),
+        "input size (10) must be divisible by the group's size (4)",
+    ),
+    "row with sequence parallelism": (
+        lambda: RowParallelLinear(8, 8, sequence_parallel_enabled=True),
+        "sequence_parallel_enabled (True) must go with input_is_parallel (True)",
+    ),
+    "query heads": (
+        lambda: GQAQKVColumnParallelLinear(8, (24, 8), head_dim=4, group=FOUR, seed=1),
+        "query heads (6) must be divisible by the group's size (4)",
+    ),
+    "K/V heads": (
+        lambda: GQAQKVColumnParallelLinear(8, (48, 12), head_dim=4, group=FOUR, seed=1),
+        "K/V heads (3) must divide the group's size (4) or be divisible by it",
+    ),
+    "query size": (
+        lambda: GQAQKVColumnParallelLinear(8, (18, 8), head_dim=4),
+        "query size (18) must be a multiple of head_dim (4)",
+    ),
+    "K/V size": (
+        lambda: GQAQKVColumnParallelLinear(8, (16, 2), head_dim=4),
+        "key/value size (2) must be a multiple of head_dim (4)",
+    ),
+    "names": (
+        lambda: MergedColumnParallelLinear(8, (8, 8), names=("a",)),
+        "zip() argument",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sizes_that_cannot_be_cut_are_refused(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011  the text is compared below
+        make()
+    assert message in str(refusal.value)
+
+
+NAMELESS: dict[str, Callable[[], nn.Module]] = {
+    "column": lambda: ColumnParallelLinear(4, 4, seed=1),
+    "row": lambda: RowParallelLinear(4, 4, seed=1),
+    "embedding": lambda: ParallelEmbedding(4, 4, seed=1),
+    "head": lambda: ParallelLMHead(4, 4, seed=1),
+    "rms norm": lambda: RMSNorm(4, seed=1),
+    "layer norm": lambda: LayerNorm(4, seed=1),
+}
+
+
+@pytest.mark.parametrize("layer", NAMELESS)
+def test_a_seed_needs_a_name(layer: str) -> None:
+    with pytest.raises(ValueError, match="a layer with a seed needs a name: its weights are drawn from"):
+        NAMELESS[layer]()
+
+
+def test_without_a_seed_torchs_generator_decides() -> None:
+    torch.manual_seed(3)
+    first, second = ColumnParallelLinear(4, 6), ColumnParallelLinear(4, 6)
+    torch.manual_seed(3)
+    again = ColumnParallelLinear(4, 6)
+    assert torch.equal(first.weight, again.weight), "torch.manual_seed does not decide the weights"
+    assert not torch.equal(first.weight, second.weight), "two layers without names drew the same weights"
+
+
+def test_init_device_and_dtype_are_the_callers() -> None:
+    layer = ColumnParallelLinear(64, 640, init=Init.normal(0.5), dtype=torch.bfloat16, name="c", seed=1)
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.bias is not None
+    assert layer.bias.dtype == torch.bfloat16
+    assert abs(float(layer.weight.detach().float().std()) - 0.5) < 0.01
+    assert bool((layer.bias == 0).all())
+    assert all(p.is_meta for p in ColumnParallelLinear(4, 4, device="meta", name="c", seed=1).parameters())
+    assert abs(float(ColumnParallelLinear(64, 640).weight.detach().std()) - 0.02) < 0.001, "the default is 0.02"
+
+
+def test_alone_layers_are_torchs() -> None:
+    x = torch.randn(5, 2, 8)
+    column, row = ColumnParallelLinear(8, 6), RowParallelLinear(8, 6)
+    for layer in (column, row):
+        torch.nn.init.normal_(layer.bias)  # type: ignore[arg-type]
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    ids = torch.tensor([[0, 3], [2, 1]])
+    table = ParallelEmbedding(4, 8, 2)
+    assert torch.equal(table(ids), F.embedding(ids, table.weight))
+    table(ids).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.abs().sum(dim=1).tolist() == [8, 8, 0, 8], "the padding row must receive no gradient"
+    with pytest.raises(IndexError):
+        table(torch.tensor([[4]]))
+
+
+def test_arguments_come_in_the_tutorials_order() -> None:
+    column = ColumnParallelLinear(8, 12, False, True)
+    assert column.weight.shape == (12, 8)
+    assert column.bias is None
+    assert column.gather_output
+    row = RowParallelLinear(8, 12, False, True)
+    assert row.weight.shape == (12, 8)
+    assert row.bias is None
+    assert row.input_is_parallel
+    assert ParallelEmbedding(10, 4, 3).padding_idx == 3
+    assert LayerNorm(4, 0.5).eps == RMSNorm(4, 0.5).eps == 0.5
+
+
+def test_a_process_group_or_none_is_taken_as_a_group() -> None:
+    assert Group.of(None).size == 1
+    assert Group.of(FOUR) is FOUR
+    assert ColumnParallelLinear(4, 4, group=None).group.size == 1
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
+    group = pretend_group(rank, 4)
+    table = ParallelEmbedding(9, 4, group=group, name="e", seed=1)
+    head = ParallelLMHead(4, 9, tied_weight=table.weight, group=group, name="h", seed=1)
+    own = ParallelLMHead(4, 9, group=group, name="h", seed=1)
+    assert head.weight is table.weight
+    tied, untied = placement.of(table.weight), placement.of(own.weight)
+    assert tied is not None
+    assert untied is not None
+    assert tied.pieces[0].box == untied.pieces[0].box, "the head's rows are not the embedding's"
+
+
+def test_layers_say_what_they_are() -> None:
+    assert repr(RowParallelLinear(8, 4, group=FOUR, name="r", seed=1)) == (
+        "RowParallelLinear(weight=(4, 2) of Group(tp 1/4), sequence_parallel=False)"
+    )
+    assert "8 -> [1, 2] of Group(tp 1/4)" in repr(
+        MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
+    )
+    assert "9 rows, weight=(3, 4)" in repr(ParallelEmbedding(9, 4, group=FOUR, name="e", seed=1))
+    assert "4, eps=1e-05" in repr(LayerNorm(4))

@@ -1,0 +1,70 @@
+"""The mesh of a single process, and what it refuses. Real ranks: tests/dist/test_comm.py; 1,024 of them: tests/fake."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import mesh as meshes
+from shardwise.mesh import Group, Mesh, Meter
+from tests.unit.parallel.groups import pretend_group
+
+
+def test_one_process_is_a_mesh_of_ones() -> None:
+    mesh = Mesh(device="cpu")
+    assert [(group.rank, group.size, group.ranks) for group in mesh.groups] == [(0, 1, (0,))] * 4
+    assert [group.name for group in mesh.groups] == ["tp", "dp", "pp", "world"]
+    assert all(group.process_group is None for group in mesh.groups)
+    assert mesh.device_mesh is None
+    assert mesh.device == torch.device("cpu")
+    assert repr(mesh) == "Mesh(pp=1, dp=1, tp=1, rank=0, cpu)"
+
+
+def test_a_world_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"world size \(1\) must be a multiple of tensor × pipeline \(2 × 3\)"):
+        Mesh(tensor=2, pipeline=3, device="cpu")
+
+
+def test_joining_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    meshes.join()
+    assert not dist.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    meshes.join()
+    assert not dist.is_initialized()
+
+
+def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, float]] = []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout.seconds))
+    )
+    meshes.join(torch.device("cpu"), timeout=7)
+    assert asked == [("gloo", 7)]
+
+
+def test_a_group_splits_into_equal_runs_only() -> None:
+    with pytest.raises(ValueError, match=r"subgroup size \(3\) must divide the group's size \(4\)"):
+        Group.split(pretend_group(0, 4), 3)
+    alone = Group(name="tp")
+    assert alone.split(1) is alone
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75), ("broadcast", 75)]
+)
+def test_bytes_follow_the_ring_formulas(kind: str, wanted: int) -> None:
+    group = pretend_group(0, 4)
+    group.count(kind, 100)
+    group.count(kind, 100)
+    assert group.meter.bytes == {kind: 2 * wanted}
+    assert group.meter.calls == {kind: 2}
+
+
+def test_a_meter_forgets() -> None:
+    meter = Meter()
+    meter.bytes["all_reduce"] += 5
+    meter.calls["all_reduce"] += 1
+    meter.seconds = 1.0
+    meter.reset()
+    assert meter == Meter()
