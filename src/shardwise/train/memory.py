@@ -24,8 +24,8 @@ def out_of_memory_text(
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     remedies = _remedies(config, layout, accelerator) or ["a smaller model"]
     return (
-        f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after {progress.step:,} "
-        f"steps\nheld at most so far: {size(devices.peak_memory(device))}\n"
+        f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after step "
+        f"{progress.step:,}\nheld at most so far: {size(devices.peak_memory(device))}\n"
         f"expected: {size(expected.total)} beside Python and torch: {parts}\n"
         f"what would help: {'; '.join(remedies)}\ncause: {cause}"
     )

@@ -37,7 +37,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
     join()
     mesh = Mesh(tensor=config.parallel.tensor)
     layout = config.check(mesh.world.size)
-    progress = Progress()
+    progress = Progress(phase="preparation of the data")
     try:
         data = prepare(config)
         directory = _open_directory(config, run_path, recipe, mesh)
@@ -96,7 +96,7 @@ def _train(
         parameters=parameter_count(config.model),
         memory=memory,
     ) as reporter:
-        progress.phase = "building the model"
+        progress.phase = "construction of the model"
         trainer = build_trainer(config, layout, mesh, data, reporter, progress)
         reporter.start()
         reporter.message(f"data: {data.summary}")
@@ -104,7 +104,7 @@ def _train(
         progress.phase = "export of the weights"
         folder = directory.checkpoint(progress.step)
         export_hugging_face(trainer.model, config.model, mesh, folder, tokenizer=data.tokenizer_path)
-        progress.phase = "sample"
+        progress.phase = "generation of the sample"
         sample = _sample(config, trainer, data)
         comm.barrier(mesh.world)
         reporter.finish({"weights": str(folder), "optimizer_bytes": trainer.optimizer.state_bytes(), "sample": sample})

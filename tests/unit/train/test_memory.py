@@ -1,0 +1,105 @@
+"""What a user reads when memory ran out: where, how much, and what would help."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import units
+from shardwise.config import Config, Layout, config_from
+from shardwise.cost import expected_memory
+from shardwise.train.memory import out_of_memory_text
+from shardwise.train.trainer import Progress
+
+
+def config(**changes: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "model": {
+            "family": "llama",
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 176,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        "train": {"steps": 1, "global_batch": 30, "micro_batch": 15, "sequence_length": 64},
+        "optimizer": {"lr": 1e-3},
+        "precision": {"mode": "float32"},
+    }
+    for section, values in changes.items():
+        base[section] = base.get(section, {}) | values
+    return config_from(base)
+
+
+def text(chosen: Config, layout: Layout, error: BaseException | None = None, **progress: Any) -> str:
+    return out_of_memory_text(
+        chosen, layout, 3, torch.device("cpu"), Progress(**progress), error or MemoryError("no room\nmore")
+    )
+
+
+def remedies(chosen: Config, layout: Layout) -> list[str]:
+    (line,) = re.findall(r"^what would help: (.*)$", text(chosen, layout), re.MULTILINE)
+    return line.split("; ")
+
+
+def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
+    chosen, layout = config(), Layout(2)
+    said = text(chosen, layout, step=1200, phase="gradient reduction")
+    assert "rank 3 ran out of memory on cpu during gradient reduction, after step 1,200\n" in said
+    for kind, amount in expected_memory(chosen, layout).rows():
+        assert f"{kind} {units.size(amount)}" in said, f"the bytes of {kind} are missing"
+    assert said.endswith("cause: no room"), "the first line of the error itself is missing"
+    assert text(chosen, layout, MemoryError()).endswith("cause: MemoryError"), "an empty error has at least a name"
+
+
+def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
+    chosen, layout = config(parallel={"tensor": 2}, optimizer={"zero": 0}), Layout(4, tensor=2)
+    said = remedies(chosen, layout)
+    now = expected_memory(chosen, layout).total
+    then = {
+        "train.micro_batch=5": (config(**smaller(chosen, micro_batch=5)), layout),
+        "parallel.sequence=true": (chosen, Layout(4, tensor=2, sequence=True)),
+        "optimizer.zero=1": (config(parallel={"tensor": 2}), layout),
+        "precision.mode=mixed": (
+            config(parallel={"tensor": 2}, optimizer={"zero": 0}, precision={"mode": "mixed"}),
+            layout,
+        ),
+        "parallel.tensor=4 on 8 ranks": (chosen, Layout(8, tensor=4)),
+    }
+    saved = {name: now - expected_memory(*other).total for name, other in then.items()}
+    expected = [f"{name} ({units.size(amount)} less)" for name, amount in sorted(saved.items(), key=lambda x: -x[1])]
+    assert said == expected
+
+
+def smaller(chosen: Config, **train: Any) -> dict[str, Any]:
+    return {"train": train, "parallel": {"tensor": chosen.parallel.tensor}, "optimizer": {"zero": 0}}
+
+
+def test_a_smaller_micro_batch_still_divides_the_batch() -> None:
+    """Half of 15 is 7, which does not divide 30: following that advice would end in another error."""
+    found = [one for one in remedies(config(), Layout(1)) if one.startswith("train.micro_batch")]
+    assert [one.split()[0] for one in found] == ["train.micro_batch=5"]
+
+
+def test_nothing_invalid_is_advised() -> None:
+    said = remedies(config(parallel={"tensor": 4, "sequence": True}), Layout(4, tensor=4, sequence=True))
+    assert not [one for one in said if "parallel." in one], "TP 8 does not divide 4 heads, and sequence is on already"
+    odd = remedies(config(train={"global_batch": 15}), Layout(1))
+    assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_more_ranks_help_where_state_is_shared(zero: int) -> None:
+    chosen = config(optimizer={"zero": zero}, train={"global_batch": 60})
+    found = [one for one in remedies(chosen, Layout(1)) if one.startswith("2 ranks, which share")]
+    assert len(found) == zero, "only with ZeRO do more replicas hold less each"
+
+
+def test_it_never_leaves_the_user_without_advice() -> None:
+    chosen = config(
+        model={"num_attention_heads": 1, "num_key_value_heads": 1},
+        train={"global_batch": 1, "micro_batch": 1},
+        precision={"mode": "bfloat16"},
+    )
+    assert remedies(chosen, Layout(1)) == ["a smaller model"]
