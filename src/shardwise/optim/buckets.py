@@ -63,15 +63,12 @@ class Bucket:
         share = self.numel // parts
         start = share * group.rank if self.sharded else 0
         self.owned = slice(start, start + share)
-        self._gradient_views = [
-            self.gradients[o : o + p.numel()].view(p.shape) for p, o in zip(self.parameters, self.offsets, strict=True)
-        ]
-        for p, o in zip(self.parameters, self.offsets, strict=True):
-            view = self.values[o : o + p.numel()].view(p.shape)
+        self._gradient_views = self._views(self.gradients)
+        for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
             view.copy_(p.detach())
             p.data = view
             if p.grad is not None:
-                self.gradients[o : o + p.numel()].view(p.shape).copy_(p.grad)
+                gradient.copy_(p.grad.to_dense())
                 p.grad = None
             if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
@@ -84,6 +81,14 @@ class Bucket:
         self.master = nn.Parameter(mine.to(dtype))
         self._pending: Pending | None = None
         self.reset()
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of a flat buffer, in the parameter's own memory format."""
+        formats = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
+        return [
+            flat.as_strided(p.shape, strides, offset)
+            for p, strides, offset in zip(self.parameters, formats, self.offsets, strict=True)
+        ]
 
     def reset(self) -> None:
         """Forget what was said to be ready or reduced, once what is under way has arrived."""

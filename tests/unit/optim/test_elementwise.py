@@ -1,0 +1,97 @@
+"""What ZeRO-1 can wrap: classes that update each element by itself; all others are refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import ZeroRedundancyOptimizer
+from shardwise.optim.elementwise import require_elementwise
+
+
+class Lamb(torch.optim.Optimizer):
+    """Somebody's LAMB: the update is scaled by ‖parameter‖ / ‖update‖."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=float(group["lr"] * p.norm() / p.grad.norm()))
+
+
+class OneStepSize(torch.optim.Optimizer):
+    """Learns one step size from all parameters at once, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        everything = [p for group in self.param_groups for p in group["params"]]
+        size = torch.nn.utils.get_total_norm([p.grad for p in everything])
+        for p in everything:
+            p.sub_(0.01 * p.grad / size)
+
+
+class Centralized(torch.optim.SGD):
+    """Takes each row's mean out of a matrix's gradient, and leaves vectors alone."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 1:
+                    p.grad = p.grad - p.grad.mean(dim=1, keepdim=True)
+        super().step()
+
+
+ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+REFUSED = ["LBFGS", "Adafactor", "SparseAdam"] + [name for name in ("Muon",) if hasattr(torch.optim, name)]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_classes_pass(name: str) -> None:
+    require_elementwise(getattr(torch.optim, name), {})
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True}, {"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(1e-3)}]
+)
+def test_options_pass(options: dict[str, Any]) -> None:
+    require_elementwise(torch.optim.AdamW, options)
+    # `capturable` wants parameters on an accelerator, where the trial is not.
+    require_elementwise(torch.optim.AdamW, {"capturable": True})
+
+
+@pytest.mark.parametrize(
+    "optimizer_class", [*(getattr(torch.optim, name) for name in REFUSED), Lamb, OneStepSize, Centralized]
+)
+def test_others_are_refused_by_name(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=f"{optimizer_class.__name__} cannot be sharded.* as AdamW does"):
+        ZeroRedundancyOptimizer(model.parameters(), optimizer_class)
+    assert model.weight.grad is None
+
+
+def test_wrong_options_are_the_classes_own_errors() -> None:
+    with pytest.raises(TypeError, match="momentum"):
+        ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.AdamW, momentum=0.9)
+    with pytest.raises(ValueError, match="Invalid beta"):
+        ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.AdamW, betas=(1.5, 0.9))
+
+
+def test_the_trial_does_not_touch_the_run() -> None:
+    """Neither the random numbers nor the default dtype of the user's script matter, or change."""
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        require_elementwise(torch.optim.AdamW, {})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.rand(2), wanted)

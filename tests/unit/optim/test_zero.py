@@ -1,0 +1,526 @@
+"""The optimizer in one process: it is the wrapped class, in every way that a training script may use it."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import ZeroRedundancyOptimizer
+
+PLAIN = {"grad_clipping": False}
+
+
+class Net(nn.Module):
+    """A bit of everything: tied, 0-dim, non-contiguous, frozen, empty and unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(7, 6).t())
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.frozen
+        x = x + self.second(torch.tanh(self.first(x))) * self.scale
+        x = x + (x @ self.turned) @ self.turned.t()
+        loss: Tensor = nn.functional.cross_entropy(self.head(x), (ids + 1) % 11)
+        return loss
+
+
+def make(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, 11, (9,), generator=torch.Generator().manual_seed(step))
+
+
+def assert_equal(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def train(model: Net, optimizer: torch.optim.Optimizer, steps: int = 5, start: int = 0, *schedulers: Any) -> None:
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        model(batch(step)).backward()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+# ---- the same training
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW", {"foreach": False}),
+        ("AdamW", {"foreach": True, "amsgrad": True}),
+        ("Adam", {"lr": torch.tensor(1e-2), "foreach": False}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("RMSprop", {"centered": True}),
+        ("NAdam", {}),
+        ("Rprop", {}),
+    ],
+)
+@pytest.mark.parametrize("bucket_mib", [1e-5, 1e-3, 1000.0])
+def test_bit_equal_to_the_wrapped_class(name: str, options: dict[str, Any], bucket_mib: float) -> None:
+    wrapped = getattr(torch.optim, name)
+    plain, ours = make(), make()
+    train(plain, wrapped(plain.parameters(), **copy.deepcopy(options)))
+    train(ours, ZeroRedundancyOptimizer(ours.parameters(), wrapped, bucket_mib=bucket_mib, **PLAIN, **options))
+    assert_equal(ours, plain)
+
+
+def test_fused_kernels() -> None:
+    """The last elements of a tensor take the kernel's scalar path, which rounds otherwise; a bucket has no such end."""
+    plain, ours = make(), make()
+    train(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    train(ours, ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, fused=True, **PLAIN))
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+
+
+def test_memory_format_is_kept() -> None:
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    assert model.weight.grad is not None
+    assert model.weight.grad.stride() == model.weight.stride()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("max_norm", [1e-2, 0.3, 1e3])
+def test_clips_as_torch_does(max_norm: float) -> None:
+    plain, ours = make(), make()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, max_norm=max_norm, lr=0.1)
+    for step in range(5):
+        for model in (plain, ours):
+            model(batch(step)).backward()
+        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        gradient_norm, parameter_norm = optimizer.norms()
+        assert float(gradient_norm) == pytest.approx(float(wanted), rel=1e-6)
+        trained = [p for p in plain.parameters() if p.requires_grad]
+        assert float(parameter_norm) == pytest.approx(float(nn.utils.get_total_norm(trained)), rel=1e-6)
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_max_norm_must_be_positive(max_norm: float) -> None:
+    with pytest.raises(ValueError, match=r"max_norm \(.*\) must be positive"):
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, max_norm=max_norm)
+
+
+def test_norm_of_many_elements_is_exact() -> None:
+    """One float32 sum over so many squares is off by more than 1e-4 on the CPU."""
+    weight = nn.Parameter(torch.ones(20_000_003))
+    optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.0)
+    assert weight.grad is not None
+    weight.grad.normal_(generator=torch.Generator().manual_seed(0))
+    wanted = float(torch.linalg.vector_norm(weight.grad, dtype=torch.float64))
+    gradient_norm, parameter_norm = (float(norm) for norm in optimizer.norms())
+    assert gradient_norm == pytest.approx(wanted, rel=1e-6)
+    assert parameter_norm == pytest.approx(20_000_003**0.5, rel=1e-6)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=12, cycle_momentum=True)
+
+
+def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 0.9**s, lambda s: 1.0 / (1 + s)])
+
+
+@pytest.mark.parametrize("schedule", [one_cycle, by_lambda])
+@pytest.mark.parametrize("wrapped", [torch.optim.AdamW, torch.optim.SGD])
+def test_schedulers_drive_it(schedule: Callable[..., Any], wrapped: type[torch.optim.Optimizer]) -> None:
+    results = []
+    for build in (wrapped, lambda groups, **kw: ZeroRedundancyOptimizer(groups, wrapped, **PLAIN, **kw)):
+        model = make()
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        options = {"momentum": 0.9} if wrapped is torch.optim.SGD else {}
+        optimizer = build(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02}], lr=0.01, **options
+        )
+        scheduler = schedule(optimizer)
+        train(model, optimizer, 8, 0, scheduler)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        results.append((model, groups, scheduler.get_last_lr()))
+    assert_equal(results[1][0], results[0][0])
+    assert results[1][1:] == results[0][1:]
+
+
+def test_a_class_may_change_its_own_options() -> None:
+    """Schedule-free optimizers count steps in their group; the next step must see the count."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                group["count"] = group.get("count", 0) + 1
+                group["lr"] = 0.1 / group["count"]
+            super().step()
+
+    plain, ours = make(), make()
+    train(plain, Counting(plain.parameters()))
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), Counting, **PLAIN)
+    train(ours, optimizer)
+    assert_equal(ours, plain)
+    assert optimizer.param_groups[0]["count"] == 5
+
+
+def test_named_parameters_and_closure() -> None:
+    plain, ours = make(), make()
+    reference = torch.optim.AdamW(plain.named_parameters())
+    optimizer = ZeroRedundancyOptimizer(ours.named_parameters(), torch.optim.AdamW, **PLAIN)
+    for step in range(3):
+        losses = []
+        for model, chosen in ((plain, reference), (ours, optimizer)):
+
+            def closure(model: Net = model, chosen: Any = chosen, step: int = step) -> Tensor:
+                chosen.zero_grad()
+                loss = model(batch(step))
+                loss.backward()
+                return loss
+
+            losses.append(chosen.step(closure))
+        assert losses[0] == losses[1]
+    assert_equal(ours, plain)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["param_names"][0] == "scale"
+    optimizer.load_state_dict(state)
+
+
+# ---- gradients, however they come
+
+
+def set_to_zero(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+def set_to_none(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+
+
+def replace(model: nn.Module) -> None:
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = torch.zeros_like(p)
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+@pytest.mark.parametrize("clear", [set_to_zero, set_to_none, replace])
+def test_gradients_that_the_user_cleared_or_replaced(clear: Callable[[nn.Module], None]) -> None:
+    plain, ours = make(), make()
+    reference = torch.optim.AdamW(plain.parameters())
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN)
+    for step in range(4):
+        for model in (plain, ours):
+            model(batch(100 + step)).backward()  # dropped
+            clear(model)
+            for micro in range(3):
+                model(batch(10 * step + micro)).backward()
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+    assert_equal(ours, plain)
+
+
+def test_step_uses_gradients_up() -> None:
+    """Without zero_grad nothing of the last step is left."""
+    plain, ours = make(), make()
+    train(plain, torch.optim.AdamW(plain.parameters()))
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN)
+    for step in range(5):
+        ours(batch(step)).backward()
+        optimizer.step()
+        assert all(not p.grad.any() for p in ours.parameters() if p.grad is not None)
+    assert_equal(ours, plain)
+
+
+def test_gradients_from_before_the_optimizer_count() -> None:
+    plain, ours = make(), make()
+    for model in (plain, ours):
+        model(batch(0)).backward()
+    torch.optim.AdamW(plain.parameters()).step()
+    ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN).step()
+    assert_equal(ours, plain)
+
+
+def test_graph_of_the_gradient_is_let_go() -> None:
+    """create_graph=True gives gradients with a history; the bucket must not join it."""
+    plain, ours = make(), make()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, **PLAIN)
+    for model in (plain, ours):
+        gradients = torch.autograd.grad(model(batch(0)), [model.first.weight], create_graph=True)
+        (model(batch(1)) + gradients[0].square().sum()).backward()
+    optimizer.norms()
+    reference.step()
+    optimizer.step()
+    assert_equal(ours, plain)
+    assert not any(b.gradients.requires_grad for b in optimizer.buckets)
+
+
+@pytest.mark.parametrize("clear", [nothing, set_to_none])
+def test_sparse_gradients(clear: Callable[[nn.Module], None]) -> None:
+    models = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(11, 4, sparse=sparse)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **PLAIN)
+        for step in range(3):
+            clear(model)
+            model(batch(step)).square().sum().backward()
+            optimizer.step()
+        models.append(model)
+    assert_equal(*models)
+
+
+def test_backward_after_the_reduction_is_an_error() -> None:
+    """Also in one process: clipping would use a norm without the late gradients."""
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(batch(0)).backward()
+    optimizer.norms()
+    with pytest.raises(RuntimeError, match=r"accumulate\(\).*or drop the reduced ones by optimizer.zero_grad\(\)"):
+        model(batch(1)).backward()
+    optimizer.zero_grad()
+    model(batch(1)).backward()
+    optimizer.step()
+
+
+def test_unused_parameter_counts_as_zero_gradient() -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    before = model.first.weight.clone()
+    model.embedding(batch(0)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.first.weight, before * (1 - 0.1 * 0.5))
+
+
+# ---- parameters that change
+
+
+def test_param_group_added_during_training() -> None:
+    plain, ours = make(), make()
+    reference = torch.optim.AdamW(plain.first.parameters(), lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(ours.first.parameters(), torch.optim.AdamW, lr=0.01, **PLAIN)
+    train(plain, reference)
+    train(ours, optimizer)
+    for model, chosen in ((plain, reference), (ours, optimizer)):
+        model.zero_grad()
+        chosen.add_param_group({"params": model.second.parameters(), "lr": 0.05})
+        train(model, chosen, 5, 5)
+    assert_equal(ours, plain)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": ours.second.parameters()})
+    with pytest.raises(ValueError, match=r"dtype \(torch.complex64\) must be real"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
+    assert len(optimizer.param_groups) == 2
+    train(ours, optimizer, 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (lambda model: model.double(), "was moved to other memory"),
+        (lambda model: setattr(model.second.bias, "data", torch.zeros(6)), r"shape \(6,\) was moved"),
+        (lambda model: model.second.weight.requires_grad_(False), r"shape \(6, 5\) was frozen"),
+        (lambda model: model.frozen.requires_grad_(True), "was frozen when the optimizer was made has a gradient"),
+    ],
+)
+def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wanted: str) -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    train(model, optimizer, 1)
+    change(model)
+    with pytest.raises(RuntimeError, match=wanted):
+        train(model, optimizer, 1)
+
+
+def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:
+    plain, ours = make(), make()
+    old = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW)
+    ours(batch(0)).backward()
+    old.norms()  # its gradients are reduced: its hooks would now object to another backward
+    new = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN)
+    gone = weakref.ref(old)
+    del old
+    gc.collect()
+    assert gone() is None
+    train(ours, new)
+    train(plain, torch.optim.AdamW(plain.parameters()))
+    assert_equal(ours, plain)
+
+
+def test_launcher_without_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"started 2 ranks .*\.init_process_group\(\) first"):
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW)
+
+
+# ---- saving
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_survives_a_file(dtype: torch.dtype) -> None:
+    def build(model: Net) -> tuple[ZeroRedundancyOptimizer, Any]:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.01, gradient_dtype=torch.float32
+        )
+        return optimizer, one_cycle(optimizer)
+
+    model = make().to(dtype)
+    optimizer, scheduler = build(model)
+    train(model, optimizer, 4, 0, scheduler)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr": scheduler.state_dict()}, file)
+    train(model, optimizer, 4, 4, scheduler)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(seed=1).to(dtype)
+    optimizer, scheduler = build(resumed)
+    optimizer.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["model"])
+    scheduler.load_state_dict(saved["lr"])
+    train(resumed, optimizer, 4, 4, scheduler)
+    assert_equal(resumed, model)
+
+
+def test_state_of_another_making_is_refused() -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    for other in (
+        torch.optim.AdamW(make().parameters()),
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW, bucket_mib=1e-5),
+        ZeroRedundancyOptimizer(make().bfloat16().parameters(), torch.optim.AdamW),
+    ):
+        with pytest.raises(ValueError, match=r"optimizer state is of layout .* which must be this optimizer's"):
+            optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied(take: Callable[[object], object]) -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled.*Save state_dict\(\)"):
+        take(optimizer)
+    apart = copy.deepcopy(model)  # of a model it is another: an average of weights, say
+    train(model, optimizer)
+    assert not torch.equal(apart.first.weight, model.first.weight)
+
+
+# ---- other dtypes
+
+
+def test_mixed_precision_is_adamw_on_masters() -> None:
+    """Gradients add up in float32, the update is on float32 masters, the bfloat16 parameters are their roundings."""
+    model = make().bfloat16()
+    masters = [p.detach().float().clone() for p in model.parameters() if p.requires_grad and p.numel()]
+    reference = torch.optim.AdamW([m.requires_grad_() for m in masters], lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=0.01, gradient_dtype=torch.float32, **PLAIN
+    )
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    for step in range(5):
+        sums = [torch.zeros_like(m) for m in masters]
+        for micro in range(4):
+            loss = model(batch(10 * step + micro))
+            for total, gradient in zip(sums, torch.autograd.grad(loss, trained, retain_graph=True), strict=True):
+                total += gradient.float()
+            loss.backward()
+        for master, total, p in zip(masters, sums, trained, strict=True):
+            assert p.grad is not None
+            assert p.grad.dtype == torch.float32
+            assert torch.equal(p.grad, total)
+            master.grad = total
+        reference.step()
+        optimizer.step()
+        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(trained, masters, strict=True))
+
+
+@pytest.mark.parametrize("clear", [nothing, set_to_none])
+def test_small_gradients_are_not_lost_in_mixed_precision(clear: Callable[[nn.Module], None]) -> None:
+    weight = nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = ZeroRedundancyOptimizer(
+        weight.parameters(), torch.optim.SGD, lr=1.0, gradient_dtype=torch.float32, **PLAIN
+    )
+    clear(weight)
+    for size in [1.0] + [2.0**-9] * 512:
+        weight(torch.tensor([[size]], dtype=torch.bfloat16)).sum().backward()
+    assert float(optimizer.norms()[0]) == 2.0
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "data"])
+def test_new_weights_reach_the_masters(how: str) -> None:
+    model, other = make().bfloat16(), make(seed=1).bfloat16()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-6)
+    train(model, optimizer, 2)
+    masters = [b.master.detach().clone() for b in optimizer.buckets]
+    kept = copy.deepcopy(model.state_dict())
+    for state in (other.state_dict(), kept):
+        if how == "load_state_dict":
+            model.load_state_dict(state)
+        else:
+            for name, p in model.named_parameters():
+                p.data.copy_(state[name])
+        optimizer.norms()
+        optimizer.zero_grad()
+        for bucket in optimizer.buckets:
+            assert torch.equal(bucket.master.detach().bfloat16(), bucket.values)
+    # Weights that were swapped out and in again, as an evaluation of averages does: what they hold beyond bfloat16 is
+    # gone with the first swap, which only a snapshot of the optimizer keeps.
+    optimizer.load_state_dict({**optimizer.state_dict(), "masters": masters})
+    model.load_state_dict(kept)
+    optimizer.norms()
+    assert all(torch.equal(b.master, m) for b, m in zip(optimizer.buckets, masters, strict=True))
+
+
+def test_float64_parameters_keep_their_precision() -> None:
+    plain, ours = make().double(), make().double()
+    train(plain, torch.optim.AdamW(plain.parameters()))
+    train(ours, ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN))
+    assert_equal(ours, plain)
+
+
+def test_mixed_dtypes_in_one_group() -> None:
+    model = make()
+    model.second.bfloat16()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        if p.requires_grad and p.numel():
+            (p.float().square().sum()).backward()
+    optimizer.step()
+    changed = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+    assert changed == [p.requires_grad and p.numel() > 0 for p in model.parameters()]
+    assert {(b.values.dtype, b.master.dtype) for b in optimizer.buckets} == {
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+    }
