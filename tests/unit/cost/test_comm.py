@@ -8,7 +8,7 @@ from shardwise.config import Config, Layout, config_from
 from shardwise.cost import Transfer, bytes_per_evaluation_batch, bytes_per_step, step_transfers
 from shardwise.cost.buckets import bucket_shapes, padded_elements
 from shardwise.models import Llama
-from shardwise.optim.buckets import make_buckets
+from shardwise.optim.buckets import Dtypes, make_buckets
 from shardwise.train.build import decay_groups
 
 S, B, H, F, V, L, HEADS, KV_HEADS = 16, 2, 32, 48, 50, 3, 4, 2
@@ -141,9 +141,7 @@ def test_buckets_are_those_of_the_optimizer(bucket_mib: float, zero: int, tied: 
             Group(),
             bucket_mib * 2**20,
             shard=bool(zero),
-            gradient_dtype=torch.float32,
-            reduce_dtype=torch.float32,
-            optimizer_dtype=torch.float32,
+            dtypes=Dtypes(torch.float32, torch.float32, torch.float32),
         )
     ]
     assert [bucket.elements for bucket in bucket_shapes(chosen, Layout(1))] == made
