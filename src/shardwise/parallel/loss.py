@@ -36,6 +36,8 @@ class _Shard:
 
     @staticmethod
     def make(group: Group, width: int, vocabulary: int | None, ignore_index: int, smoothing: float) -> _Shard:
+        if not 0.0 <= smoothing <= 1.0:
+            raise ValueError(f"label_smoothing ({smoothing}) must be in [0, 1]")
         whole = width * group.size if vocabulary is None else vocabulary
         first = group.rank * width
         return _Shard(group, whole, first, max(0, min(width, whole - first)), ignore_index, smoothing)
@@ -127,8 +129,6 @@ def parallel_cross_entropy(
     Raises:
         ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1].
     """
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing ({label_smoothing}) must be in [0, 1]")
     shard = _Shard.make(Group.of(group), vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     loss = _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard)  # type: ignore[no-untyped-call]
@@ -220,6 +220,9 @@ def linear_cross_entropy(
     Returns:
         A float32 scalar, equal on all ranks of the group. Communicates per chunk two small all-reduces; with sequence
         parallelism also an all-gather of x and a reduce-scatter of its gradient, else one all-reduce of x's gradient.
+
+    Raises:
+        ValueError: as `parallel_cross_entropy`. RuntimeError: a second backward pass with another incoming gradient.
     """
     if chunk_elements is None:
         chunk_elements = LOSS_CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else LOSS_CHUNK_ELEMENTS_ACCELERATOR

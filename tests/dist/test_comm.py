@@ -1,0 +1,272 @@
+"""Collectives on real ranks: values, gradients against a dense formulation, bytes counted, groups."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.mesh import Group, Mesh
+from tests.dist.dense import check, error, mesh, random, run
+
+SIZES = (1, 2, 4)
+DOUBLE = torch.float64
+
+
+def integers(seed: int, *shape: int) -> Tensor:
+    """Whole numbers in float32: their sums are exact in any order."""
+    return torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def collectives(size: int) -> dict[str, float]:
+    group = mesh(size).tp
+    everyone = [integers(rank, 4 * size, 3) for rank in range(size)]
+    mine, total = everyone[group.rank], torch.stack(everyone).sum(0)
+    part = slice(group.rank * 4, group.rank * 4 + 4)
+    reduced, largest = mine.clone(), mine.clone()
+    assert comm.all_reduce_(reduced, group) is reduced, "all_reduce_ works in place"
+    comm.all_reduce_(largest, group, op="max")
+    sent = mine.clone()
+    comm.broadcast_(sent, group, source=size - 1)
+    out = torch.empty(4 * size, 3)
+    comm.all_gather(total[part], group, out=out) if size > 1 else out.copy_(total)
+    in_place = torch.full((4 * size, 3), float("nan"))
+    in_place[part] = total[part]
+    comm.all_gather(in_place[part], group, out=in_place)
+    before = mine.clone()
+    errors = {
+        "all_reduce sum": error(reduced, total),
+        "all_reduce max": error(largest, torch.stack(everyone).amax(0)),
+        "broadcast": error(sent, everyone[-1]),
+        "all_gather": error(comm.all_gather(total[part], group), total),
+        "all_gather of a strided tensor": error(comm.all_gather(total[part].t().contiguous().t(), group), total),
+        "all_gather into out": error(out, total),
+        "all_gather of out's own slice": error(in_place, total),
+        "reduce_scatter": error(comm.reduce_scatter(mine, group), total[part]),
+        "reduce_scatter of a strided tensor": error(comm.reduce_scatter(mine.t().contiguous().t(), group), total[part]),
+    }
+    assert torch.equal(mine, before), "reduce_scatter changed its input"
+    assert comm.all_gather_objects({"rank": group.rank}, group) == [{"rank": rank} for rank in range(size)]
+    comm.barrier(group)
+    return errors
+
+
+def pending(size: int) -> dict[str, float]:
+    """The collectives that overlap with computation."""
+    group = mesh(size).tp
+    everyone = [integers(rank, 4 * size, 3) for rank in range(size)]
+    mine, total = everyone[group.rank], torch.stack(everyone).sum(0)
+    part = slice(group.rank * 4, group.rank * 4 + 4)
+    reduced, gathered = mine.clone(), torch.empty(4 * size, 3)
+    gathered[part] = total[part]
+    errors = {"all_reduce": error(comm.all_reduce_async(reduced, group).wait(), total)}
+    errors["all_gather"] = error(comm.all_gather_async(gathered[part], group, out=gathered).wait(), total)
+    for overlap in (True, False):
+        whole, out = mine.clone(), torch.empty(4, 3) if size > 1 else mine.clone()
+        started = comm.reduce_scatter_async(whole, group, out=out, overlap=overlap)
+        errors[f"reduce_scatter overlap={overlap}"] = error(started.wait(), total[part])
+        assert torch.equal(started.wait(), total[part]), "waiting again changed the result"
+        own = whole.clone()
+        result = comm.reduce_scatter_async(own, group, out=own[part], overlap=overlap).wait()
+        errors[f"reduce_scatter into its own slice overlap={overlap}"] = error(result, total[part])
+    return errors
+
+
+@pytest.mark.parametrize("body", [collectives, pending])
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives(size: int, body: Callable[[int], dict[str, float]], ranks: Any) -> None:
+    check(run(ranks, size, body, size), 0.0)
+
+
+def both_scatters(size: int) -> tuple[bool, float]:
+    group = mesh(size).tp
+    assert group.scatter_by_all_to_all, "on gloo the all-to-all is the faster one"
+    whole, exact = random(group.rank, 8 * size, 5), integers(group.rank, 8 * size, 5)
+    ours, exact_ours = comm.reduce_scatter(whole, group), comm.reduce_scatter(exact, group)
+    group.scatter_by_all_to_all = False
+    native, exact_native = comm.reduce_scatter(whole, group), comm.reduce_scatter(exact, group)
+    group.scatter_by_all_to_all = True
+    return torch.equal(exact_ours, exact_native), error(ours, native)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_reduce_scatter_by_all_to_all_equals_the_native_one(size: int, ranks: Any) -> None:
+    for rank, (exact, difference) in enumerate(run(ranks, size, both_scatters, size)):
+        assert exact, f"rank {rank}: sums of whole numbers differ"
+        assert difference < 1e-6, f"rank {rank}: off by {difference:.1e}"
+
+
+def uneven(size: int) -> str:
+    try:
+        comm.reduce_scatter(torch.zeros(size + 1, 2), mesh(size).tp)
+    except ValueError as refusal:
+        return str(refusal)
+    return "accepted"
+
+
+def test_reduce_scatter_refuses_what_does_not_divide(ranks: Any) -> None:
+    assert run(ranks, 2, uneven, 2) == ["dim 0 (3) must be a multiple of the group's size (2)"] * 2
+
+
+def test_at_size_one_every_collective_is_the_identity() -> None:
+    alone, x = Group(), torch.randn(4, 6, requires_grad=True)
+    for function in (comm.all_reduce_, comm.all_gather, comm.reduce_scatter, comm.broadcast_):
+        assert function(x, alone) is x, f"{function.__name__} copies at size 1"
+    for name in WHOLE_TO_PARTS:
+        assert getattr(comm, name)(x, alone) is x, f"{name} copies at size 1"
+    assert comm.all_reduce_async(x, alone).wait() is x
+    assert comm.all_gather_async(x, alone, out=x).wait() is x
+    assert comm.reduce_scatter_async(x, alone, out=x).wait() is x
+    assert comm.all_gather_objects("x", alone) == ["x"]
+    comm.barrier(alone)
+    assert not alone.meter.bytes, "an identity puts no bytes on the wire"
+
+
+# ---- gradients. What all ranks do together, written down densely: every rank's input → every rank's output.
+
+Dense = Callable[[list[Tensor]], list[Tensor]]
+
+
+def halves(x: Tensor, size: int, dim: int) -> list[Tensor]:
+    return list(x.chunk(size, dim))
+
+
+# name: (inputs are equal on all ranks, outputs are used alike by all ranks, the dense formulation)
+WHOLE_TO_PARTS: dict[str, tuple[bool, bool, Dense]] = {
+    "copy_to_group": (True, False, lambda xs: xs),
+    "reduce_from_group": (False, True, lambda xs: [torch.stack(xs).sum(0)] * len(xs)),
+    "gather_sequence": (False, False, lambda xs: [torch.cat(xs)] * len(xs)),
+    "scatter_sum_sequence": (False, False, lambda xs: halves(torch.stack(xs).sum(0), len(xs), 0)),
+    "split_sequence": (True, False, lambda xs: halves(xs[0], len(xs), 0)),
+    "gather_last": (False, True, lambda xs: [torch.cat(xs, -1)] * len(xs)),
+    "split_last": (True, False, lambda xs: halves(xs[0], len(xs), -1)),
+}
+
+
+def gradient(size: int, name: str) -> dict[str, float]:
+    group = mesh(size).tp
+    replicated, alike, dense = WHOLE_TO_PARTS[name]
+    xs = [random(0 if replicated else rank, 2 * size, 3, 2 * size, dtype=DOUBLE) for rank in range(size)]
+    inputs = [xs[0].requires_grad_()] * size if replicated else [x.requires_grad_() for x in xs]
+    outputs = dense(inputs)
+    pulls = [random(100 + (0 if alike else rank), *y.shape, dtype=DOUBLE) for rank, y in enumerate(outputs)]
+    # Used alike by all ranks: one use, one loss. Else each rank's use is a term of the loss.
+    terms = [(y * pull).sum() for y, pull in zip(outputs, pulls, strict=True)]
+    (terms[0] if alike else torch.stack(terms).sum()).backward()
+    x = xs[group.rank].detach().clone().requires_grad_()
+    before = x.detach().clone()
+    y = getattr(comm, name)(x, group)
+    pull = pulls[group.rank].clone()
+    (found,) = torch.autograd.grad(y, x, pull)
+    wanted = inputs[group.rank].grad
+    assert wanted is not None
+    assert torch.equal(x.detach(), before), f"{name} changed its input"
+    assert torch.equal(pull, pulls[group.rank]), f"{name} changed the incoming gradient in place"
+    assert y.is_contiguous()
+    return {"value": error(y, outputs[group.rank]), "gradient": error(found, wanted)}
+
+
+@pytest.mark.parametrize("name", WHOLE_TO_PARTS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_are_those_of_the_dense_formulation(size: int, name: str, ranks: Any) -> None:
+    check(run(ranks, size, gradient, size, name), 1e-14)
+
+
+def test_every_function_with_a_gradient_is_tested() -> None:
+    functions = {name for name, value in vars(comm).items() if callable(value) and value.__module__ == comm.__name__}
+    differentiable = {n for n in functions if n.endswith(("_group", "_sequence", "_last")) and not n.startswith("_")}
+    assert differentiable == set(WHOLE_TO_PARTS)
+
+
+# ---- the meter
+
+
+def metered(size: int) -> dict[str, tuple[int, int]]:
+    """Bytes and calls of each operation, one at a time. The whole tensor has 4·size × 3 float32 numbers."""
+    group = mesh(size).tp
+    whole, part = torch.zeros(4 * size, 3), torch.zeros(4, 3)
+    leaf = torch.zeros(4, 3 * size, requires_grad=True)
+    operations: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: comm.all_reduce_(whole, group),
+        "all_reduce max": lambda: comm.all_reduce_(whole, group, op="max"),
+        "all_reduce async": lambda: comm.all_reduce_async(whole, group).wait(),
+        "all_gather": lambda: comm.all_gather(part, group),
+        "all_gather async": lambda: comm.all_gather_async(part, group, out=whole).wait(),
+        "reduce_scatter": lambda: comm.reduce_scatter(whole, group),
+        "reduce_scatter async": lambda: comm.reduce_scatter_async(whole, group, out=part).wait(),
+        "broadcast": lambda: comm.broadcast_(whole, group),
+        "all_reduce backward": lambda: comm.copy_to_group(leaf, group).sum().backward(),
+        "all_gather backward": lambda: comm.split_last(leaf, group).sum().backward(),
+    }
+    counted = {}
+    for name, operation in operations.items():
+        group.meter.reset()
+        operation()
+        kind = name.split()[0]
+        assert set(group.meter.bytes) == {kind}, f"{name} is counted as {dict(group.meter.bytes)}"
+        counted[name] = group.meter.bytes[kind], group.meter.calls[kind]
+    group.meter.reset()
+    group.meter.timed = True
+    comm.all_reduce_(whole, group)
+    group.meter.timed = False
+    assert group.meter.seconds > 0, "a timed collective took no time"
+    seconds = group.meter.seconds
+    comm.all_reduce_(whole, group)
+    assert group.meter.seconds == seconds, "time is kept though nobody asked"
+    group.meter.reset()
+    return counted
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_on_the_wire_follow_the_ring_formulas(size: int, ranks: Any) -> None:
+    ring = 4 * size * 3 * 4 * (size - 1) // size
+    for outcome in run(ranks, size, metered, size):
+        for name, (found, calls) in outcome.items():
+            wanted = 2 * ring if name.startswith("all_reduce") else ring
+            assert (found, calls) == (wanted, 1), f"{name} counts {found} bytes in {calls} calls, formula {wanted}"
+
+
+# ---- groups
+
+
+def split_groups() -> dict[str, Any]:
+    world = mesh(4).tp
+    pair = world.split(2)
+    mine = torch.tensor([float(world.rank)])
+    comm.all_reduce_(mine, pair)
+    assert world.split(2) is pair, "a subgroup is made once"
+    assert world.split(4) is world
+    alone = world.split(1)
+    assert (alone.size, alone.rank, alone.ranks) == (1, 0, (0,))
+    assert list(world.meters) == ["tp", "tp/2", "tp/1"]
+    assert world.meters["tp/2"] is pair.meter
+    assert pair.meter.bytes == {"all_reduce": 4}
+    assert repr(pair) == f"Group(tp/2 {world.rank % 2}/2)"
+    return {"ranks": pair.ranks, "rank": pair.rank, "sum": float(mine)}
+
+
+def test_a_group_splits_into_runs_of_neighbours(ranks: Any) -> None:
+    outcomes = run(ranks, 4, split_groups)
+    assert [outcome["ranks"] for outcome in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [outcome["rank"] for outcome in outcomes] == [0, 1, 0, 1]
+    assert [outcome["sum"] for outcome in outcomes] == [1, 1, 5, 5]
+
+
+def axes(tensor: int, pipeline: int) -> dict[str, tuple[int, ...]]:
+    made = Mesh(tensor=tensor, pipeline=pipeline, device="cpu")
+    for group in made.groups:
+        assert group.ranks[group.rank] == made.world.rank or group.size == 1
+        members = comm.all_gather_objects(made.world.rank, group)
+        assert group.size == 1 or tuple(members) == group.ranks
+    return {"tp": made.tp.ranks, "dp": made.dp.ranks, "pp": made.pp.ranks, "world": made.world.ranks}
+
+
+def test_mesh_axes_are_pipeline_data_tensor(ranks: Any) -> None:
+    outcomes = run(ranks, 4, axes, 2, 1)
+    assert [outcome["tp"] for outcome in outcomes] == [(0, 1), (0, 1), (2, 3), (2, 3)], "TP ranks must be neighbours"
+    assert [outcome["dp"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    outcomes = run(ranks, 4, axes, 2, 2)
+    assert [outcome["pp"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)], "pipeline is the outer axis"
+    assert all(outcome["world"] == (0, 1, 2, 3) for outcome in outcomes)

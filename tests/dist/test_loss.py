@@ -1,0 +1,363 @@
+"""Losses over a vocabulary that is cut, against `F.cross_entropy` (fault 4 of the reference)."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.parallel import linear_cross_entropy, parallel_cross_entropy
+from tests.dist.dense import check, error, mesh, random, run
+
+S, B, H = 8, 3, 12
+DEGREES = (1, 2, 4)
+PADDING = 1e4
+"""What stands in padded columns: it would take all of the probability."""
+
+
+def targets(vocabulary: int, ignore_index: int | None = None) -> Tensor:
+    drawn = torch.randint(vocabulary, (S, B), generator=torch.Generator().manual_seed(5))
+    drawn[0, :2] = torch.tensor([0, vocabulary - 1])
+    if ignore_index is not None:
+        drawn[2:4, 1:] = ignore_index
+        drawn[5] = ignore_index
+    return drawn
+
+
+def columns(whole: Tensor, tp: int, fill: float) -> tuple[Tensor, slice]:
+    """This rank's columns of `[…, V]`, padded, and which of V they are."""
+    vocabulary, rank = whole.shape[-1], mesh(tp).tp.rank
+    width = -(-vocabulary // tp) + (1 if tp == 1 else 0)  # one process has padding too
+    held = slice(min(rank * width, vocabulary), min((rank + 1) * width, vocabulary))
+    local = torch.full((*whole.shape[:-1], width), fill, dtype=whole.dtype)
+    local[..., : held.stop - held.start] = whole[..., held]
+    return local, held
+
+
+def by_logits(tp: int, vocabulary: int, smoothing: float, ignore_index: int | None, dtype: torch.dtype) -> Any:
+    whole = (random(1, S, B, vocabulary) * 4).to(dtype).requires_grad_()
+    target = targets(vocabulary, ignore_index)
+    pull = random(2, S, B)
+    wanted = F.cross_entropy(
+        whole.float().flatten(0, 1),
+        target.flatten(),
+        reduction="none",
+        label_smoothing=smoothing,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+    ).view(S, B)
+    (wanted * pull).sum().backward()
+    assert whole.grad is not None
+    local, held = columns(whole.detach(), tp, PADDING)
+    before, target_before = local.clone(), target.clone()
+    local.requires_grad_()
+    options = {} if ignore_index is None else {"ignore_index": ignore_index}
+    found = parallel_cross_entropy(local, target, smoothing, group=mesh(tp).tp, vocab_size=vocabulary, **options)
+    assert found.dtype == torch.float32
+    found.backward(pull, retain_graph=True)
+    (again,) = torch.autograd.grad(found, local, pull)
+    assert local.grad is not None
+    assert local.grad.dtype == dtype
+    assert torch.equal(again, local.grad), "the second backward pass gives another gradient"
+    assert torch.equal(local.detach(), before), "the logits were changed in place"
+    assert torch.equal(target, target_before), "the targets were changed in place"
+    size = held.stop - held.start
+    errors = {
+        "loss": error(found, wanted),
+        "gradient": error(local.grad[..., :size], whole.grad[..., held]),
+        "gradient of the padding": float(local.grad[..., size:].abs().sum()),
+    }
+    if ignore_index is not None:
+        ignored = target == ignore_index
+        errors["loss of what is ignored"] = float(found.detach()[ignored].abs().sum())
+        errors["gradient of what is ignored"] = float(local.grad[ignored].abs().sum())
+    return errors
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("vocabulary", [8, 13, 9], ids=["even", "padded", "a rank without columns"])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_parallel_cross_entropy(tp: int, vocabulary: int, smoothing: float, ranks: Any) -> None:
+    for ignore_index in (None, -100, 3):
+        check(run(ranks, tp, by_logits, tp, vocabulary, smoothing, ignore_index, torch.float32))
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_bfloat16_logits_give_a_float32_loss(tp: int, ranks: Any) -> None:
+    outcomes = run(ranks, tp, by_logits, tp, 13, 0.1, None, torch.bfloat16)
+    check([{"loss": outcome["loss"]} for outcome in outcomes])
+    check(outcomes, 2**-8)
+
+
+def probability(tp: int) -> float:
+    """All columns but the padding equal: the loss is log V, whatever stands in the padding."""
+    local, _ = columns(torch.zeros(S, B, 9), tp, float("nan") if tp == 1 else PADDING)
+    return float(parallel_cross_entropy(local, targets(9), group=mesh(tp).tp, vocab_size=9).mean())
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_padding_never_receives_probability(tp: int, ranks: Any) -> None:
+    wanted = float(torch.tensor(9.0).log())
+    for found in run(ranks, tp, probability, tp):
+        assert abs(found - wanted) < 1e-6, f"mean loss {found} of a uniform choice of 9, log 9 = {wanted}"
+
+
+def refusals(tp: int, wrong: int) -> list[str]:
+    target = targets(9)
+    target[1, 1] = wrong
+    group, messages = mesh(tp).tp, []
+    logits, weight = torch.zeros(S, B, -(-9 // tp)), torch.zeros(-(-9 // tp), H)
+    for call in (
+        lambda: parallel_cross_entropy(logits, target, group=group, vocab_size=9),
+        lambda: linear_cross_entropy(torch.zeros(S, B, H), weight, target, group=group, vocab_size=9),
+        lambda: parallel_cross_entropy(logits, targets(9), 1.5, group=group, vocab_size=9),
+        lambda: linear_cross_entropy(
+            torch.zeros(S, B, H), weight, targets(9), label_smoothing=-0.5, group=group, vocab_size=9
+        ),
+    ):
+        try:
+            call()
+            messages.append("accepted")
+        except ValueError as refusal:
+            messages.append(str(refusal))
+    return messages
+
+
+@pytest.mark.parametrize("wrong", [-1, 9, 11])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_bad_targets_and_smoothing_are_refused(tp: int, wrong: int, ranks: Any) -> None:
+    target = f"target ({wrong}) must be in [0, 9) or the ignore_index"
+    smoothing = ["label_smoothing (1.5) must be in [0, 1]", "label_smoothing (-0.5) must be in [0, 1]"]
+    assert run(ranks, tp, refusals, tp, wrong) == [[target, target, *smoothing]] * tp
+
+
+# ---- head and loss together, chunk by chunk
+
+
+class Case:
+    """The dense head and loss, and this rank's share of its inputs."""
+
+    def __init__(self, tp: int, sequence: bool, vocabulary: int, smoothing: float = 0.0, scale: float = 0.37) -> None:
+        self.group, self.tp, self.vocabulary = mesh(tp).tp, tp, vocabulary
+        self.sequence, self.smoothing, self.scale = sequence, smoothing, scale
+        self.target = targets(vocabulary, -100)
+        x, weight = random(1, S, B, H).requires_grad_(), random(2, vocabulary, H).requires_grad_()
+        self.wanted = F.cross_entropy(
+            (x @ weight.t()).flatten(0, 1), self.target.flatten(), reduction="sum", label_smoothing=smoothing
+        )
+        (self.wanted * scale).backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        self.wanted_dx = x.grad.chunk(tp)[self.group.rank] if sequence else x.grad
+        local, held = columns(weight.detach().t(), tp, PADDING)
+        padded_dw, _ = columns(weight.grad.t(), tp, 0.0)
+        self.wanted_dw, self.held = padded_dw.t(), held.stop - held.start
+        mine = x.detach().chunk(tp)[self.group.rank] if sequence else x.detach()
+        self.x = mine.clone().requires_grad_()
+        self.weight = local.t().contiguous().requires_grad_()
+
+    def loss(self, chunk_elements: int | None = None) -> Tensor:
+        return linear_cross_entropy(
+            self.x,
+            self.weight,
+            self.target,
+            group=self.group,
+            sequence_parallel_enabled=self.sequence,
+            label_smoothing=self.smoothing,
+            vocab_size=self.vocabulary,
+            chunk_elements=chunk_elements,
+        )
+
+    def errors(self, loss: Tensor, dx: Tensor | None, dw: Tensor | None) -> dict[str, float]:
+        assert dx is not None
+        assert dw is not None
+        return {
+            "loss": error(loss, self.wanted),
+            "gradient of x": error(dx, self.wanted_dx),
+            "gradient of the weight": error(dw, self.wanted_dw),
+            "gradient of the padding": float(dw[self.held :].abs().sum()),
+        }
+
+
+def chunked(tp: int, sequence: bool, vocabulary: int, smoothing: float, rows: int | None) -> dict[str, float]:
+    case = Case(tp, sequence, vocabulary, smoothing)
+    tokens_a_row = B * (tp if sequence else 1)
+    loss = case.loss(None if rows is None else rows * tokens_a_row * case.weight.shape[0])
+    before = case.x.detach().clone(), case.weight.detach().clone()
+    (loss * case.scale).backward()
+    assert torch.equal(case.x.detach(), before[0]), "the inputs were changed in place"
+    assert torch.equal(case.weight.detach(), before[1]), "the inputs were changed in place"
+    return case.errors(loss, case.x.grad, case.weight.grad)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_linear_cross_entropy_at_every_chunk_size(tp: int, sequence: bool, ranks: Any) -> None:
+    here = S // tp if sequence else S
+    for vocabulary, smoothing in itertools.product((8, 9, 13), (0.0, 0.1)):
+        for rows in (*range(here + 1), None):  # 0: even one row is more than is asked for
+            check(run(ranks, tp, chunked, tp, sequence, vocabulary, smoothing, rows))
+
+
+def bfloat16(tp: int, sequence: bool) -> dict[str, float]:
+    case = Case(tp, sequence, 13)
+    case.x = case.x.detach().bfloat16().requires_grad_()
+    case.weight = case.weight.detach().bfloat16().requires_grad_()
+    loss = case.loss(100)
+    assert loss.dtype == torch.float32
+    (loss * case.scale).backward()
+    assert case.x.grad is not None
+    assert case.weight.grad is not None
+    assert case.x.grad.dtype == torch.bfloat16
+    return case.errors(loss, case.x.grad.float(), case.weight.grad.float())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_linear_cross_entropy_in_bfloat16(tp: int, sequence: bool, ranks: Any) -> None:
+    check(run(ranks, tp, bfloat16, tp, sequence), 0.03)
+
+
+def in_two_passes(tp: int, sequence: bool) -> dict[str, float]:
+    """First the inputs' gradients, then the weights', as zero-bubble schedules ask for them; then both at once."""
+    case = Case(tp, sequence, 13)
+    loss = case.loss(100) * case.scale
+    (dx,) = torch.autograd.grad(loss, case.x, retain_graph=True)
+    (dw,) = torch.autograd.grad(loss, case.weight, retain_graph=True)
+    first = case.errors(loss / case.scale, dx.clone(), dw.clone())
+    both = torch.autograd.grad(loss, (case.x, case.weight), retain_graph=True)
+    second = {f"again: {what}": value for what, value in case.errors(loss / case.scale, *both).items()}
+    try:
+        torch.autograd.grad(2 * loss, case.x)
+        message = "accepted"
+    except RuntimeError as refusal:
+        message = str(refusal)
+    assert "another incoming gradient" in message, message
+    return first | second
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_gradients_may_be_asked_for_in_two_passes(tp: int, sequence: bool, ranks: Any) -> None:
+    check(run(ranks, tp, in_two_passes, tp, sequence))
+
+
+def accumulated(tp: int) -> dict[str, float]:
+    """Two micro-batches, then a weight that a second loss uses too: gradients add up."""
+    case = Case(tp, False, 13)
+    for _ in range(2):
+        (case.loss(100) * case.scale).backward()
+    (case.weight.square().sum() + case.loss() * case.scale).backward()
+    assert case.x.grad is not None
+    assert case.weight.grad is not None
+    return {
+        "gradient of x": error(case.x.grad, 3 * case.wanted_dx),
+        "gradient of the weight": error(case.weight.grad, 3 * case.wanted_dw + 2 * case.weight.detach()),
+    }
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_gradients_accumulate(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, accumulated, tp))
+
+
+def frozen(tp: int) -> dict[str, float]:
+    case = Case(tp, False, 13)
+    case.weight.requires_grad_(False)
+    (case.loss(100) * case.scale).backward()
+    assert case.weight.grad is None
+    assert case.x.grad is not None
+    return {"gradient of x": error(case.x.grad, case.wanted_dx)}
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_a_frozen_head_still_passes_gradients_on(tp: int, ranks: Any) -> None:
+    check(run(ranks, tp, frozen, tp))
+
+
+def without_gradient(tp: int, sequence: bool) -> dict[str, float]:
+    """Evaluation makes no gradients: no reduce-scatter, no matmul but the logits'."""
+    case = Case(tp, sequence, 13)
+    meter = case.group.meter
+    meter.reset()
+    with torch.no_grad():
+        loss = case.loss(100)
+    assert not loss.requires_grad
+    assert meter.calls["reduce_scatter"] == 0, "evaluation reduced a gradient"
+    chunks = meter.calls["all_gather"] if sequence else meter.calls["all_reduce"] // 2
+    assert meter.calls["all_reduce"] == 2 * chunks, "evaluation all-reduced more than the loss needs"
+    held = case.x.detach()
+    off = linear_cross_entropy(
+        held,
+        case.weight.detach(),
+        case.target,
+        group=case.group,
+        sequence_parallel_enabled=sequence,
+        vocab_size=13,
+    )
+    assert not off.requires_grad
+    return {"loss": error(loss, case.wanted), "loss of constants": error(off, case.wanted)}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_evaluation_makes_no_gradients(tp: int, sequence: bool, ranks: Any) -> None:
+    check(run(ranks, tp, without_gradient, tp, sequence))
+
+
+def tied(tp: int, sequence: bool) -> dict[str, float]:
+    """One weight as the table of the input and as the head: its gradient is the sum of both uses."""
+    case = Case(tp, sequence, 13)
+    table = random(2, 13, H).requires_grad_()
+    wanted = F.cross_entropy(
+        (F.embedding(case.target.clamp(min=0), table) @ table.t()).flatten(0, 1),
+        case.target.flatten(),
+        reduction="sum",
+    )
+    wanted.backward()
+    assert table.grad is not None
+    rows = mesh(tp).tp.rank * case.weight.shape[0]
+    local = case.target.clamp(min=0) - rows
+    elsewhere = (local < 0) | (local >= case.held)
+    found = F.embedding(local.masked_fill(elsewhere, 0), case.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    leave = comm.scatter_sum_sequence if sequence else comm.reduce_from_group
+    case.x = leave(found, case.group)
+    loss = case.loss(100)
+    loss.backward()
+    wanted_dw, _ = columns(table.grad.t(), tp, 0.0)
+    assert case.weight.grad is not None
+    return {"loss": error(loss, wanted), "gradient of the weight": error(case.weight.grad, wanted_dw.t())}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", DEGREES)
+def test_a_tied_weight_gets_the_gradients_of_both_uses(tp: int, sequence: bool, ranks: Any) -> None:
+    check(run(ranks, tp, tied, tp, sequence))
+
+
+def largest_gathered(tp: int, rows: int) -> tuple[int, int, int]:
+    """Rows of the sequence in the largest all-gather, of all calls of forward and backward; calls; rows held here."""
+    case = Case(tp, True, 13)
+    sizes: list[int] = []
+    plain = comm.all_gather
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        whole = plain(*args, **kwargs)
+        sizes.append(whole.numel() // (B * H))
+        return whole
+
+    comm.all_gather = watched
+    try:
+        case.loss(rows * B * tp * case.weight.shape[0]).backward()
+    finally:
+        comm.all_gather = plain
+    return max(sizes), len(sizes), case.x.shape[0]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_with_sequence_parallelism_the_full_hidden_states_are_never_held(tp: int, ranks: Any) -> None:
+    for largest, calls, here in run(ranks, tp, largest_gathered, tp, 1):
+        assert calls == here, f"{calls} all-gathers for {here} chunks of one row"
+        assert largest == tp, f"an all-gather holds {largest} of {S} rows, where chunks of one row need {tp}"
