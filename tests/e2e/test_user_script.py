@@ -1,0 +1,67 @@
+"""A user's own script in the ZeRO-1 tutorial's form trains as plain AdamW does."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("zero1_example", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def reference() -> tuple[float, float]:
+    """The example's model and data under torch.optim.AdamW, clipped at 1.0: loss before and after."""
+    example = load()
+    torch.manual_seed(0)
+    model = example.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def loss_of(step: int) -> torch.Tensor:
+        inputs, targets = example.make_batch(step)
+        return torch.nn.functional.cross_entropy(model(inputs), targets)
+
+    first = loss_of(example.STEPS).item()
+    for step in range(example.STEPS):
+        loss_of(step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return first, loss_of(example.STEPS).item()
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]],
+    ids=["alone", "torchrun-2"],
+)
+def test_trains_as_plain_adamw(launcher: list[str]) -> None:
+    first, wanted = reference()
+    assert wanted < 0.9 * first, "the example does not learn, so its loss shows nothing"
+    done = subprocess.run(
+        [sys.executable, *launcher, str(SCRIPT)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("final loss")]
+    assert len(lines) == 1, done.stdout
+    assert float(lines[0].split()[-1]) == pytest.approx(wanted, rel=1e-5)
+    assert "Warning" not in done.stderr, done.stderr
