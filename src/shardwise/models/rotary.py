@@ -19,6 +19,7 @@ def frequencies(config: LlamaConfig, sequence_length: int) -> tuple[Tensor, floa
 
     `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence); `yarn`
     (arXiv:2309.00071); `longrope` (arXiv:2402.13753); `llama3` (wavelengths beyond the original context stretched).
+    The order of operations is Hugging Face's: an error in the last bit grows with the position that it multiplies.
     """
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type", "default")
@@ -27,13 +28,14 @@ def frequencies(config: LlamaConfig, sequence_length: int) -> tuple[Tensor, floa
         trained = scaling.get("original_max_position_embeddings") or longest
         stretch = scaling["factor"] * max(sequence_length, trained) / trained - (scaling["factor"] - 1)
         base *= stretch ** (d / (d - 2))
-    plain = 1.0 / base ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d)
+    powers = base ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d)
+    plain = 1.0 / powers
     if kind == "linear":
         return plain / scaling["factor"], 1.0
     if kind == "yarn":
         return _yarn(plain, base, d, longest, scaling)
     if kind == "longrope":
-        return _longrope(plain, longest, sequence_length, scaling)
+        return _longrope(powers, longest, sequence_length, scaling)
     if kind == "llama3":
         return _llama3(plain, scaling), 1.0
     return plain, 1.0
@@ -64,11 +66,11 @@ def _yarn(plain: Tensor, base: float, d: int, longest: int, scaling: dict[str, A
     return inverse, mscale(1.0)
 
 
-def _longrope(plain: Tensor, longest: int, sequence_length: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+def _longrope(powers: Tensor, longest: int, sequence_length: int, scaling: dict[str, Any]) -> tuple[Tensor, float]:
     trained = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or longest / trained
     chosen = scaling["long_factor" if sequence_length > trained else "short_factor"]
-    inverse = plain / torch.tensor(chosen, dtype=torch.float32)
+    inverse: Tensor = 1.0 / (torch.tensor(chosen, dtype=torch.float32) * powers)
     if scaling.get("attention_factor") is not None:
         return inverse, float(scaling["attention_factor"])
     return inverse, math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
@@ -76,9 +78,9 @@ def _longrope(plain: Tensor, longest: int, sequence_length: int, scaling: dict[s
 
 def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / plain)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    mixed: Tensor = plain / scaling["factor"] * (1 - kept) + plain * kept
+    mixed: Tensor = (1 - kept) * plain / scaling["factor"] + kept * plain
     return mixed
 
 

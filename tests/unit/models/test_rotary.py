@@ -1,0 +1,115 @@
+"""Rotary tables against Hugging Face's, bit for bit, for every `rope_type`."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig as HuggingFaceConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from shardwise.config import LlamaConfig
+from shardwise.models.rotary import Rotary, frequencies, rotate
+
+LONGEST = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LONGEST,
+}
+SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.7 * i for i in range(8)]
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32}
+
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "yarn at factor 1": {"rope_type": "yarn", "factor": 1.0},
+    "yarn, original context": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 6.0, "beta_slow": 0.5},
+    "yarn, equal betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
+    "yarn, not truncated": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 6.0, "truncate": False},
+    "yarn, attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7},
+    "yarn, mscale": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.8, "mscale_all_dim": 0.3},
+    "yarn, mscale alone": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.8},
+    "longrope": LONGROPE,
+    "longrope, factor": {**LONGROPE, "factor": 3.0},
+    "longrope, factor 1": {**LONGROPE, "factor": 1.0},
+    "longrope, attention factor": {**LONGROPE, "attention_factor": 1.3},
+    "llama3": {**LLAMA3, "factor": 8.0, "original_max_position_embeddings": 24},
+    "llama3, narrow": {**LLAMA3, "factor": 2.0, "high_freq_factor": 1.5, "original_max_position_embeddings": 60},
+}
+
+
+def models(name: str, **sizes: Any) -> tuple[LlamaConfig, LlamaRotaryEmbedding]:
+    scaling = SCALINGS[name]
+    theirs = HuggingFaceConfig(**SIZES | sizes, rope_theta=1000.0, rope_scaling=scaling and dict(scaling))
+    ours = LlamaConfig(family="llama", **SIZES | sizes, rope_theta=1000.0, rope_scaling=scaling)
+    return ours, LlamaRotaryEmbedding(theirs)
+
+
+@pytest.mark.parametrize("length", [8, 32, 33, LONGEST, LONGEST + 1, 3 * LONGEST])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_tables_are_hugging_faces(name: str, length: int) -> None:
+    ours, theirs = models(name)
+    cos, sin = Rotary(ours).tables(length, torch.zeros(1))
+    wanted_cos, wanted_sin = theirs(torch.zeros(1), torch.arange(length)[None])
+    for what, found, wanted in (("cosine", cos, wanted_cos), ("sine", sin, wanted_sin)):
+        found = torch.cat((found, found), dim=-1).view(length, -1)
+        assert torch.equal(found, wanted[0]), f"{what} is off by {float((found - wanted[0]).abs().max()):.1e}"
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name not in ("none", "default", "yarn at factor 1")])
+def test_every_scaling_changes_the_angles(name: str) -> None:
+    ours, _ = models(name)
+    plain, _ = models("none")
+    found, factor = frequencies(ours, 3 * LONGEST)
+    unscaled, one = frequencies(plain, 3 * LONGEST)
+    assert one == 1.0
+    assert factor != 1.0 or not torch.allclose(found, unscaled), f"{name} changes nothing"
+
+
+def test_options_of_one_type_differ() -> None:
+    """Each variant that the tests compare with Hugging Face's reaches a branch of its own."""
+    for kind in ("yarn", "longrope"):
+        made = {name: frequencies(models(name)[0], 48) for name in SCALINGS if name.startswith(kind)}
+        made.pop("yarn, mscale alone", None)  # which Hugging Face ignores
+        for (a, first), (b, second) in zip(made.items(), list(made.items())[1:], strict=False):
+            assert first[1] != second[1] or not torch.equal(first[0], second[0]), f"{a} and {b} are the same"
+
+
+def test_the_width_of_a_head_may_be_explicit() -> None:
+    ours, theirs = models("none", head_dim=24)
+    cos, _ = Rotary(ours).tables(8, torch.zeros(1))
+    assert cos.shape == (8, 1, 1, 12)
+    torch.testing.assert_close(cos.view(8, 12), theirs(torch.zeros(1), torch.arange(8)[None])[0][0, :, :12])
+
+
+def test_tables_are_made_once_for_a_length_and_dtype() -> None:
+    rotary = Rotary(models("none")[0])
+    x = torch.zeros(1)
+    assert rotary.tables(8, x) is rotary.tables(8, x)
+    assert rotary.tables(9, x)[0].shape[0] == 9
+    assert rotary.tables(8, x.bfloat16())[0].dtype == torch.bfloat16
+    assert torch.equal(rotary.tables(8, x.bfloat16())[0], rotary.tables(8, x)[0].bfloat16())
+
+
+def test_turning_and_its_gradient_are_hugging_faces() -> None:
+    ours, theirs = models("yarn")
+    x = torch.randn(6, 2, 3, 16, requires_grad=True)  # [S, B, n, d]
+    pull = torch.randn_like(x)
+    before = x.detach().clone()
+    found = rotate(x, *Rotary(ours).tables(6, x))
+    (gradient,) = torch.autograd.grad(found, x, pull)
+    cos, sin = theirs(x, torch.arange(6)[None])
+    turned, _ = apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
+    wanted = turned.permute(2, 0, 1, 3)
+    (wanted_gradient,) = torch.autograd.grad(wanted, x, pull)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradient, wanted_gradient, atol=1e-5, rtol=0)
+    assert torch.equal(x.detach(), before), "x was turned in place"
