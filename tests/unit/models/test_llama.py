@@ -1,0 +1,105 @@
+"""What Llama's attention is given, and its canonical names. Against Hugging Face: tests/dist/test_llama.py."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig as HuggingFaceConfig
+from transformers import LlamaForCausalLM
+
+from shardwise.config import LlamaConfig
+from shardwise.models import Llama
+from shardwise.placement import placements
+from tests.unit.parallel.groups import pretend_group
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def config(**sizes: Any) -> LlamaConfig:
+    return LlamaConfig(family="llama", **SIZES | sizes)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_no_mask_is_built_for_causal_attention(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = F.scaled_dot_product_attention
+    calls: list[dict[str, Any]] = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **rest: Any) -> Tensor:
+        assert not args, "dropout and causality go by keyword"
+        calls.append({"attn_mask": attn_mask, "heads": (q.shape[1], k.shape[1], v.shape[1]), **rest})
+        return plain(q, k, v, attn_mask, **rest)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    ids = torch.zeros(8, 2, dtype=torch.int64)
+    Llama(config(num_key_value_heads=kv_heads), seed=1)(ids, ids).backward()
+    assert len(calls) == 2, "attention does not go through scaled_dot_product_attention"
+    for call in calls:
+        assert call["attn_mask"] is None, "a mask was built"
+        assert call["is_causal"] is True
+        assert not call.get("dropout_p")
+        assert call["heads"] == (4, kv_heads, kv_heads), "K/V heads were copied for each query head"
+
+
+def test_the_future_is_not_seen() -> None:
+    model = Llama(config(initializer_range=0.5), seed=1)
+    ids = torch.arange(16).view(8, 2)
+    other = ids.clone()
+    other[5:] = 30
+    with torch.no_grad():
+        same, changed = model.logits(ids), model.logits(other)
+    assert torch.equal(same[:5], changed[:5]), "a later token changed an earlier position"
+    assert not torch.equal(same[5:], changed[5:])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("degree", [1, 4])
+def test_canonical_tensors_are_hugging_faces(degree: int, biased: bool, tied: bool) -> None:
+    options: dict[str, Any] = {"attention_bias": biased, "mlp_bias": biased, "tie_word_embeddings": tied}
+    model = Llama(config(**options), pretend_group(0, degree), seed=1)
+    found = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
+    theirs = LlamaForCausalLM(HuggingFaceConfig(**SIZES, **options))
+    assert found == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+
+
+def test_init_is_the_configs() -> None:
+    model = Llama(config(initializer_range=0.3, vocab_size=640, attention_bias=True, mlp_bias=True), seed=1)
+    for path, parameter in model.named_parameters():
+        values = parameter.detach()
+        if path.endswith("bias"):
+            assert bool((values == 0).all()), path
+        elif "norm" in path:
+            assert bool((values == 1).all()), path
+        else:
+            assert abs(float(values.std()) / 0.3 - 1) < 0.1, f"{path}: standard deviation {float(values.std())}"
+
+
+def test_ignored_targets_do_not_count() -> None:
+    model = Llama(config(), seed=1)
+    ids = torch.randint(31, (6, 3), generator=torch.Generator().manual_seed(0))
+    targets = ids.roll(-1, 0)
+    targets[4:, 1] = -100
+    with torch.no_grad():
+        logits = model.logits(ids)
+        wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+        torch.testing.assert_close(model(ids, targets), wanted)
+
+
+def test_bfloat16_parameters_give_a_float32_loss() -> None:
+    model = Llama(config(), seed=1, dtype=torch.bfloat16)
+    ids = torch.zeros(8, 2, dtype=torch.int64)
+    loss = model(ids, ids)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
