@@ -1,0 +1,516 @@
+"""ZeRO-1 over real ranks: the same training as one process, the state cut, and every misuse an error on all ranks."""
+
+import functools
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise import ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
+from shardwise.mesh import Group
+from shardwise.testing import RankPool, canonical_gradients, canonical_weights
+from shardwise.train.build import build_trainer
+from tests.dist.training import make_config, make_data
+
+STEPS, BATCH, MICRO = 20, 16, 2
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    """Odd sizes everywhere, so that padding and shares of it are part of every test."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.LayerNorm(33), nn.Linear(33, 19), nn.Tanh(), nn.Linear(19, 5))
+
+
+def loss_of(model: nn.Module, step: int, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int = 1) -> Tensor:
+    """The mean over this part of the step's batch."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(BATCH, 7, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+    mine = slice(rank * micros + micro, None, ranks * micros)
+    dtype = next(model.parameters()).dtype
+    return nn.functional.cross_entropy(model(x[mine].to(dtype)).float(), y[mine])
+
+
+def train(
+    *,
+    overlap: bool = False,
+    steps: int = STEPS,
+    clear: Callable[[nn.Module], None] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[Tensor], nn.Module, ZeroRedundancyOptimizer]:
+    """Steps of two micro-batches; the mean losses, and what was trained."""
+    group = Group.world()
+    model = make_model().to(dtype)
+    chosen: dict[str, Any] = {"max_norm": 0.5, "lr": 1e-2, **options}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **chosen)
+    losses = []
+    for step in range(steps):
+        if clear is not None:
+            clear(model)
+        total = torch.zeros(())
+        for micro in range(MICRO):
+            part = loss_of(model, step, group.rank, group.size, micro, MICRO) / MICRO
+            if overlap:
+                with optimizer.accumulate(last=micro == MICRO - 1):
+                    part.backward()
+            else:
+                part.backward()
+            total += part.detach()
+        dist.all_reduce(total)
+        losses.append(total / group.size)
+        optimizer.step()
+    return losses, model, optimizer
+
+
+@functools.cache
+def reference(steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Plain AdamW on the whole batch in one process."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def difference(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest relative difference of two lists of tensors, each in its norm."""
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(found, wanted, strict=True))
+
+
+# ---- the same training
+
+
+def to_none(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+
+
+def to_zero(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all-reduce": {"shard": False},
+    "overlap": {"overlap": True},
+    "overlap, set to none": {"overlap": True, "clear": to_none, "steps": 6},
+    "set to none": {"clear": to_none, "steps": 6},
+    "set to zero": {"clear": to_zero, "steps": 6},
+    "tiny buckets": {"bucket_mib": 1e-5, "steps": 6},
+    "small buckets": {"bucket_mib": 2e-3, "overlap": True, "clear": to_none, "steps": 6},
+    "huge bucket": {"bucket_mib": 1000.0, "steps": 6},
+    "all-reduce, small buckets": {"shard": False, "overlap": True, "bucket_mib": 2e-3, "steps": 6},
+}
+SAME_SUMS = [name for name, options in VARIANTS.items() if not {"shard", "bucket_mib"} & set(options)]
+
+
+def train_variants() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    made = {}
+    for name, options in VARIANTS.items():
+        losses, model, _ = train(**options)
+        made[name] = (losses, [p.detach().clone() for p in model.parameters()])
+    return made
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_trains_as_adamw_in_one_process(world: int, ranks: Any) -> None:
+    """Whatever the buckets, the overlap, who clears gradients and how, or whether state is cut."""
+    pool: RankPool = ranks(world)
+    outcomes = pool.run(train_variants)
+    for name, (losses, weights) in outcomes[0].items():
+        for rank in range(1, world):
+            assert all(map(torch.equal, outcomes[rank][name][1], weights)), f"{name}: rank {rank} drifted"
+        wanted_losses, wanted = reference(len(losses))
+        assert difference(losses, wanted_losses) <= 1e-6, name
+        assert difference(weights, wanted) <= 1e-6, name
+    full, short = (
+        [outcomes[0][name] for name in SAME_SUMS if VARIANTS[name].get("steps", STEPS) == steps] for steps in (STEPS, 6)
+    )
+    assert len(full) == 2
+    assert len(short) == 3
+    for same in (full, short):
+        for losses, weights in same[1:]:
+            assert all(map(torch.equal, losses, same[0][0])), "the overlap changes a bit"
+            assert all(map(torch.equal, weights, same[0][1])), "the overlap changes a bit"
+
+
+def unclipped(**options: Any) -> list[Tensor]:
+    _, model, _ = train(steps=5, grad_clipping=False, **options)
+    return [p.detach() for p in model.parameters()]
+
+
+def bucket_sizes() -> list[list[Tensor]]:
+    sizes = [{"bucket_mib": 1e-5}, {"bucket_mib": 2e-3, "overlap": True}, {"bucket_mib": 1e-2}, {"bucket_mib": 1e3}]
+    return [unclipped(**size) for size in [*sizes, {"shard": False}]]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bucket_size_changes_no_bit(world: int, ranks: Any) -> None:
+    """Fault 14 of the reference: NaN beyond a bucket size. Between two ranks an all-reduce adds up alike, too."""
+    pool: RankPool = ranks(world)
+    *sizes, reduced = pool.run(bucket_sizes)[0]
+    for weights in [*sizes[1:], *([reduced] if world == 2 else [])]:
+        assert all(map(torch.equal, weights, sizes[0]))
+
+
+def rank_dependent() -> list[float]:
+    """What differs between ranks: initial weights, which parameters are used, which gradient is ready first."""
+    rank = dist.get_rank()
+    results = []
+    model = make_model(seed=rank)
+    ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+    wanted = make_model(seed=0)
+    results.append(difference(list(model.parameters()), list(wanted.parameters())))
+
+    # Rank 0 does not use the layer in the middle: its gradient counts as 0 there.
+    for overlap in (False, True):
+        model, reference = make_model(), make_model()
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, lr=0.1, grad_clipping=False, bucket_mib=1e-5
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            model.zero_grad(set_to_none=step % 2 == 0)
+            with optimizer.accumulate(last=overlap):
+                branch(model, step, rank).backward()
+            optimizer.step()
+            sum(branch(reference, step, r) for r in range(2)).backward()  # type: ignore[union-attr]
+            for p in reference.parameters():
+                with torch.no_grad():
+                    p -= 0.1 * p.grad / 2 if p.grad is not None else 0.0
+                p.grad = None
+        results.append(difference(list(model.parameters()), list(reference.parameters())))
+
+    # Buckets start in one order although ranks call out in opposite ones.
+    model, started = make_model(), []
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, bucket_mib=1e-5)
+    loss_of(model, 0, rank, 2).backward()
+    parameters = list(model.parameters())
+    for p in parameters if rank else reversed(parameters):
+        optimizer.gradient_ready(p)
+        started.append([b.reduced for b in optimizer.buckets].count(True))
+    optimizer.step()
+    for number in (started[0], started[-2], started[-1]):
+        results.append(float(number))
+    return results
+
+
+def branch(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+    first, _, norm, middle = list(model)[:4]  # type: ignore[call-overload]
+    hidden = norm(first(x))
+    return (middle(hidden) if rank else hidden).square().mean()
+
+
+def test_ranks_need_not_agree(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    outcomes = pool.run(rank_dependent)
+    for found in outcomes:
+        assert found[0] == 0.0, "initial weights are not rank 0's"
+        assert max(found[1:3]) <= 1e-6
+    everything = len(list(make_model().parameters()))
+    assert outcomes[0][3:] == [1, everything - 1, everything], "in bucket order each call starts one"
+    assert outcomes[1][3:] == [0, 0, everything], "in the opposite order all wait for the first bucket"
+
+
+# ---- misuse
+
+
+def misuse() -> list[str]:
+    rank, said = dist.get_rank(), []
+
+    def attempt(action: Callable[[], object]) -> None:
+        try:
+            action()
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+        else:
+            said.append("no error")
+
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with optimizer.accumulate():
+        loss_of(model, 0, rank, 2).backward()
+    loss_of(model, 1, rank, 2).backward()  # overlapped
+    attempt(loss_of(model, 2, rank, 2).backward)
+
+    # Dropping gradients whose reduction is under way leaves nothing behind.
+    optimizer.zero_grad()
+    fresh, again = make_model(), ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    reference = ZeroRedundancyOptimizer(fresh.parameters(), torch.optim.AdamW)
+    with again.accumulate(last=True):
+        loss_of(model, 3, rank, 2).backward()
+    again.zero_grad()
+    for net, chosen in ((model, again), (fresh, reference)):
+        loss_of(net, 4, rank, 2).backward()
+        chosen.step()
+    said.append(f"dropped: {difference(list(model.parameters()), list(fresh.parameters()))}")
+
+    wrapped = DistributedDataParallel(make_model())
+    for parameters in (wrapped.parameters(), wrapped.module.parameters()):
+        attempt(functools.partial(ZeroRedundancyOptimizer, parameters, torch.optim.AdamW))
+    inside = make_model()
+    optimizer = ZeroRedundancyOptimizer(inside.parameters(), torch.optim.AdamW)
+    later = DistributedDataParallel(inside)
+    loss_of(later, 0, rank, 2).backward()
+    attempt(optimizer.step)
+
+    cut = ColumnParallelLinear(4, 6, group=Group(dist.group.WORLD, name="tp"))
+    attempt(lambda: ZeroRedundancyOptimizer(cut.parameters(), torch.optim.AdamW))
+    return said
+
+
+def test_misuse_is_an_error_on_every_rank(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    for said in pool.run(misuse):
+        assert said[0].startswith("backward() came after this step's gradients were reduced: put all but")
+        assert said[1] == "dropped: 0.0"
+        for text in said[2:5]:
+            assert text.startswith("the model is wrapped in DistributedDataParallel, which reduces every gradient")
+        assert said[5].startswith("a parameter is cut over 2 tensor-parallel ranks: give mesh=")
+
+
+def dtensors() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    said = []
+    for parameters in (
+        fully_shard(make_model(), mesh=mesh).parameters(),
+        [nn.Parameter(distribute_tensor(torch.ones(4), mesh))],
+    ):
+        try:
+            ZeroRedundancyOptimizer(parameters, torch.optim.AdamW)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.filterwarnings("default")
+def test_dtensors_are_refused(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    for said in pool.run(dtensors):
+        assert len(said) == 2
+        assert all(text.startswith("a parameter is a DTensor or FSDP's") for text in said)
+
+
+# ---- state
+
+
+def state_sizes(precision: str) -> dict[str, int]:
+    model = nn.Sequential(nn.Linear(101, 307), nn.Linear(307, 103)).to(
+        torch.bfloat16 if precision == "mixed" else torch.float32
+    )
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, gradient_dtype=torch.float32, bucket_mib=0.1
+    )
+    for _ in range(2):
+        with optimizer.accumulate(last=True):
+            model(torch.ones(1, 101, dtype=model[0].weight.dtype)).sum().backward()
+        optimizer.step()
+    gc.collect()
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in gc.get_objects()
+        if type(t) in (Tensor, nn.Parameter) and t.dim()
+    }
+    buffers = [t for b in optimizer.buckets for t in (b.values, b.gradients)]
+    inside = {t.untyped_storage().data_ptr() for t in buffers}
+    aliased = all(
+        {p.untyped_storage().data_ptr(), p.grad.untyped_storage().data_ptr()} <= inside
+        for p in model.parameters()
+        if p.grad is not None
+    )
+    elements = sum(p.numel() for p in model.parameters())
+    return {
+        **optimizer.state_bytes(),
+        "elements": elements,
+        "buffers": sum(t.untyped_storage().nbytes() for t in buffers),
+        "alive": sum(storages.values()),
+        "aliased": int(aliased),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("precision", "per_element"), [("float32", 8), ("mixed", 12)])
+def test_state_is_cut(world: int, precision: str, per_element: int, ranks: Any) -> None:
+    """8 bytes × parameters / ranks, 12 with masters; beside that only the flat buffers are alive."""
+    pool: RankPool = ranks(world)
+    sizes = pool.run(state_sizes, precision)
+    elements = sizes[0]["elements"]
+    assert sum(s["state"] + s["masters"] - s["padding"] for s in sizes) == pytest.approx(
+        per_element * elements, rel=0.01
+    )
+    for size in sizes:
+        held = size["state"] + size["masters"]
+        assert held <= per_element * elements / world * 1.01 + size["padding"]
+        assert size["masters"] == (held // 3 if precision == "mixed" else 0)
+        assert size["aliased"]
+        # float32 masters and parameters are one; what else is alive is small: steps, norms, a batch.
+        assert size["alive"] <= size["buffers"] + held + 4096
+
+
+def roundtrip(dtype: torch.dtype) -> list[Any]:
+    """Three steps, a file, three more; against the file read by a fresh optimizer."""
+    rank, ranks_ = dist.get_rank(), dist.get_world_size()
+
+    def more(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> list[Tensor]:
+        for step in range(100, 103):
+            loss_of(model, step, rank, ranks_).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    options = {"dtype": dtype, "gradient_dtype": torch.float32}
+    _, model, optimizer = train(steps=3, **options)  # type: ignore[arg-type]
+    weights, state = io.BytesIO(), io.BytesIO()
+    torch.save(model.state_dict(), weights)
+    torch.save(optimizer.state_dict(), state)
+    size = state.tell()
+    wanted = more(model, optimizer)
+    for file in (weights, state):
+        file.seek(0)
+    _, model, optimizer = train(steps=1, **options)  # type: ignore[arg-type]
+    saved = torch.load(state, weights_only=True)
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    optimizer.load_state_dict(saved)
+    same = all(map(torch.equal, more(model, optimizer), wanted))
+    saved["layout"]["rank"] = (rank + 1) % ranks_
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        return [same, size, sum(optimizer.state_bytes()[k] for k in ("state", "masters")), str(error)]
+    return [same, size, 0, "no error"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_survives_a_file(dtype: torch.dtype, ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    for same, size, held, error in pool.run(roundtrip, dtype):
+        assert same
+        assert held < size < held + 8192, "the file holds more than this rank's part"
+        assert error.startswith("optimizer state is of layout {'rank': ")
+
+
+def mixed() -> list[float]:
+    """bfloat16 parameters with float32 masters, and a bfloat16 wire: how far from float32, and between ranks."""
+    results = []
+    _, exact, _ = train()
+    for options in ({}, {"reduce_dtype": torch.bfloat16}, {"reduce_dtype": torch.bfloat16, "overlap": True}):
+        _, model, _ = train(dtype=torch.bfloat16, gradient_dtype=torch.float32, **options)  # type: ignore[arg-type]
+        results.append(difference([p.float() for p in model.parameters()], list(exact.parameters())))
+        results.append(float(sum(p.float().sum() for p in model.parameters())))
+    return results
+
+
+def test_mixed_precision_over_ranks(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    one, other = pool.run(mixed)
+    assert one == other
+    assert max(one[0::2]) < 0.05
+
+
+def groups_and_meshes() -> list[float]:
+    """Four ranks in two independent pairs, by group= and by mesh=."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    results = []
+    for options in ({"group": pairs[rank // 2]}, {"group": Group(pairs[rank // 2])}):
+        model = make_model()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, **options)  # type: ignore[arg-type]
+        loss_of(model, rank // 2, rank % 2, 2).backward()
+        results.append(float(optimizer.norms()[0]))
+        optimizer.step()
+    whole = make_model()
+    loss_of(whole, rank // 2).backward()
+    results.append(float(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])))
+    return results
+
+
+def test_group_may_be_part_of_the_job(ranks: Any) -> None:
+    pool: RankPool = ranks(4)
+    outcomes = pool.run(groups_and_meshes)
+    for by_process_group, by_group, wanted in outcomes:
+        assert by_process_group == by_group == pytest.approx(wanted, rel=1e-6)
+    assert outcomes[0][2] != outcomes[2][2]
+
+
+# ---- a model that is cut
+
+
+def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[str, int]]:
+    """Norms and what they should be, and the sums of partial gradients over the tensor-parallel ranks."""
+    config = make_config(**sections)
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    batch = config.train
+    micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
+    counted = trainer._counted(micro_batches)
+    trainer._forward_backward(micro_batches, counted)
+    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
+    before = sum(meter.calls["all_reduce"] for meter in meters)
+    found = [float(norm) for norm in trainer.optimizer.norms()]
+    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
+    sums = {"calls": sum(meter.calls["all_reduce"] for meter in meters) - before, "micro": len(micro_batches)}
+    gradients = canonical_gradients(trainer.model, trainer.optimizer, mesh)
+    weights = canonical_weights(trainer.model, mesh)
+    wanted = [float(torch.stack([t.norm() for t in of.values()]).norm()) for of in (gradients, weights)]
+    trainer.optimizer.zero_grad()
+    return found, wanted, sums
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "sums"),
+    [
+        (2, {"parallel": {"tensor": 2}}, 0),
+        (2, {"parallel": {"tensor": 2, "sequence": True}}, 1),
+        (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
+        # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
+        (4, {"parallel": {"tensor": 4}, "model": BIASED}, 1),
+        (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
+        (4, {"parallel": {"tensor": 2, "sequence": True}}, 1),
+        (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
+    ],
+)
+def test_norms_count_every_element_once(world: int, sections: dict[str, Any], sums: int, ranks: Any) -> None:
+    """And partial gradients are summed once a step for each group, however many micro-batches (fault 1)."""
+    pool: RankPool = ranks(world)
+    for found, wanted, counted in pool.run(cut_norms, sections):
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert counted["calls"] == sums, counted
+
+
+def short_copied_bias() -> list[float]:
+    """K/V biases of one element each, shared by two ranks, closer together than the alignment of parameters."""
+    mesh = Mesh(tensor=4, device="cpu")
+    layers = nn.ModuleList(
+        GQAQKVColumnParallelLinear(
+            4, (4, 2), gather_output=False, head_dim=1, group=mesh.tp, seed=1, names=[f"{i}.{n}" for n in "qkv"]
+        )
+        for i in range(2)
+    )
+    optimizer = ZeroRedundancyOptimizer(layers.parameters(), torch.optim.SGD, mesh=mesh)
+    for p in layers.parameters():
+        p.grad = torch.ones_like(p)
+    found = float(optimizer.norms()[0])
+    return [found, float(nn.utils.get_total_norm(list(canonical_gradients(layers, optimizer, mesh).values())))]
+
+
+def test_short_copies_count_once(ranks: Any) -> None:
+    pool: RankPool = ranks(4)
+    for found, wanted in pool.run(short_copied_bias):
+        assert found == pytest.approx(wanted, rel=1e-6)
