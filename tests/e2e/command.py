@@ -1,0 +1,124 @@
+"""The command as a user runs it: in a process of its own, in a folder of their own."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ALONE = (sys.executable, "-m", "shardwise")
+UNDER_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise")
+_JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+MINIATURE = """\
+model:
+  family: llama
+  vocab_size: 301              # odd, so that it is padded when it is cut
+  hidden_size: 32
+  intermediate_size: 48
+  num_hidden_layers: 2
+  num_attention_heads: 4
+  num_key_value_heads: 2
+  max_position_embeddings: 32
+train: {steps: 4, global_batch: 8, micro_batch: 2, sequence_length: 32, eval_every: 2, eval_batches: 2}
+optimizer: {lr: 1.0e-3, warmup_steps: 1}
+data: {dataset: tiny}
+log: {sample_tokens: 4}
+"""
+"""A recipe that trains in a moment."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished command left: exit code and output."""
+
+    code: int
+    out: str
+    err: str
+
+    def succeeded(self) -> Outcome:
+        """Assert that all went well, in silence."""
+        assert self.code == 0, f"exit code {self.code}\n{self.err}"
+        assert not self.complaint, "a healthy run prints nothing on standard error:\n" + self.err
+        return self
+
+    def failed(self, code: int) -> str:
+        """Assert the exit code, and that the user reads no traceback; returns what the user does read."""
+        assert self.code == code, f"exit code {self.code} instead of {code}\n{self.out}\n{self.err}"
+        assert "Traceback" not in self.out + self.err, f"the user must not read a traceback:\n{self.err}"
+        return self.complaint
+
+    @property
+    def complaint(self) -> str:
+        """Standard error without the one line which says that data is prepared for the first time."""
+        lines = self.err.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("preparing the data "))
+
+
+@functools.cache
+def _cache() -> str:
+    """Prepared data, which the tests of one session share; never the user's own."""
+    folder = tempfile.mkdtemp(prefix="shardwise-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """A user's environment: no job around it, no accelerator, one thread a process."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
+    fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SHARDWISE_CACHE": _cache()}
+    return {**inherited, **fixed, **variables}
+
+
+def start(
+    *arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, **variables: str
+) -> subprocess.Popen[str]:
+    """The command, under way in the folder `at`."""
+    return subprocess.Popen(
+        [*program, *map(str, arguments)],
+        cwd=at,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def outcome(process: subprocess.Popen[str], timeout: float = 240.0) -> Outcome:
+    """Wait for the command to end."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"the command did not end within {timeout:.0f} s\n{out}\n{err}") from None
+    return Outcome(process.returncode, out, err)
+
+
+def shardwise(*arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, **variables: str) -> Outcome:
+    """Run the command to its end."""
+    return outcome(start(*arguments, at=at, program=program, **variables))
+
+
+def miniature(folder: Path) -> Path:
+    """A folder's own copy of the recipe that trains in a moment."""
+    recipe = folder / "miniature.yaml"
+    recipe.write_text(MINIATURE)
+    return recipe
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(run: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """The run's metrics.jsonl; only one kind of event if it is named."""
+    return [line for line in json_lines(run / "metrics.jsonl") if event in (None, line["event"])]

@@ -1,0 +1,31 @@
+"""One finished run, which many tests look at."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import Config, load_config
+from tests.e2e.command import Outcome, miniature, shardwise
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run at TP 2 with sequence parallelism: the folder it was started in, its own folder, what it printed."""
+
+    at: Path
+    run: Path
+    outcome: Outcome
+    config: Config
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    at = tmp_path_factory.mktemp("trained")
+    overrides = ["parallel.tensor=2", "parallel.sequence=true"]
+    outcome = shardwise(
+        "train", miniature(at), *overrides, at=at, HF_TOKEN="hf_do_not_tell", NCCL_LOGIN="http://me:word@proxy"
+    )
+    outcome.succeeded()
+    run = (at / "runs/latest").resolve()
+    return Trained(at, run, outcome, load_config(str(at / "miniature.yaml"), overrides))

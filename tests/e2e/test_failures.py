@@ -1,0 +1,130 @@
+"""Runs that fail: the user reads one cause, soon, and nothing goes on running."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import processes
+from tests.e2e.command import ALONE, environment, json_lines, metrics, miniature, outcome, shardwise, start
+
+LONG = ("train.steps=1000000", "train.eval_every=0", "parallel.tensor=2", "--run-dir", "run")
+SECONDS = 20.0
+"""More than any failure takes to end a job on a busy machine; collectives would time out after 600."""
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A long job of two ranks that has taken a step."""
+    job = start("train", miniature(folder), *LONG, *arguments, at=folder)
+    steps = folder / "run/ranks/rank-0001.jsonl"
+    if not processes.wait_for(lambda: steps.exists() and bool(steps.read_text()), 120):
+        job.kill()
+        raise AssertionError(f"no step within 120 s\n{outcome(job)}")
+    return job
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    ranks = processes.ranks(job.pid)
+    assert set(ranks) == {0, 1}
+    killed = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    err = outcome(job, timeout=SECONDS).failed(1)
+    assert time.monotonic() - killed < SECONDS
+    assert err == "shardwise: rank 1 was killed by SIGKILL (often: out of memory); its log: run/logs/rank-0001.log\n"
+    assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+    job = started(tmp_path)
+    everyone = processes.descendants(job.pid)
+    assert len(everyone) >= 3, "an agent and two ranks"
+    job.kill()
+    job.communicate(timeout=SECONDS)
+    assert processes.wait_for(lambda: not any(map(processes.alive, everyone)), SECONDS), (
+        "ranks, or the agent that started them, outlive a launcher that was killed"
+    )
+
+
+FAILING_RANK = """
+import os
+if os.environ.get("RANK") == "1":
+    from shardwise.train.trainer import Trainer
+    step = Trainer.step
+    def fail_at_3(self):
+        if self.progress.step == 2:
+            raise RuntimeError("the disk of rank 1 is on fire")
+        return step(self)
+    Trainer.step = fail_at_3
+"""
+
+
+def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path) -> None:
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(FAILING_RANK)
+    began = time.monotonic()
+    failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, PYTHONPATH=str(hook))
+    err = failed.failed(1)
+    assert err == (
+        "shardwise: rank 1 failed: RuntimeError: the disk of rank 1 is on fire\ntraceback: run/logs/rank-0001.log\n"
+    ), "the user must read the cause alone, not what the other ranks met because of it"
+    assert time.monotonic() - began < 120, "rank 0 waited for rank 1 instead of being ended"
+    assert 'raise RuntimeError("the disk of rank 1 is on fire")' in (tmp_path / "run/logs/rank-0001.log").read_text()
+    assert len(json_lines(tmp_path / "run/ranks/rank-0001.jsonl")) == 2
+
+
+def test_a_number_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    """The first update throws the parameters far away; the second step's loss is not a number."""
+    failed = shardwise(
+        *("train", miniature(tmp_path), "optimizer.lr=1.0e+30", "parallel.tensor=2", "--run-dir", "run"),
+        *("optimizer.warmup_steps=0", "train.eval_every=0"),
+        at=tmp_path,
+    )
+    err = failed.failed(1)
+    assert err.startswith("shardwise: step 2: the loss (")
+    assert err.count("step 2") == 1, f"the text must appear once, not once a rank:\n{err}"
+    assert re.search(r"on rank 0, .*\bmodel\.[\w.]+", err), (
+        f"a rank and its first parameter at fault are not named: {err}"
+    )
+    assert "optimizer.lr" in err, "what would help is not named"
+    run = tmp_path / "run"
+    assert [step["step"] for step in metrics(run, "step")] == [1]
+    (stop,) = metrics(run, "stop")
+    assert stop["step"] == 1
+    assert stop["reason"].startswith("failed: RunError: step 2: the loss (")
+    assert "failed: RunError: step 2" in (run / "logs/rank-0000.log").read_text()
+    assert not (run / "results.json").exists(), "a failed run has no results"
+    assert not (run / "checkpoints").exists(), "ruined weights must not look like a result"
+
+
+def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> None:
+    """1.5 GB are enough for torch and the model; the hidden states of 2^18 sequences are not."""
+    samples = 1 << 18
+    limit = 1500 << 20
+    sizes = (f"train.global_batch={samples}", f"train.micro_batch={samples}")
+    process = subprocess.Popen(
+        [*ALONE, "train", miniature(tmp_path), *sizes, "train.eval_every=0", "--run-dir", "run"],
+        cwd=tmp_path,
+        env=environment(RAYON_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
+    said = outcome(process).failed(1).splitlines()
+    assert said[0] == "shardwise: rank 0 ran out of memory on cpu during forward and backward, after step 0"
+    for kind in ("parameters", "gradients", "optimizer", "activations", "loss", "buffers"):
+        assert f" {kind} " in said[2], f"the expected bytes of {kind} are missing: {said[2]}"
+    assert said[3].startswith(f"what would help: train.micro_batch={samples // 2} (")
+    assert "parallel.tensor=2 on 2 ranks (" in said[3]
+    assert len(said) == 5, f"more than the message: {said}"
+    assert metrics(tmp_path / "run", "stop")[0]["reason"].startswith("failed: RuntimeError: ")

@@ -1,0 +1,174 @@
+"""What a finished run leaves: every file and every field that others read (faults 7, 9 and 12 of the reference)."""
+
+import json
+import math
+import re
+import struct
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from shardwise.config import load_config
+from shardwise.cost import expected_memory, parameter_count
+from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
+from tests.e2e.conftest import Trained
+
+STEP_FIELDS = [
+    "event", "step", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
+    "samples_per_second", "mfu", "step_seconds", "peak_memory_bytes",
+]  # fmt: skip
+
+
+def test_every_file_of_the_contract_is_there(trained: Trained) -> None:
+    found = {path.relative_to(trained.run).as_posix() for path in trained.run.rglob("*") if path.is_file()}
+    event_files = {name for name in found if name.startswith("tensorboard/events.out.tfevents.")}
+    assert len(event_files) == 1, f"one TensorBoard file, not {sorted(event_files)}"
+    weights = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert found - event_files == {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "results.json",
+        *(f"ranks/rank-000{rank}.jsonl" for rank in (0, 1)),
+        *(f"logs/rank-000{rank}.log" for rank in (0, 1)),
+        *(f"checkpoints/step-00000004/{name}" for name in weights),
+    }
+
+
+def test_the_run_has_its_name_and_is_the_latest(trained: Trained) -> None:
+    assert re.fullmatch(r"miniature-\d{8}-\d{6}", trained.run.name)
+    link = trained.at / "runs/latest"
+    assert link.is_symlink()
+    assert link.readlink() == Path(trained.run.name), "runs/latest must be relative, so that the folder can be moved"
+
+
+def test_config_is_as_resolved_and_starts_the_same_run_again(trained: Trained) -> None:
+    assert load_config(str(trained.run / "config.yaml"), []) == trained.config
+
+
+def test_steps_are_recorded_at_full_precision(trained: Trained) -> None:
+    steps = metrics(trained.run, "step")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert list(step) == STEP_FIELDS
+        assert step["mfu"] is None, "a CPU has no published peak: its utilisation is unknown, not invented"
+        assert step["tokens"] == 8 * 32 * step["step"]
+        assert step["samples"] == 8 * step["step"]
+        assert step["step_seconds"] > 0
+        assert step["peak_memory_bytes"] > 1 << 20
+    losses = [step["loss"] for step in steps]
+    assert losses == [struct.unpack("f", struct.pack("f", loss))[0] for loss in losses], "losses are float32, exactly"
+    assert all(loss != round(loss, 6) for loss in losses), "losses are rounded"
+    assert losses[-1] < losses[0]
+
+
+def test_other_events(trained: Trained) -> None:
+    events = [event["event"] for event in metrics(trained.run)]
+    assert events == ["start", "eval", "step", "step", "eval", "step", "step", "eval", "stop"]
+    (start,), (stop,) = metrics(trained.run, "start"), metrics(trained.run, "stop")
+    assert start["parameters"] == parameter_count(trained.config.model)
+    assert start["memory_expected_bytes"] == dict(expected_memory(trained.config, trained.config.check(2)).rows())
+    assert (stop["step"], stop["reason"]) == (4, "finished")
+    evaluations = metrics(trained.run, "eval")
+    assert [one["step"] for one in evaluations] == [0, 2, 4], "evaluated before, on the way and at the end"
+    for one in evaluations:
+        assert one["perplexity"] == math.exp(one["loss"])
+    assert evaluations[0]["loss"] > evaluations[2]["loss"]
+
+
+def test_every_rank_has_its_own_lines(trained: Trained) -> None:
+    for rank in (0, 1):
+        lines = json_lines(trained.run / f"ranks/rank-000{rank}.jsonl")
+        assert [line["step"] for line in lines] == [1, 2, 3, 4]
+        assert all(set(line) == {"step", "step_seconds", "peak_memory_bytes"} for line in lines)
+
+
+def test_results(trained: Trained) -> None:
+    results = json.loads((trained.run / "results.json").read_text())
+    assert results["parameters"] == parameter_count(trained.config.model)
+    assert results["layout"] == {"ranks": 2, "tensor": 2, "sequence": True, "pipeline": 1, "data": 1, "zero": 1}
+    assert (results["steps"], results["samples"], results["tokens"]) == (4, 32, 1024)
+    assert results["final_loss"] == metrics(trained.run, "step")[-1]["loss"]
+    assert results["final_eval_loss"] == metrics(trained.run, "eval")[-1]["loss"]
+    assert results["final_perplexity"] == math.exp(results["final_eval_loss"])
+    assert results["time_to_train_seconds"] > 0
+    for name in ("samples_per_second", "tokens_per_second"):
+        assert results[name]["peak"] >= results[name]["average"] > 0
+    assert results["tokens_per_second"]["average"] == 32 * results["samples_per_second"]["average"]
+    assert (trained.at / results["weights"]).resolve() == trained.run / "checkpoints/step-00000004"
+    memory = expected_memory(trained.config, trained.config.check(2))
+    state = results["optimizer_bytes"]
+    assert state["state"] + state["masters"] == memory.optimizer, "optimizer state is not what cost says"
+    assert results["sample"]
+
+
+def test_environment_tells_where_and_how_but_no_secret(trained: Trained) -> None:
+    text = (trained.run / "environment.json").read_text()
+    for secret in ("hf_do_not_tell", "me:word"):
+        assert secret not in text, "a secret of the environment was written to environment.json"
+    environment = json.loads(text)
+    assert environment["variables"]["HF_TOKEN"] == "(redacted)", "that it was set is no secret"
+    assert environment["variables"]["NCCL_LOGIN"] == "http://(redacted)@proxy"
+    assert set(environment) == {
+        "started", "time_zone", "command", "directory", "host", "platform", "python", "versions", "git", "cpus",
+        "devices", "variables",
+    }  # fmt: skip
+    assert "parallel.tensor=2" in environment["command"]
+    assert environment["directory"] == str(trained.at)
+    assert environment["devices"] == ["cpu"]
+    assert {"shardwise", "torch", "numpy"} <= set(environment["versions"])
+
+
+def test_tensorboard_reads_the_same_numbers(trained: Trained) -> None:
+    events = EventAccumulator(str(trained.run / "tensorboard")).Reload()
+    for tag, name in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("train/lr", "lr")):
+        found = [(event.step, event.value) for event in events.Scalars(tag)]
+        wanted = [(step["step"], pytest.approx(step[name], rel=1e-6)) for step in metrics(trained.run, "step")]
+        assert found == wanted, f"TensorBoard's {tag} differs from metrics.jsonl"
+    assert [event.step for event in events.Scalars("eval/perplexity")] == [0, 2, 4]
+
+
+def test_plain_lines_off_a_terminal(trained: Trained) -> None:
+    out = trained.outcome.out
+    assert "\x1b" not in out, "control codes in a file are noise"
+    assert "warn" not in out.lower(), "a healthy run warns of nothing"
+    assert "\r" not in out, "a progress line redrawn in a file is noise"
+    summary = {line.split()[0]: line for line in out.splitlines()[:8]}
+    assert "TP 2 + sequence × PP 1 × DP 1 = 2 ranks, ZeRO-1" in summary["layout"], "the DP degree must be printed"
+    assert "2 micro batch × 4 accumulation × 1 DP = 8 global batch" in summary["batch"]
+    assert "expected on each rank" in summary["memory"]
+    assert sum(line.startswith("step ") for line in out.splitlines()) == 4
+    assert out.splitlines()[-1].startswith("sample: ")
+    for ending in ("evaluation perplexity ", f"run: runs/{trained.run.name}", "weights: runs/"):
+        assert ending in out
+
+
+def test_each_rank_has_a_log(trained: Trained) -> None:
+    assert (trained.run / "logs/rank-0000.log").read_text() == trained.outcome.out
+    assert (trained.run / "logs/rank-0001.log").read_text() == "", "a healthy rank has nothing to say"
+
+
+def test_the_same_layout_trains_the_same_bits(trained: Trained, tmp_path: Path) -> None:
+    """Inside torchrun, as a cluster's script starts it, and ended early: the schedule stays that of train.steps."""
+    again = shardwise(
+        *("train", miniature(tmp_path), "parallel.tensor=2", "parallel.sequence=true", "train.stop_after=3"),
+        *("--run-dir", "again"),
+        at=tmp_path,
+        program=UNDER_TORCHRUN,
+    )
+    assert again.code == 0, again.err
+    exact = ("loss", "lr", "grad_norm", "param_norm", "samples")
+    found, wanted = (
+        [[s[name] for name in exact] for s in metrics(run, "step")] for run in (tmp_path / "again", trained.run)
+    )
+    assert found == wanted[:3]
+    (stop,) = metrics(tmp_path / "again", "stop")
+    assert (stop["step"], stop["reason"]) == (3, "stop_after")
+    assert [one["step"] for one in metrics(tmp_path / "again", "eval")] == [0, 2, 3]
+    assert (tmp_path / "again/checkpoints/step-00000003/model.safetensors").exists()
+    assert "this run stops at 3" in again.out
+    assert again.out.count("sample: ") == 1, "rank 1 must not print what rank 0 prints"
+    results = json.loads((tmp_path / "again/results.json").read_text())
+    assert results["steps"] == 3
+    assert (tmp_path / "runs/latest").resolve() == tmp_path / "again", "a run elsewhere is the latest all the same"

@@ -1,0 +1,97 @@
+"""Full-precision loss curves of the tiny recipes, committed, and equal at every layout.
+
+The files in `curves/` come from one process. After a change that is meant to alter training, write them anew with
+`python -m tests.golden.test_curves` and say in the commit message why the numbers moved.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import load_config
+from tests.e2e.command import metrics, shardwise
+from tests.golden.training import Curve, fingerprint, train
+
+CURVES = Path(__file__).parent / "curves"
+RECIPES = ["llama2-tiny"]
+TOLERANCE = 1e-5
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one-process": (1, []),
+    "tp2": (2, ["parallel.tensor=2"]),
+    "tp2-sp": (2, ["parallel.tensor=2", "parallel.sequence=true"]),
+    "dp2-zero0": (2, ["optimizer.zero=0"]),
+    "dp2-zero1": (2, ["optimizer.zero=1"]),
+    "tp2-dp2-sp-zero1": (4, ["parallel.tensor=2", "parallel.sequence=true", "optimizer.zero=1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def golden(recipe: str) -> dict[str, Any]:
+    curve: dict[str, Any] = json.loads((CURVES / f"{recipe}.json").read_text())
+    return curve
+
+
+def compare(recipe: str, found: Curve) -> None:
+    wanted = golden(recipe)
+    for quantity in ("loss", "grad_norm"):
+        assert len(found[quantity]) == len(wanted[quantity]), f"{recipe} trains another number of steps"
+        errors = [abs(a - b) / abs(b) for a, b in zip(found[quantity], wanted[quantity], strict=True)]
+        step = max(range(len(errors)), key=errors.__getitem__)
+        assert errors[step] <= TOLERANCE, (
+            f"{recipe}: {quantity} of step {step + 1} is {found[quantity][step]!r}, the committed curve has "
+            f"{wanted[quantity][step]!r} (off by {errors[step]:.1e}, at most {TOLERANCE:.0e})"
+        )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_data_is_that_of_the_curve(recipe: str, cache: Path) -> None:
+    assert fingerprint(recipe, cache) == golden(recipe)["data"], (
+        f"the text or the tokens of {recipe} changed, so its curve does too: that is no fault of the layouts"
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_curve_is_the_committed_one(recipe: str, layout: str, ranks: Any, cache: Path) -> None:
+    world, overrides = LAYOUTS[layout]
+    for rank, found in enumerate(ranks(world).run(train, recipe, overrides, cache)):
+        compare(recipe, found)
+        assert found["loss"], f"rank {rank} of {layout} took no step"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_command_trains_the_committed_curve(recipe: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shardwise("train", recipe, "parallel.tensor=2", "parallel.sequence=true", "--run-dir", run, at=tmp_path).succeeded()
+    steps = metrics(run, "step")
+    compare(recipe, {quantity: [step[quantity] for step in steps] for quantity in ("loss", "grad_norm")})
+
+
+def test_the_curves_show_learning() -> None:
+    """A curve that stays flat would be equal at any layout, whatever the optimizer does."""
+    for recipe in RECIPES:
+        losses = golden(recipe)["loss"]
+        assert losses[-1] < 0.95 * losses[0], f"{recipe} does not learn"
+
+
+def main() -> None:
+    """Write the curves of all recipes, each from one process."""
+    for recipe in RECIPES:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = Path(folder)
+            config = load_config(recipe, [])
+            curve = {"recipe": recipe, "steps": config.train.steps, "data": fingerprint(recipe, cache)}
+            curve |= train(recipe, [], cache)
+        (CURVES / f"{recipe}.json").write_text(json.dumps(curve, indent=1) + "\n")
+        print(f"wrote {CURVES / recipe}.json")
+
+
+if __name__ == "__main__":
+    main()

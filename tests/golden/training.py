@@ -1,0 +1,27 @@
+"""What every rank of a golden run does: a shipped recipe's own steps, by the trainer itself."""
+
+from pathlib import Path
+
+import torch
+
+from shardwise.config import load_config
+from shardwise.data import prepare
+from shardwise.mesh import Mesh
+from shardwise.train.build import build_trainer
+
+Curve = dict[str, list[float]]
+
+
+def train(recipe: str, overrides: list[str], cache: Path) -> Curve:
+    """Loss and gradient norm of every step on this rank, by the names of metrics.jsonl."""
+    torch.set_num_threads(1)
+    config = load_config(recipe, overrides)
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, prepare(config, cache))
+    records = [trainer.step() for _ in range(config.train.steps)]
+    return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}
+
+
+def fingerprint(recipe: str, cache: Path) -> str:
+    """Of the recipe's data, tokens included."""
+    return prepare(load_config(recipe, []), cache).fingerprint
