@@ -13,55 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import ZeroRedundancyOptimizer
-
-PLAIN = {"grad_clipping": False}
-
-
-class Net(nn.Module):
-    """A bit of everything: tied, 0-dim, non-contiguous, frozen, empty and unused parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.first = nn.Linear(6, 5)
-        self.second = nn.Linear(5, 6)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.turned = nn.Parameter(torch.randn(7, 6).t())
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids) + self.frozen
-        x = x + self.second(torch.tanh(self.first(x))) * self.scale
-        x = x + (x @ self.turned) @ self.turned.t()
-        loss: Tensor = nn.functional.cross_entropy(self.head(x), (ids + 1) % 11)
-        return loss
-
-
-def make(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def batch(step: int) -> Tensor:
-    return torch.randint(0, 11, (9,), generator=torch.Generator().manual_seed(step))
-
-
-def assert_equal(a: nn.Module, b: nn.Module) -> None:
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        assert torch.equal(p, q), name
-
-
-def train(model: Net, optimizer: torch.optim.Optimizer, steps: int = 5, start: int = 0, *schedulers: Any) -> None:
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        model(batch(step)).backward()
-        optimizer.step()
-        for scheduler in schedulers:
-            scheduler.step()
-
+from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, nothing, set_to_none, train
 
 # ---- the same training
 
@@ -219,18 +171,10 @@ def set_to_zero(model: nn.Module) -> None:
     model.zero_grad(set_to_none=False)
 
 
-def set_to_none(model: nn.Module) -> None:
-    model.zero_grad(set_to_none=True)
-
-
 def replace(model: nn.Module) -> None:
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.zeros_like(p)
-
-
-def nothing(model: nn.Module) -> None:
-    pass
 
 
 @pytest.mark.parametrize("clear", [set_to_zero, set_to_none, replace])
@@ -434,93 +378,3 @@ def test_it_cannot_be_copied(take: Callable[[object], object]) -> None:
     apart = copy.deepcopy(model)  # of a model it is another: an average of weights, say
     train(model, optimizer)
     assert not torch.equal(apart.first.weight, model.first.weight)
-
-
-# ---- other dtypes
-
-
-def test_mixed_precision_is_adamw_on_masters() -> None:
-    """Gradients add up in float32, the update is on float32 masters, the bfloat16 parameters are their roundings."""
-    model = make().bfloat16()
-    masters = [p.detach().float().clone() for p in model.parameters() if p.requires_grad and p.numel()]
-    reference = torch.optim.AdamW([m.requires_grad_() for m in masters], lr=0.01)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=0.01, gradient_dtype=torch.float32, **PLAIN
-    )
-    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
-    for step in range(5):
-        sums = [torch.zeros_like(m) for m in masters]
-        for micro in range(4):
-            loss = model(batch(10 * step + micro))
-            for total, gradient in zip(sums, torch.autograd.grad(loss, trained, retain_graph=True), strict=True):
-                total += gradient.float()
-            loss.backward()
-        for master, total, p in zip(masters, sums, trained, strict=True):
-            assert p.grad is not None
-            assert p.grad.dtype == torch.float32
-            assert torch.equal(p.grad, total)
-            master.grad = total
-        reference.step()
-        optimizer.step()
-        assert all(torch.equal(p, m.bfloat16()) for p, m in zip(trained, masters, strict=True))
-
-
-@pytest.mark.parametrize("clear", [nothing, set_to_none])
-def test_small_gradients_are_not_lost_in_mixed_precision(clear: Callable[[nn.Module], None]) -> None:
-    weight = nn.Linear(1, 1, bias=False).bfloat16()
-    optimizer = ZeroRedundancyOptimizer(
-        weight.parameters(), torch.optim.SGD, lr=1.0, gradient_dtype=torch.float32, **PLAIN
-    )
-    clear(weight)
-    for size in [1.0] + [2.0**-9] * 512:
-        weight(torch.tensor([[size]], dtype=torch.bfloat16)).sum().backward()
-    assert float(optimizer.norms()[0]) == 2.0
-
-
-@pytest.mark.parametrize("how", ["load_state_dict", "data"])
-def test_new_weights_reach_the_masters(how: str) -> None:
-    model, other = make().bfloat16(), make(seed=1).bfloat16()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-6)
-    train(model, optimizer, 2)
-    masters = [b.master.detach().clone() for b in optimizer.buckets]
-    kept = copy.deepcopy(model.state_dict())
-    for state in (other.state_dict(), kept):
-        if how == "load_state_dict":
-            model.load_state_dict(state)
-        else:
-            for name, p in model.named_parameters():
-                p.data.copy_(state[name])
-        optimizer.norms()
-        optimizer.zero_grad()
-        for bucket in optimizer.buckets:
-            assert torch.equal(bucket.master.detach().bfloat16(), bucket.values)
-    # Weights that were swapped out and in again, as an evaluation of averages does: what they hold beyond bfloat16 is
-    # gone with the first swap, which only a snapshot of the optimizer keeps.
-    optimizer.load_state_dict({**optimizer.state_dict(), "masters": masters})
-    model.load_state_dict(kept)
-    optimizer.norms()
-    assert all(torch.equal(b.master, m) for b, m in zip(optimizer.buckets, masters, strict=True))
-
-
-def test_float64_parameters_keep_their_precision() -> None:
-    plain, ours = make().double(), make().double()
-    train(plain, torch.optim.AdamW(plain.parameters()))
-    train(ours, ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN))
-    assert_equal(ours, plain)
-
-
-def test_mixed_dtypes_in_one_group() -> None:
-    model = make()
-    model.second.bfloat16()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        if p.requires_grad and p.numel():
-            (p.float().square().sum()).backward()
-    optimizer.step()
-    changed = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
-    assert changed == [p.requires_grad and p.numel() > 0 for p in model.parameters()]
-    assert {(b.values.dtype, b.master.dtype) for b in optimizer.buckets} == {
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-    }

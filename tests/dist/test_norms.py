@@ -1,0 +1,79 @@
+"""Norms and partial gradients of a model that is cut, over every layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import GQAQKVColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
+from shardwise.testing import RankPool, canonical_gradients, canonical_weights
+from shardwise.train.build import build_trainer
+from tests.dist.training import make_config, make_data
+
+
+def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[str, int]]:
+    """Norms and what they should be, and the sums of partial gradients over the tensor-parallel ranks."""
+    config = make_config(**sections)
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    batch = config.train
+    micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
+    counted = trainer._counted(micro_batches)
+    trainer._forward_backward(micro_batches, counted)
+    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
+    before = sum(meter.calls["all_reduce"] for meter in meters)
+    found = [float(norm) for norm in trainer.optimizer.norms()]
+    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
+    sums = {"calls": sum(meter.calls["all_reduce"] for meter in meters) - before, "micro": len(micro_batches)}
+    gradients = canonical_gradients(trainer.model, trainer.optimizer, mesh)
+    weights = canonical_weights(trainer.model, mesh)
+    wanted = [float(torch.stack([t.norm() for t in of.values()]).norm()) for of in (gradients, weights)]
+    trainer.optimizer.zero_grad()
+    return found, wanted, sums
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("world", "sections", "sums"),
+    [
+        (2, {"parallel": {"tensor": 2}}, 0),
+        (2, {"parallel": {"tensor": 2, "sequence": True}}, 1),
+        (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
+        # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
+        (4, {"parallel": {"tensor": 4}, "model": BIASED}, 1),
+        (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
+        (4, {"parallel": {"tensor": 2, "sequence": True}}, 1),
+        (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
+    ],
+)
+def test_norms_count_every_element_once(world: int, sections: dict[str, Any], sums: int, ranks: Any) -> None:
+    """And partial gradients are summed once a step for each group, however many micro-batches (fault 1)."""
+    pool: RankPool = ranks(world)
+    for found, wanted, counted in pool.run(cut_norms, sections):
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert counted["calls"] == sums, counted
+
+
+def short_copied_bias() -> list[float]:
+    """K/V biases of one element each, shared by two ranks, closer together than the alignment of parameters."""
+    mesh = Mesh(tensor=4, device="cpu")
+    layers = nn.ModuleList(
+        GQAQKVColumnParallelLinear(
+            4, (4, 2), gather_output=False, head_dim=1, group=mesh.tp, seed=1, names=[f"{i}.{n}" for n in "qkv"]
+        )
+        for i in range(2)
+    )
+    optimizer = ZeroRedundancyOptimizer(layers.parameters(), torch.optim.SGD, mesh=mesh)
+    for p in layers.parameters():
+        p.grad = torch.ones_like(p)
+    found = float(optimizer.norms()[0])
+    return [found, float(nn.utils.get_total_norm(list(canonical_gradients(layers, optimizer, mesh).values())))]
+
+
+def test_short_copies_count_once(ranks: Any) -> None:
+    pool: RankPool = ranks(4)
+    for found, wanted in pool.run(short_copied_bias):
+        assert found == pytest.approx(wanted, rel=1e-6)
