@@ -65,6 +65,10 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Group:
+        """Itself: a copied model communicates over the same ranks."""
+        return self
+
     @staticmethod
     def of(group: Group | dist.ProcessGroup | None) -> Group:
         """A `Group` from what a user may pass: one of ours, a process group, or None for a group of one."""

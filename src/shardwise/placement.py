@@ -25,8 +25,6 @@ from shardwise.mesh import Group
 BLOCK_ROWS = 64
 """Rows of a canonical tensor that are drawn from one seed."""
 
-_ATTRIBUTE = "shardwise_placement"
-
 
 @dataclass(frozen=True)
 class Box:
@@ -155,6 +153,18 @@ def replicated(name: str, shape: tuple[int, ...], group: Group, init: Init, *, p
 # ---- the record on a parameter
 
 
+class PlacedParameter(nn.Parameter):
+    """A parameter with its record, which a copy of the model keeps."""
+
+    placement: Placement
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PlacedParameter:
+        copied = PlacedParameter(self.detach().clone(), self.requires_grad)
+        copied.placement = self.placement
+        memo[id(self)] = copied
+        return copied
+
+
 def make_parameter(
     shape: tuple[int, ...],
     pieces: tuple[Piece, ...],
@@ -169,23 +179,16 @@ def make_parameter(
     `seed`: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
     None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
     """
-    parameter = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
-    placement = Placement(pieces, group)
-    attach(parameter, placement)
+    parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
+    parameter.placement = placement = Placement(pieces, group)
     if parameter.device.type != "meta":
         initialize_(parameter, placement, _agreed_seed(group, parameter.device) if seed is None else seed)
     return parameter
 
 
-def attach(parameter: nn.Parameter, placement: Placement) -> None:
-    """Give a parameter its record."""
-    setattr(parameter, _ATTRIBUTE, placement)
-
-
 def of(parameter: Tensor) -> Placement | None:
     """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
-    found: Placement | None = getattr(parameter, _ATTRIBUTE, None)
-    return found
+    return parameter.placement if isinstance(parameter, PlacedParameter) else None
 
 
 def of_or_whole(parameter: Tensor, name: str = "") -> Placement:

@@ -1,5 +1,6 @@
 """Sharded layers against plain torch: outputs, gradients of the input and of every canonical tensor."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -355,3 +356,17 @@ def test_seed_and_name_decide_the_weights_on_real_ranks(tp: int, ranks: Any) -> 
     whole = ColumnParallelLinear(INPUTS, OUTPUTS, name="a.b", seed=5).weight.detach()
     shards = run(ranks, tp, same_name_whatever_the_layout, tp)
     assert torch.equal(torch.cat(shards), whole)
+
+
+def copied_model_keeps_its_records() -> list[bool]:
+    tp = mesh(2).tp
+    model = torch.nn.Sequential(ColumnParallelLinear(4, 8, group=tp), RMSNorm(8, group=tp))
+    copied = copy.deepcopy(model)
+    same = [placement.of(a) is placement.of(b) for a, b in zip(model.parameters(), copied.parameters(), strict=True)]
+    x = torch.ones(2, 1, 4)
+    return [*same, torch.equal(model(x), copied(x)), copied[0].group is model[0].group]
+
+
+def test_a_copied_model_is_cut_as_its_original(ranks: Any) -> None:
+    for rank, facts in enumerate(ranks(2).run(copied_model_keeps_its_records)):
+        assert all(facts), f"rank {rank}: records, output or group of the copy differ: {facts}"
