@@ -153,6 +153,12 @@ def barrier(group: Group) -> None:
 # ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)
 
 
+def _output(y: Tensor) -> Tensor:
+    """What a traced `forward` returns: torch 2.11 drops the gradient of an output that was written in place or is an
+    input unchanged, but not of a view."""
+    return y.view_as(y) if torch.compiler.is_compiling() else y
+
+
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -167,7 +173,7 @@ class _CopyToGroup(torch.autograd.Function):
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce_(x.contiguous().clone(), group)
+        return _output(all_reduce_(x.contiguous().clone(), group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -178,7 +184,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return all_gather(x, group)
+        return _output(all_gather(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -189,7 +195,7 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return reduce_scatter(x, group)
+        return _output(reduce_scatter(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -212,7 +218,7 @@ class _SplitLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+        return _output(x.chunk(group.size, dim=-1)[group.rank].contiguous())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -224,7 +230,7 @@ class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.chunk(group.size, dim=0)[group.rank].contiguous()
+        return _output(x.chunk(group.size, dim=0)[group.rank].contiguous())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -232,7 +232,7 @@ def test_bytes_on_the_wire_follow_the_ring_formulas(size: int, ranks: Any) -> No
 
 
 def split_groups() -> dict[str, Any]:
-    world = mesh(4).tp
+    world = Mesh(tensor=4, device="cpu").tp
     pair = world.split(2)
     mine = torch.tensor([float(world.rank)])
     comm.all_reduce_(mine, pair)

@@ -1,14 +1,21 @@
-"""torch.compile traces a block whole, collectives included, and computes what eager does."""
+"""torch.compile traces whole models, collectives and losses included, and computes what eager does.
 
+torch 2.11 traces a function whose forward pass returns an in-place result, and gives it no gradient without a word.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from shardwise import comm
 from shardwise.config import LlamaConfig
 from shardwise.models import Llama
+from shardwise.parallel import parallel_cross_entropy
 from tests.dist.dense import check, error, fill, mesh, random, run
+from tests.dist.test_comm import WHOLE_TO_PARTS
 
 S, B = 8, 2
 SIZES: dict[str, Any] = {
@@ -22,39 +29,81 @@ SIZES: dict[str, Any] = {
 }
 
 
-def outcome(model: nn.Module, function: Any, x: Tensor, pull: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    leaf = x.clone().requires_grad_() if x.is_floating_point() else x
-    y = function(leaf)
-    y.backward(pull)
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    assert gradients
-    return {"output": y.detach(), **gradients, **({"input": leaf.grad} if leaf.grad is not None else {})}
+def outcome(function: Callable[..., Tensor], leaves: list[Tensor], *args: Any) -> list[Tensor]:
+    """A function's value, and its gradients by the leaves."""
+    for leaf in leaves:
+        leaf.grad = None
+    y = function(*args)
+    y.backward(random(10, *y.shape))
+    assert all(leaf.grad is not None for leaf in leaves)
+    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def compiled(tp: int, sequence: bool, backend: str) -> dict[str, float]:
+def compare(
+    what: str, function: Callable[..., Tensor], named: dict[str, Tensor], *args: Any, backend: str
+) -> dict[str, float]:
     torch._dynamo.reset()
-    group = mesh(tp).tp
+    eager = outcome(function, list(named.values()), *args)
+    traced = outcome(torch.compile(function, fullgraph=True, backend=backend), list(named.values()), *args)
+    names = [f"{what}: output", *(f"{what}: gradient of {name}" for name in named)]
+    return {name: error(b, a) for name, a, b in zip(names, eager, traced, strict=True)}
+
+
+def functions() -> dict[str, float]:
+    group, errors = mesh(2).tp, {}
+    x, weight = (random(i, 4, 6 * i).view(-1, 6).requires_grad_() for i in (2, 3))
+    for name in WHOLE_TO_PARTS:
+        function = getattr(comm, name)
+
+        def call(x: Tensor, weight: Tensor, function: Any = function) -> Tensor:
+            y: Tensor = function(x @ weight[:6], group) * 2
+            return y
+
+        errors |= compare(name, call, {"x": x, "weight": weight}, x, weight, backend="aot_eager")
+    return errors
+
+
+def test_functions_of_comm(ranks: Any) -> None:
+    check(run(ranks, 2, functions), 1e-6)
+
+
+def compiled(sequence: bool, backend: str, whole: bool) -> dict[str, float]:
+    group = mesh(2).tp
     model = Llama(LlamaConfig(family="llama", **SIZES), group, sequence_parallel=sequence, seed=1)
     fill(model)
-    rows = S // tp if sequence else S
-    x, pull = random(group.rank if sequence else 0, rows, B, 16), random(10 + group.rank, rows, B, 16)
     ids = torch.randint(31, (S, B), generator=torch.Generator().manual_seed(0))
-    block, embedding = model.layers[0], model.embed_tokens
-    errors: dict[str, float] = {}
-    for what, module, given in (("block", block, x), ("embedding", embedding, ids)):
-        group.meter.reset()
-        eager = outcome(module, module, given, pull)
-        assert tp == 1 or group.meter.calls, "eager did not communicate"
-        traced = outcome(module, torch.compile(module, fullgraph=True, backend=backend), given, pull)
-        assert traced.keys() == eager.keys()
-        errors |= {f"{what}: {name}": error(traced[name], eager[name]) for name in eager}
+    group.meter.reset()
+    if whole:
+        return compare("model", model, dict(model.named_parameters()), ids, ids, backend=backend)
+    block, rows = model.layers[0], S // 2 if sequence else S
+    x = random(group.rank if sequence else 0, rows, B, 16).requires_grad_()
+    errors = compare("block", block, {"x": x, **dict(block.named_parameters())}, x, backend=backend)
+    assert group.meter.calls, "eager did not communicate"
     return errors
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow, id="inductor (needs a C++ compiler)")]
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow, id="inductor, which needs a C++ compiler")],
 )
+@pytest.mark.parametrize("whole", [False, True], ids=["block", "model and loss"])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_block_is_traced_whole_and_computes_what_eager_does(sequence: bool, backend: str, ranks: Any) -> None:
-    check(run(ranks, 2, compiled, 2, sequence, backend), 5e-6)
+def test_llama_is_traced_whole_and_computes_what_eager_does(
+    sequence: bool, whole: bool, backend: str, ranks: Any
+) -> None:
+    check(run(ranks, 2, compiled, sequence, backend, whole), 5e-6)
+
+
+def cross_entropy() -> dict[str, float]:
+    group = mesh(2).tp
+    logits = random(group.rank, S, B, 16).requires_grad_()
+    target = torch.randint(31, (S, B), generator=torch.Generator().manual_seed(0))
+
+    def loss(logits: Tensor) -> Tensor:
+        return parallel_cross_entropy(logits * 2, target, 0.1, group=group, vocab_size=31)
+
+    return compare("loss", loss, {"logits": logits}, logits, backend="aot_eager")
+
+
+def test_parallel_cross_entropy(ranks: Any) -> None:
+    check(run(ranks, 2, cross_entropy), 1e-6)

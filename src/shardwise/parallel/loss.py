@@ -164,7 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             flat = chunk.reshape(-1, chunk.shape[-1])
             logits = product(flat, weight_vH).float()
             loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
-            total += loss.sum()
+            total = total + loss.sum()  # not in place: torch 2.11, traced, would drop its gradient
             if dx is None or dw is None:
                 continue
             dlogits = shard.gradient_(logits, column, here, counted.float()).to(weight_vH.dtype)
