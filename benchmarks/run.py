@@ -1,0 +1,60 @@
+"""`make bench`: measure shardwise beside its alternatives and piece by piece, on the machine that this runs on.
+
+Prints tables and writes each section's figures and table to benchmarks/results. Every measurement runs in fresh
+processes of one thread. Close what else is running: the table says how busy the machine was at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import time
+from pathlib import Path
+
+import report
+
+SECTIONS = {
+    "side_by_side": "the same Llama by shardwise, torch DDP, FSDP2 and transformers' tensor parallelism",
+    "fused": "Q, K, V and gate, up in one matmul against separate ones",
+    "head_loss": "LM head and loss in chunks against whole logits",
+    "collectives": "collectives on gloo",
+    "matmul": "float32 matmuls by MKL and oneDNN",
+    "memory": "optimizer state and peak memory against their formulas",
+    "precision": "the quickstart in float32, mixed and bfloat16 (slow: only when named)",
+}
+ONLY_WHEN_NAMED = ("precision",)
+
+
+def main() -> None:
+    listing = "\n".join(f"  {name:13} {text}" for name, text in SECTIONS.items())
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=f"sections:\n{listing}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="what to measure (default: all but the slow)")
+    parser.add_argument("--rounds", type=int, default=3, help="more rounds, steadier medians (default: 3)")
+    parser.add_argument("--steps", type=int, help="precision: end after this many steps")
+    parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the results")
+    parser.add_argument("--readme", action="store_true", help="put the side-by-side table into README.md too")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.sections if name not in SECTIONS]
+    if unknown:
+        parser.error(f"unknown section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds ({arguments.rounds}) must be at least 1")
+    for name in arguments.sections or [name for name in SECTIONS if name not in ONLY_WHEN_NAMED]:
+        print(f"{name}: {SECTIONS[name]}", flush=True)
+        surroundings = report.environment()
+        start = time.monotonic()
+        section = importlib.import_module(name)
+        options = {"steps": arguments.steps} if "steps" in inspect.signature(section.run).parameters else {}
+        found: report.Report = section.run(arguments.rounds, **options)
+        surroundings["seconds"] = round(time.monotonic() - start)
+        found.save(arguments.results, surroundings)
+        print(f"\n{found.markdown(surroundings)}", flush=True)
+        if arguments.readme and name == "side_by_side":
+            report.write_readme(found.markdown(surroundings).split("\n", 2)[2].strip())
+
+
+if __name__ == "__main__":
+    main()
