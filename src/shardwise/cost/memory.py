@@ -8,7 +8,7 @@ else 1, d data-parallel degree, a bytes of an activation (those of a parameter).
 from dataclasses import dataclass, fields
 
 from shardwise.config import Config, Layout
-from shardwise.cost.buckets import padded_elements
+from shardwise.cost.buckets import bucket_shapes, padded_elements
 from shardwise.cost.params import DTYPE_BYTES, LocalWidths, parameter_count
 
 LOSS_CHUNK_ELEMENTS_CPU = 2**21
@@ -67,7 +67,7 @@ def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -
         buffers=_rotary_tables(config, accelerator)
         + max(
             _backward_working_set(config, layout, accelerator) - loss,
-            _reduction(config, layout, accelerator, elements) - activations - loss,
+            _reduction(config, layout, accelerator) - activations - loss,
             0,
         ),
     )
@@ -149,14 +149,16 @@ def _backward_working_set(config: Config, layout: Layout, accelerator: bool) -> 
     return DTYPE_BYTES[config.precision.resolved(accelerator).parameter] * elements
 
 
-def _reduction(config: Config, layout: Layout, accelerator: bool, elements: int) -> int:
+def _reduction(config: Config, layout: Layout, accelerator: bool) -> int:
     """Copies of gradients on their way over data parallelism; activations and loss are free by then.
 
-    All buckets may be under way at once. A copy is made where gradients are reduced in another dtype, and on a CPU one
-    for the slices that arrive, which are summed there.
+    Two neighbouring buckets may be under way at once. A copy is made where gradients are reduced in another dtype, and
+    on a CPU one for the slices that arrive, which are summed there.
     """
     precision = config.precision.resolved(accelerator)
     if layout.data == 1:
         return 0
+    sizes = [bucket.elements for bucket in bucket_shapes(config, layout, accelerator)]
+    under_way = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
     copies = int(precision.reduce != precision.gradient) + int(not accelerator and config.optimizer.zero == 1)
-    return copies * elements * DTYPE_BYTES[precision.reduce]
+    return copies * under_way * DTYPE_BYTES[precision.reduce]

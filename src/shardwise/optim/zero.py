@@ -206,6 +206,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self.gradient_ready(parameter)  # type: ignore[arg-type]
 
     @torch.no_grad()
+    @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Say that a parameter's gradient is complete for this step. A full bucket starts its reduction at once.
 
@@ -218,7 +219,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 continue
             if len(candidate.ready) < len(candidate.parameters):
                 break
-            candidate.start_reduction()
+            self._start(candidate)
+
+    def _start(self, bucket: Bucket) -> None:
+        """Start a bucket's reduction. Two are under way at a time: each may hold a copy of its bucket until then."""
+        before = self.buckets.index(bucket) - 2
+        if before >= 0:
+            self.buckets[before].finish_reduction()
+        bucket.start_reduction()
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -234,16 +242,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.check_parameters()
             bucket.adopt_values()
-        # Two under way at a time: each may hold a copy of its bucket until it is done.
-        previous: Bucket | None = None
         for bucket in self.buckets:
             if not bucket.reduced:
-                bucket.start_reduction()
-            if previous is not None:
-                previous.finish_reduction()
-            previous = bucket
-        if previous is not None:
-            previous.finish_reduction()
+                self._start(bucket)
+        for bucket in self.buckets:
+            bucket.finish_reduction()
         for group, views in self._partial.items():
             if views:
                 total = comm.all_reduce_(torch.cat(views), group)
