@@ -97,15 +97,14 @@ def _activations(config: Config, layout: Layout, accelerator: bool) -> int:
     | silu(gate)                                    | T·F/t               |
     | silu(gate)·up, which is down_proj's input     | T·F/t               |
 
-    An accelerator's fused RMSNorm saves its input as it is. On a CPU it is made of single operations that save its
-    input and the normalised input, both in float32. A key/value projection that is replicated beyond its heads has kv/t
-    = head_dim.
+    RMSNorm saves its input as it is. In bfloat16 on a CPU it is made of single operations that save its input and the
+    normalised input, both in float32. A key/value projection that is replicated beyond its heads has kv/t = head_dim.
     """
     model, dtype = config.model, config.precision.resolved(accelerator).parameter
     local, a = LocalWidths.of(model, layout.tensor), DTYPE_BYTES[dtype]
     tokens = config.train.sequence_length * config.train.micro_batch
     tokens_between = tokens // (layout.tensor if layout.sequence else 1)
-    norm = tokens_between * (model.hidden_size * (a if accelerator else 2 * _FLOAT32) + _FLOAT32)
+    norm = tokens_between * (model.hidden_size * (a if accelerator or a == _FLOAT32 else 2 * _FLOAT32) + _FLOAT32)
     heads = model.num_attention_heads // layout.tensor
     attention = model.hidden_size + (local.query + 2 * local.key_value) + (local.query + local.key_value) + local.query
     mlp = model.hidden_size + 4 * local.intermediate

@@ -88,9 +88,7 @@ def test_sequence_parallelism_divides_what_lies_between_the_blocks() -> None:
     tensor = expected_memory(chosen, Layout(4, tensor=4)).activations
     sequence = expected_memory(chosen, Layout(4, tensor=4, sequence=True)).activations
     tokens, norms = 128, 7
-    between = (
-        norms * tokens * (2 * 64 * 4 + 4) + tokens * 64 * 4
-    )  # norms' inputs, twice in float32 on a CPU; the output
+    between = norms * tokens * (64 * 4 + 4) + tokens * 64 * 4  # norms' inputs and 1/rms; the output
     assert tensor - sequence == between * 3 // 4
 
 
