@@ -1,0 +1,109 @@
+"""Precision modes train alike, and each finer key changes the dtype that it names."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import comm
+from shardwise.config import Config, load_config
+from shardwise.data import prepare
+from shardwise.mesh import Mesh
+from shardwise.train.build import build_trainer
+from tests.dist.training import make_config, make_data
+
+F, B = "float32", "bfloat16"
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, float]]:
+    """By mode: evaluation loss of `llama2-tiny` with two blocks, before training and after 60 steps."""
+    torch.set_num_threads(1)
+    cache, found = tmp_path_factory.mktemp("cache"), {}
+    overrides = ["model.num_hidden_layers=2", "train.steps=60", "train.micro_batch=8", "train.eval_batches=4"]
+    for mode in ("float32", "mixed", "bfloat16"):
+        config = load_config("llama2-tiny", [*overrides, f"precision.mode={mode}"])
+        trainer = build_trainer(config, config.check(1), Mesh(device="cpu"), prepare(config, cache))
+        before, _ = trainer.evaluate()
+        for _ in range(config.train.steps):
+            trainer.step()
+        found[mode] = (before, trainer.evaluate()[0])
+    return found
+
+
+@pytest.mark.parametrize("mode", ["mixed", "bfloat16"])
+def test_mode_reaches_the_loss_of_float32(mode: str, losses: dict[str, tuple[float, float]]) -> None:
+    before, wanted = losses["float32"]
+    assert wanted < before - 1.0, f"float32 goes from {before} to {wanted} only: too little to compare with"
+    _, found = losses[mode]
+    assert abs(found - wanted) <= 0.02 * wanted, f"{mode} ends at {found}, float32 at {wanted}: more than 2 % apart"
+    assert found != wanted, f"{mode} trains in float32"
+
+
+def observe(config: Config) -> dict[str, set[str]]:
+    """One step on a rank: the dtypes of what is held, and of what goes over data parallelism."""
+    mesh = Mesh(device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
+    seen: dict[str, set[str]] = {kind: set() for kind in ("reduce_scatter", "all_reduce", "all_gather")}
+    plain = {kind: getattr(comm, f"{kind}_async") for kind in seen}
+
+    def recording(kind: str) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            seen[kind].add(str(tensor.dtype))
+            return plain[kind](tensor, *args, **options)
+
+        return call
+
+    try:
+        for kind in seen:
+            setattr(comm, f"{kind}_async", recording(kind))
+        trainer.step()
+    finally:
+        for kind, function in plain.items():
+            setattr(comm, f"{kind}_async", function)
+    buckets = trainer.optimizer.buckets
+    inner = trainer.optimizer._inner
+    assert inner is not None
+    state = [value for values in inner.state.values() for value in values.values() if value.dim()]
+    held = {
+        "parameter": {p.dtype for p in trainer.model.parameters()},
+        "gradient": {b.gradients.dtype for b in buckets} | {p.grad.dtype for p in trainer.model.parameters()},
+        "master": {b.master.dtype for b in buckets},
+        "state": {value.dtype for value in state},
+    }
+    return {kind: {str(dtype) for dtype in found} for kind, found in held.items()} | seen
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"mode": "float32"}, (F, F, F, F)),
+        ({"mode": "mixed"}, (B, F, F, F)),
+        ({"mode": "bfloat16"}, (B, B, B, B)),
+        ({"mode": "mixed", "gradient": B}, (B, B, F, F)),
+        ({"mode": "mixed", "reduce": B}, (B, F, B, F)),
+        ({"mode": "mixed", "optimizer": B}, (B, F, F, B)),
+        ({"mode": "bfloat16", "optimizer": F}, (B, B, B, F)),
+        ({"mode": "bfloat16", "gradient": F}, (B, F, B, B)),
+        ({"mode": "float32", "reduce": B}, (F, F, B, F)),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_each_key_changes_what_it_names(
+    keys: dict[str, str], expected: tuple[str, str, str, str], zero: int, ranks: Any
+) -> None:
+    parameter, gradient, reduce, optimizer = (f"torch.{dtype}" for dtype in expected)
+    wire = {"reduce_scatter": {reduce}, "all_reduce": set(), "all_gather": {parameter}}
+    if not zero:
+        wire = {"reduce_scatter": set(), "all_reduce": {reduce}, "all_gather": set()}
+    wanted = {
+        "parameter": {parameter},
+        "gradient": {gradient},
+        "master": {optimizer},
+        "state": {optimizer},
+        **wire,
+    }
+    for rank, found in enumerate(ranks(2).run(observe, make_config(precision=keys, optimizer={"zero": zero}))):
+        for kind, dtypes in wanted.items():
+            assert found[kind] == dtypes, f"rank {rank}: {kind} is {found[kind]}, precision says {dtypes}"
