@@ -1,4 +1,4 @@
-"""Query, key and value in one matmul against three, gate and up in one against two: the same block, forward and back."""
+"""Q, K, V in one matmul against three, gate and up in one against two: the same block, forward and backward."""
 
 from __future__ import annotations
 
