@@ -1,0 +1,119 @@
+"""Whatever the layout: the same canonical tensors, the same folder to the byte, the same sample."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint import canonical, export, export_hugging_face
+from shardwise.config import Config
+from shardwise.mesh import Mesh
+from shardwise.models import Llama, build_model
+from shardwise.placement import placements
+from shardwise.train.sample import continue_text
+from tests.dist.training import make_config
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "one-kv-head": {"num_key_value_heads": 1},
+}
+# (ranks, TP, sequence parallelism): what is not TP is data parallelism.
+LAYOUTS = {
+    "tp2": (2, 2, False),
+    "tp4": (4, 4, False),
+    "tp4-sp": (4, 4, True),
+    "tp2-dp2": (4, 2, False),
+    "dp2": (2, 1, False),
+}
+
+
+def config(variant: str, tensor: int = 1, sequence: bool = False) -> Config:
+    model = {"initializer_range": 0.3, **VARIANTS[variant]}
+    return make_config(model=model, parallel={"tensor": tensor, "sequence": sequence})
+
+
+def build(chosen: Config) -> tuple[Llama, Mesh]:
+    """The model, with rubbish in the rows by which the vocabulary is padded."""
+    mesh = Mesh(tensor=chosen.parallel.tensor, device="cpu")
+    sequence = chosen.parallel.sequence and mesh.tp.size > 1
+    model = build_model(chosen.model, mesh, sequence_parallel=sequence, seed=5, dtype=torch.float32)
+    with torch.no_grad():
+        for _, parameter, placement in placements(model):
+            inside = torch.zeros_like(parameter, dtype=torch.bool)
+            for piece in placement.pieces:
+                inside[piece.local.slices] = True
+            parameter[~inside] = 1e4
+    return model, mesh
+
+
+def digests(chosen: Config) -> dict[str, str]:
+    """Of each canonical tensor, as this rank sees it."""
+    model, mesh = build(chosen)
+    return {
+        name: f"{tuple(tensor.shape)} {hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()}"
+        for name, tensor in canonical(model, mesh)
+    }
+
+
+def write(chosen: Config, folder: Path) -> int:
+    """Export; returns how many files this rank wrote."""
+    model, mesh = build(chosen)
+    written: list[Path] = []
+    save = export.save_file
+
+    def counting(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+        written.append(path)
+        save(tensors, path, **options)
+
+    export.save_file = counting
+    try:
+        export_hugging_face(model, chosen.model, mesh, folder, max_shard_bytes=60_000)
+    finally:
+        export.save_file = save
+    return len(written)
+
+
+def sample(chosen: Config, window: int) -> list[int]:
+    model, mesh = build(chosen)
+    return continue_text(model, mesh, [3, 1, 4, 1, 5], 12, window=window, seed=7)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_canonical_tensors_are_those_of_one_process(layout: str, variant: str, ranks: Any) -> None:
+    world, tensor, sequence = LAYOUTS[layout]
+    wanted = digests(config(variant))
+    assert ("lm_head.weight" in wanted) != (variant == "tied-biased")
+    for rank, found in enumerate(ranks(world).run(digests, config(variant, tensor, sequence))):
+        assert list(found) == list(wanted), f"rank {rank} has other tensors, or another order"
+        differing = [name for name in wanted if found[name] != wanted[name]]
+        assert not differing, f"{layout}, rank {rank}: {differing} differ from one process"
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp4-sp", "tp2-dp2"])
+def test_the_folder_is_that_of_one_process(layout: str, ranks: Any, tmp_path: Path) -> None:
+    world, tensor, sequence = LAYOUTS[layout]
+    write(config("untied"), tmp_path / "one")
+    written = ranks(world).run(write, config("untied", tensor, sequence), tmp_path / "many")
+    assert [count > 0 for count in written] == [True] + [False] * (world - 1), "one rank writes, once (fault 10)"
+    one, many = contents(tmp_path / "one"), contents(tmp_path / "many")
+    assert "model.safetensors.index.json" in one
+    assert many == one, f"{layout} writes other bytes than one process"
+
+
+@pytest.mark.parametrize("window", [8, 64])
+@pytest.mark.parametrize("layout", ["tp2", "tp4-sp"])
+def test_the_sample_is_that_of_one_process(layout: str, window: int, ranks: Any) -> None:
+    """With a window of 8 the context slides; its length, 5 to 8, is filled up where it does not divide by TP."""
+    world, tensor, sequence = LAYOUTS[layout]
+    wanted = sample(config("untied"), window)
+    assert len(set(wanted)) > 3, "a sample that repeats one token shows nothing"
+    for rank, found in enumerate(ranks(world).run(sample, config("untied", tensor, sequence), window)):
+        assert found == wanted, f"rank {rank} of {layout} continues the text in another way"
