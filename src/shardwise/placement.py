@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -184,6 +184,21 @@ def make_parameter(
     if parameter.device.type != "meta":
         initialize_(parameter, placement, _agreed_seed(group, parameter.device) if seed is None else seed)
     return parameter
+
+
+class PlacedModule(nn.Module):
+    """A layer whose parameters keep their records where torch makes them anew, as `to_empty` does."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PlacedModule:
+        before = {name: p.placement for name, p in self._parameters.items() if isinstance(p, PlacedParameter)}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, record in before.items():
+            made = self._parameters[name]
+            if made is not None and not isinstance(made, PlacedParameter):
+                placed = PlacedParameter(made.detach(), made.requires_grad)
+                placed.placement = record
+                self._parameters[name] = placed
+        return self
 
 
 def of(parameter: Tensor) -> Placement | None:

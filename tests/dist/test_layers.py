@@ -364,9 +364,11 @@ def copied_model_keeps_its_records() -> list[bool]:
     copied = copy.deepcopy(model)
     same = [placement.of(a) is placement.of(b) for a, b in zip(model.parameters(), copied.parameters(), strict=True)]
     x = torch.ones(2, 1, 4)
-    return [*same, torch.equal(model(x), copied(x)), copied[0].group is model[0].group]
+    emptied = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    kept = [placement.of(a) is placement.of(b) for a, b in zip(model.parameters(), emptied.parameters(), strict=True)]
+    return [*same, *kept, torch.equal(model(x), copied(x)), copied[0].group is model[0].group]
 
 
-def test_a_copied_model_is_cut_as_its_original(ranks: Any) -> None:
+def test_a_copied_or_emptied_model_is_cut_as_its_original(ranks: Any) -> None:
     for rank, facts in enumerate(ranks(2).run(copied_model_keeps_its_records)):
         assert all(facts), f"rank {rank}: records, output or group of the copy differ: {facts}"

@@ -16,7 +16,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "dynamic": ("original_max_position_embeddings",),
     "yarn": (
         "attention_factor",
         "beta_fast",

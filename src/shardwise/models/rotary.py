@@ -25,8 +25,7 @@ def frequencies(config: LlamaConfig, sequence_length: int) -> tuple[Tensor, floa
     kind = scaling.get("rope_type", "default")
     d, base, longest = config.head_dim, config.rope_theta, config.max_position_embeddings
     if kind == "dynamic":
-        trained = scaling.get("original_max_position_embeddings") or longest
-        stretch = scaling["factor"] * max(sequence_length, trained) / trained - (scaling["factor"] - 1)
+        stretch = scaling["factor"] * max(sequence_length, longest) / longest - (scaling["factor"] - 1)
         base *= stretch ** (d / (d - 2))
     powers = base ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d)
     plain = 1.0 / powers

@@ -6,14 +6,14 @@ from typing import Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise import comm, placement
 from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 
 
-class ParallelEmbedding(nn.Module):
+class ParallelEmbedding(placement.PlacedModule):
     """Rows of an embedding table shared out over a group: rank r holds `ceil(V/g)` rows, the last ones padded with
     zeros.
 

@@ -13,7 +13,7 @@ from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
 from shardwise.parallel.matmul import linear
 
 
-class ParallelLMHead(nn.Module):
+class ParallelLMHead(placement.PlacedModule):
     """`logits = x Wᵀ` with W `[V, H]` cut along the vocabulary: rank r holds `ceil(V/g)` rows, the last ones padded.
 
     `tied_weight`: the embedding's local weight, which has the same rows, instead of a weight of its own.

@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise import comm, placement
 from shardwise.mesh import Group
@@ -54,7 +54,7 @@ def full_name(name: str | None, leaf: str, seed: int | None) -> str:
     return f"{name or ''}.{leaf}"
 
 
-class _ColumnParallel(nn.Module):
+class _ColumnParallel(placement.PlacedModule):
     """One matmul for several linear maps of the same input, each cut along its outputs.
 
     weight: `[Σ outputs · copies / g, I]`. The parts stand one after the other in the local tensor.
@@ -239,7 +239,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         return q, k, v
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(placement.PlacedModule):
     """`Y = Σ_r X_r A_rᵀ + b` with A cut along its inputs: rank r holds `A[:, r·I/g : (r+1)·I/g]`.
 
     Forward: x `[S, B, I/g]` with `input_is_parallel`, else `[S, B, I]` which is split here; returns `[S, B, O]`, or

@@ -18,7 +18,7 @@ from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
 from shardwise.placement import Init
 
 
-class _Norm(nn.Module):
+class _Norm(placement.PlacedModule):
     def __init__(
         self,
         normalized_shape: int,

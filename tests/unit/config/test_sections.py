@@ -37,7 +37,7 @@ def test_precision_keys_refine_the_mode() -> None:
     [
         "{rope_type: default}",
         "{type: linear, factor: 2}",
-        "{rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 64}",
+        "{rope_type: dynamic, factor: 2.0}",
         "{rope_type: yarn, factor: 4, beta_fast: 32, beta_slow: 1, truncate: false}",
         "{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 64}",
         "{rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 1], long_factor: [2, 2, 2, 2, 2, 2, 2, 2], "
