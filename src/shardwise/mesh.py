@@ -71,12 +71,31 @@ class Group:
 
     @staticmethod
     def of(group: Group | dist.ProcessGroup | None) -> Group:
-        """A `Group` from what a user may pass: one of ours, a process group, or None for a group of one."""
-        return group if isinstance(group, Group) else Group(group)
+        """A `Group` from what a user may pass: one of ours, a process group, or None for a group of one.
+
+        A process group has one `Group` for as long as it is used: layers that share it share its subgroups, and the
+        optimizer's sums over it travel together.
+        """
+        if group is None or isinstance(group, Group):
+            return group or Group()
+        known = _by_process_group.get(id(group))
+        if known is None or known.process_group is not group:
+            known = _by_process_group[id(group)] = Group(group, name="group")
+        return known
 
     @staticmethod
     def world(name: str = "world") -> Group:
-        """All ranks of the job; a group of one where no process group was initialised."""
+        """All ranks of the job; a group of one for a process that was started by itself.
+
+        Raises:
+            RuntimeError: a launcher started several ranks, but no process group was initialised.
+        """
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if launched > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                f"a launcher started {launched} ranks (WORLD_SIZE), and each would train alone: "
+                "call torch.distributed.init_process_group() first, or give group="
+            )
         ready = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return Group(dist.group.WORLD if ready else None, name=name)
 
@@ -107,6 +126,7 @@ class Group:
 
 
 _alive: weakref.WeakSet[Group | Mesh] = weakref.WeakSet()
+_by_process_group: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 
 @atexit.register
@@ -133,6 +153,7 @@ class Mesh:
 
     Raises:
         ValueError: the world size is no multiple of TP × PP.
+        RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
     def __init__(self, *, tensor: int = 1, pipeline: int = 1, device: torch.device | str | None = None) -> None:

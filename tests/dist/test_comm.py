@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import comm
@@ -270,3 +271,15 @@ def test_mesh_axes_are_pipeline_data_tensor(ranks: Any) -> None:
     outcomes = run(ranks, 4, axes, 2, 2)
     assert [outcome["pp"] for outcome in outcomes] == [(0, 2), (1, 3), (0, 2), (1, 3)], "pipeline is the outer axis"
     assert all(outcome["world"] == (0, 1, 2, 3) for outcome in outcomes)
+
+
+def from_process_group() -> None:
+    group, again = Group.of(dist.group.WORLD), Group.of(dist.group.WORLD)
+    assert group is again, "layers that are given the same process group share its subgroups and meters"
+    assert group.split(2) is again.split(2)
+    assert Group.of(group) is group
+    assert Group.of(None) is not Group.of(None)
+
+
+def test_a_process_group_has_one_group(ranks: Any) -> None:
+    ranks(4).run(from_process_group)

@@ -24,6 +24,13 @@ def test_a_world_that_does_not_divide_is_refused() -> None:
         Mesh(tensor=2, pipeline=3, device="cpu")
 
 
+def test_a_launched_process_without_a_process_group_is_told_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for tensor in (1, 2):
+        with pytest.raises(RuntimeError, match=r"started 2 ranks .*\.init_process_group\(\) first"):
+            Mesh(tensor=tensor, device="cpu")
+
+
 def test_joining_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     meshes.join()

@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.environment import Rank, joined
 from shardwise.launch.failure import report_failure
 
-_RANK_0_SPEAKS_SECONDS = 2.0
+_TURN_SECONDS = 2.0
 
 
 def line(text: str = "") -> None:
@@ -41,13 +41,14 @@ def fail(error: ShardwiseError) -> int:
 
 
 def complain_as_rank(place: Rank, text: str, exit_code: int) -> None:
-    """Show a rank's error once for the whole job: through the launcher, else from rank 0 where all ranks meet it."""
+    """Show a rank's error once for the whole job: through the launcher, else from the first rank that meets it."""
     if report_failure(place.rank, text, exit_code):
         return
     if exit_code == ConfigError.exit_code and place.rank != 0:
-        # torchrun ends every rank when the first one exits: rank 0 must get to speak before that.
-        time.sleep(_RANK_0_SPEAKS_SECONDS)
-        return
+        # torchrun ends every rank when the first one exits. Rank 0 speaks for all where it meets the error too; what
+        # only another node meets, its first rank says, and what only this rank meets is still said.
+        time.sleep(_TURN_SECONDS * (2 if place.local_rank else 1))
+        text = f"rank {place.rank}: {text}"
     complain(text)
 
 

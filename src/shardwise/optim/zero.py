@@ -8,7 +8,6 @@ keeps only their state.
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -88,7 +87,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         require_elementwise(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
         self.grad_clipping, self.max_norm = grad_clipping, max_norm
-        self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else _world()
+        self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else Group.world("dp")
         self._world = mesh.world if mesh is not None else self.group
         self._has_mesh = mesh is not None
         self.shard, self._average = shard, average
@@ -404,16 +403,6 @@ class _Hook:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._on_gradient(parameter)
-
-
-def _world() -> Group:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1 and not dist.is_initialized():
-        raise RuntimeError(
-            f"a launcher started {ranks} ranks (WORLD_SIZE), and each would train alone: "
-            "call torch.distributed.init_process_group() first, or give group="
-        )
-    return Group.world("dp")
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -10,11 +10,9 @@ from shardwise.errors import RunError
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import placements
 
-_CHUNK = 2**22
-"""Elements widened to 64 bits at a time: 64 MiB with their positions."""
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
-"""Elements that are digested at once: bounds the int64 copies."""
+"""Elements widened to 64 bits at a time: 64 MiB with their positions."""
 
 
 @torch.no_grad()
@@ -27,10 +25,11 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
     for _, parameter, placement in placements(model):
         for piece in placement.pieces:
-            held = parameter[piece.local.slices]
-            for group in (mesh.dp, piece.copies):
-                if group.size > 1:
-                    by_group.setdefault(group, []).append((piece.name, _digest(held)))
+            groups = [group for group in (mesh.dp, piece.copies) if group.size > 1]
+            if groups:
+                digest = _digest(parameter[piece.local.slices])
+                for group in groups:
+                    by_group.setdefault(group, []).append((piece.name, digest))
     problems = []
     for group, entries in by_group.items():
         everyone = comm.all_gather(torch.stack([digest for _, digest in entries]).unsqueeze(0), group)
