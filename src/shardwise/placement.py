@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -187,18 +188,30 @@ def make_parameter(
 
 
 class PlacedModule(nn.Module):
-    """A layer whose parameters keep their records where torch makes them anew, as `to_empty` does."""
+    """A layer whose parameters keep their records where torch makes them anew.
+
+    `to_empty` does, and `load_state_dict(…, assign=True)`.
+    """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PlacedModule:
+        with self._keeping_records():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._keeping_records():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    @contextmanager
+    def _keeping_records(self) -> Iterator[None]:
         before = {name: p.placement for name, p in self._parameters.items() if isinstance(p, PlacedParameter)}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        yield
         for name, record in before.items():
             made = self._parameters[name]
             if made is not None and not isinstance(made, PlacedParameter):
                 placed = PlacedParameter(made.detach(), made.requires_grad)
                 placed.placement = record
                 self._parameters[name] = placed
-        return self
 
 
 def of(parameter: Tensor) -> Placement | None:

@@ -366,9 +366,11 @@ def copied_model_keeps_its_records() -> list[bool]:
     x = torch.ones(2, 1, 4)
     emptied = copy.deepcopy(model).to("meta").to_empty(device="cpu")
     kept = [placement.of(a) is placement.of(b) for a, b in zip(model.parameters(), emptied.parameters(), strict=True)]
-    return [*same, *kept, torch.equal(model(x), copied(x)), copied[0].group is model[0].group]
+    emptied.load_state_dict(model.state_dict(), assign=True)
+    kept += [placement.of(a) is placement.of(b) for a, b in zip(model.parameters(), emptied.parameters(), strict=True)]
+    return [*same, *kept, torch.equal(model(x), emptied(x)), torch.equal(model(x), copied(x)), copied[0].group is model[0].group]
 
 
-def test_a_copied_or_emptied_model_is_cut_as_its_original(ranks: Any) -> None:
+def test_a_copied_emptied_or_loaded_model_is_cut_as_its_original(ranks: Any) -> None:
     for rank, facts in enumerate(ranks(2).run(copied_model_keeps_its_records)):
         assert all(facts), f"rank {rank}: records, output or group of the copy differ: {facts}"

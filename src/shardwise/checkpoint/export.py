@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.checkpoint.canonical import canonical
 from shardwise.config import LlamaConfig
+from shardwise.data import special_token_ids
 from shardwise.mesh import Mesh
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -42,8 +43,8 @@ def export_hugging_face(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             _write_weights(tensors, partial, max_shard_bytes)
-            dtype = next(model.parameters()).dtype
-            (partial / "config.json").write_text(json.dumps(hugging_face_config(config, dtype), indent=2) + "\n")
+            described = hugging_face_config(config, next(model.parameters()).dtype, tokenizer)
+            (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
             for file in sorted(tokenizer.iterdir()) if tokenizer else ():
                 shutil.copy(file, partial / file.name)
             shutil.rmtree(folder, ignore_errors=True)
@@ -54,14 +55,20 @@ def export_hugging_face(
     comm.barrier(mesh.world)
 
 
-def hugging_face_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The model's `config.json`."""
+def hugging_face_config(config: LlamaConfig, dtype: torch.dtype, tokenizer: Path | None = None) -> dict[str, Any]:
+    """The model's `config.json`.
+
+    The ids that begin and end a text are the tokenizer's, or null: left out, transformers would take Llama 2's (1 and
+    2), which are letters in most vocabularies, and generation would stop there.
+    """
     fields = config.model_dump(mode="json", exclude={"family"})
+    special = special_token_ids(tokenizer) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "torch_dtype": str(dtype).removeprefix("torch."),
         **fields,
+        **special,
     }
 
 

@@ -2,6 +2,6 @@
 
 from shardwise.data.preparation import PreparedData, prepare
 from shardwise.data.sampler import IGNORE, Batch, Sampler, TokenBatches
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokenizer import Tokenizer, special_token_ids
 
-__all__ = ["IGNORE", "Batch", "PreparedData", "Sampler", "TokenBatches", "Tokenizer", "prepare"]
+__all__ = ["IGNORE", "Batch", "PreparedData", "Sampler", "TokenBatches", "Tokenizer", "prepare", "special_token_ids"]

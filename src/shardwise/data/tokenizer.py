@@ -58,6 +58,11 @@ class Tokenizer:
             raise DataError(f"{file} is not a tokenizer that Hugging Face tokenizers can read: {error}") from error
         return cls(backend, _find_end(backend, file))
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token, None where the vocabulary lacks it."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
@@ -138,6 +143,17 @@ def user_tokenizer_digest(path: str) -> str:
     return digest.hexdigest()
 
 
+def special_token_ids(folder: Path) -> dict[str, int | None]:
+    """`bos_token_id` and `eos_token_id`, as a model's config.json names them; None where the tokenizer has none.
+
+    Raises:
+        DataError: as `Tokenizer.load`.
+    """
+    tokenizer = Tokenizer.load(folder)
+    begins = [tokenizer.token_id(token) for token in _named_tokens(_tokenizer_file(folder), "bos_token")]
+    return {"bos_token_id": begins[0] if begins else None, "eos_token_id": tokenizer.end_of_document_id}
+
+
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:
     """Copies the user's tokenizer into `folder`, with the configuration that transformers needs where it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,9 +205,8 @@ def _target_name(file: Path) -> str:
 
 
 def _find_end(backend: tokenizers.Tokenizer, file: Path) -> str:
-    named = [_named_end(companion) for companion in _files(file) if companion.name in (_CONFIG, _SPECIAL)]
-    for token in [*named, *_KNOWN_ENDS]:
-        if token is not None and backend.token_to_id(token) is not None:
+    for token in [*_named_tokens(file, "eos_token"), *_KNOWN_ENDS]:
+        if backend.token_to_id(token) is not None:
             return token
     raise DataError(
         f"{file} has no token that ends a document (none of {', '.join(_KNOWN_ENDS)}): name one as eos_token in "
@@ -199,11 +214,17 @@ def _find_end(backend: tokenizers.Tokenizer, file: Path) -> str:
     )
 
 
-def _named_end(path: Path) -> str | None:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    token = values.get("eos_token") if isinstance(values, dict) else None
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+def _named_tokens(file: Path, role: str) -> list[str]:
+    """The tokens that the files beside a tokenizer give a role, such as `eos_token`."""
+    found: list[str] = []
+    for path in _files(file):
+        if path.name not in (_CONFIG, _SPECIAL):
+            continue
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}") from None
+        token = values.get(role) if isinstance(values, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        found += [token] if isinstance(token, str) else []
+    return found

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.checkpoint import canonical, export, export_hugging_face
 from shardwise.config import LlamaConfig
+from shardwise.data.tokenizer import train_tokenizer
 from shardwise.mesh import Mesh
 from shardwise.models import Llama, build_model
 
@@ -25,6 +26,7 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -120,15 +122,33 @@ def test_shards_have_an_index_and_stay_small(tmp_path: Path) -> None:
     assert all(torch.equal(theirs[name], tensor) for name, tensor in whole.items())
 
 
-def test_the_tokenizer_is_copied(tmp_path: Path) -> None:
-    model, config, mesh = build()
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").write_text("{}")
-    export_hugging_face(model, config, mesh, tmp_path / "model", tokenizer=tokenizer)
+def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_path: Path) -> None:
+    """Without them transformers would end a text at Llama 2's `</s>`, id 2: in this vocabulary a letter."""
+    model, config, mesh = build(vocab_size=300)
+    text = [path.read_text() for path in sorted(Path(json.__file__).parent.glob("*.py"))]
+    tokenizer = train_tokenizer(text, 300, "json")
+    tokenizer.save(tmp_path / "tokenizer")
+    special = [json.loads((tmp_path / "tokenizer" / name).read_text()) for name in COMPANIONS]
+    for values in special:
+        values["bos_token"] = {"content": "a", "lstrip": False}
+    for name, values in zip(COMPANIONS, special, strict=True):
+        (tmp_path / "tokenizer" / name).write_text(json.dumps(values))
+    export_hugging_face(model, config, mesh, tmp_path / "model", tokenizer=tmp_path / "tokenizer")
     assert {path.name for path in (tmp_path / "model").iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json",
+        "config.json", "model.safetensors", "tokenizer.json", *COMPANIONS,
     }  # fmt: skip
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for found in (theirs.config, theirs.generation_config):
+        assert found.eos_token_id == tokenizer.end_of_document_id
+        assert found.bos_token_id == tokenizer.token_id("a")
+
+
+def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
+    model, config, mesh = build()
+    export_hugging_face(model, config, mesh, tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert theirs.config.eos_token_id is theirs.config.bos_token_id is None
+    assert theirs.generation_config.eos_token_id is None
 
 
 def test_the_folder_appears_complete_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
