@@ -8,10 +8,6 @@ PYTHON_M := .venv/bin/python -m
 ARGS ?=
 export PYTHON
 
-# The quickstart shows tensor and sequence parallelism on CPU ranks; with accelerators it runs one rank on each.
-ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/neuron*)
-LAYOUT := $(if $(ACCELERATORS),parallel.tensor=1 parallel.sequence=false)
-
 # Creates .venv, or does nothing when it is complete. TORCH=2.11.0 chooses another torch than the one installed.
 ifdef TORCH
 env:
@@ -24,7 +20,7 @@ endif
 	@scripts/env.sh
 
 train: env
-	@.venv/bin/shardwise train quickstart $(LAYOUT) $(ARGS)
+	@.venv/bin/shardwise train quickstart $$(.venv/bin/python scripts/quickstart_layout.py) $(ARGS)
 
 test: env
 	$(PYTHON_M) pytest $(ARGS)

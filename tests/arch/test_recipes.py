@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.quickstart_layout import overrides
 from shardwise.config import load_config
 from tests.arch.source import PACKAGE
 
@@ -42,3 +43,13 @@ def test_printed_recipe_is_the_shipped_file(recipe: str, tmp_path: Path) -> None
     result = subprocess.run([script, "recipes", recipe], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout == (PACKAGE / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("accelerators", [1, 2, 3, 4, 6, 8, 16])
+def test_the_quickstart_runs_on_any_number_of_accelerators(accelerators: int) -> None:
+    layout = load_config("quickstart", overrides(accelerators)).check(accelerators)
+    assert (layout.data, layout.tensor) == (accelerators, 1)
+
+
+def test_without_accelerators_the_quickstart_is_the_recipe() -> None:
+    assert overrides(0) == []
