@@ -15,21 +15,24 @@ Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite f
 "inf" or "-inf", which Python's `float()` reads back (null stays free to mean "unknown").
 """
 
+import contextlib
 import json
 import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.units import size
 
 RUNS = Path("runs")
 _REDACTED = "(redacted)"
@@ -66,16 +69,31 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
     """
     stamp = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(recipe).name.removesuffix(".yaml").removesuffix(".yml"))
-    root.mkdir(parents=True, exist_ok=True)
     attempt = 1
     while True:
         path = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
         try:
-            path.mkdir()
+            with _making(path):
+                root.mkdir(parents=True, exist_ok=True)
+                path.mkdir()
         except FileExistsError:
             attempt += 1
         else:
             return path
+
+
+@contextlib.contextmanager
+def _making(path: Path) -> Iterator[None]:
+    """Turns a failure to make `path` into a sentence for the user; that it exists is the caller's to judge."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be made: {error.strerror or error}; start in a folder that can be written, with --run-dir "
+            "in one too"
+        ) from None
 
 
 class JsonLines:
@@ -127,8 +145,8 @@ class RunDirectory:
         """Whether a run was started here: an empty or merely reserved folder holds none."""
         return self.config.exists() or self.metrics.exists() or self.results.exists()
 
-    def create(self) -> "RunDirectory":
-        """Makes the folders. ConfigError when the path is no folder or already holds a run."""
+    def require_free(self) -> None:
+        """ConfigError when the path is no folder or already holds a run."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"--run-dir ({self.path}) must be a folder, it is a file: choose another path")
         if self.holds_run:
@@ -136,21 +154,36 @@ class RunDirectory:
                 f"--run-dir ({self.path}) already holds a run: choose a new folder, or leave --run-dir out and "
                 f"one is named {RUNS}/RECIPE-YYYYMMDD-HHMMSS"
             )
-        for folder in ("ranks", "logs"):
-            (self.path / folder).mkdir(parents=True, exist_ok=True)
+
+    def create(self) -> "RunDirectory":
+        """Makes the folders. ConfigError when the path is not free or cannot be written."""
+        self.require_free()
+        with _making(self.path):
+            for folder in ("ranks", "logs"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
         return self
+
+    def require_room(self, needed: int) -> None:
+        """ConfigError when the disk under the folder has fewer than `needed` bytes left."""
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            raise ConfigError(
+                f"the free disk space under {self.path} ({size(free)}) must be at least what the final weights take "
+                f"({size(needed)}): make room, or set --run-dir to another disk"
+            )
 
     def mark_latest(self, root: Path = RUNS) -> None:
         """Points `root`/latest to this run, atomically; the link is relative when the run lies in `root`."""
         link = root / "latest"
         if link.exists() and not link.is_symlink():
             raise ConfigError(f"{link} must be a symbolic link, which each run replaces: move what is there away")
-        root.mkdir(parents=True, exist_ok=True)
         inside = self.path.resolve().parent == root.resolve()
         temporary = root / f".latest.{os.getpid()}.tmp"
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(self.path.name if inside else self.path.resolve(), target_is_directory=True)
-        temporary.replace(link)
+        with _making(link):
+            root.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(self.path.name if inside else self.path.resolve(), target_is_directory=True)
+            temporary.replace(link)
 
     def write_config(self, yaml_text: str) -> None:
         write_atomic(self.config, yaml_text)

@@ -50,6 +50,25 @@ def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "notes.txt").create()
 
 
+def test_a_folder_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    inside = tmp_path / "file/runs"
+    for make in (
+        lambda: runlog.new_run_path("quickstart", inside),
+        lambda: RunDirectory(inside / "run").create(),
+        lambda: RunDirectory(tmp_path / "run").mark_latest(inside),
+    ):
+        with pytest.raises(ConfigError, match=r"file/runs.* cannot be made: Not a directory; start in a folder"):
+            make()
+
+
+def test_the_final_weights_must_fit_on_the_disk(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.require_room(1)
+    with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):
+        run.require_room(2**63)
+
+
 def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for name in ("one", "two"):

@@ -42,13 +42,17 @@ def export_hugging_face(
             partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            _write_weights(tensors, partial, max_shard_bytes)
-            described = hugging_face_config(config, next(model.parameters()).dtype, tokenizer)
-            (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-            for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-                shutil.copy(file, partial / file.name)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.replace(folder)
+            try:
+                _write_weights(tensors, partial, max_shard_bytes)
+                described = hugging_face_config(config, next(model.parameters()).dtype, tokenizer)
+                (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+                for file in sorted(tokenizer.iterdir()) if tokenizer else ():
+                    shutil.copy(file, partial / file.name)
+                shutil.rmtree(folder, ignore_errors=True)
+                partial.replace(folder)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
         else:
             for _ in tensors:
                 pass

@@ -46,7 +46,7 @@ def run_rank(config: Config, recipe: str, run_path: Path | None, place: Rank) ->
         from shardwise.data import prepare
 
         prepare(config, announce=output.progress if place.local_rank == 0 else None)
-    if run_path is not None:
+    elif run_path is not None:
         stdio.redirect(place.rank, RunDirectory(run_path).log(place.rank))
     failure = _train(config, recipe, run_path, place.rank)
     if failure is None:

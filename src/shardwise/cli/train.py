@@ -77,10 +77,11 @@ def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_di
     from shardwise.launch.local import launch
     from shardwise.runlog import RunDirectory, new_run_path
 
-    if run_dir is not None and (run_dir.is_file() or RunDirectory(run_dir).holds_run):
-        raise ConfigError(f"--run-dir ({run_dir}) must be a new or an empty folder")
+    if run_dir is not None:
+        RunDirectory(run_dir).require_free()
     prepare(config, announce=output.progress)
     run_path = run_dir if run_dir is not None else new_run_path(recipe)
+    RunDirectory(run_path).create()
     if nproc == 1:
         from shardwise.cli.rank import run_alone
 

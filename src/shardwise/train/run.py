@@ -6,12 +6,13 @@ import importlib.metadata
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from shardwise import __version__, comm
 from shardwise import device as devices
 from shardwise.checkpoint import export_hugging_face
 from shardwise.config import Config, Layout, dump_yaml
-from shardwise.cost.memory import MemoryEstimate, expected_memory
+from shardwise.cost.memory import MemoryEstimate, expected_memory, final_weights_bytes
 from shardwise.cost.params import parameter_count
 from shardwise.data import PreparedData, Tokenizer, prepare
 from shardwise.errors import ConfigError, RunError
@@ -59,6 +60,7 @@ def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Me
         try:
             chosen = run_path or new_run_path(recipe)
             directory = RunDirectory(chosen).create()
+            directory.require_room(final_weights_bytes(config, mesh.device.type != "cpu"))
             directory.write_config(dump_yaml(config.model_dump(mode="json")))
             directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
             directory.mark_latest()
@@ -69,8 +71,7 @@ def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Me
         raise ConfigError(problem)
     assert chosen is not None
     directory = RunDirectory(chosen)
-    if run_path is None:
-        stdio.redirect(mesh.world.rank, directory.log(mesh.world.rank))
+    stdio.redirect(mesh.world.rank, directory.log(mesh.world.rank))
     return directory
 
 
@@ -103,7 +104,10 @@ def _train(
         trainer.run()
         progress.phase = "export of the weights"
         folder = directory.checkpoint(progress.step)
-        export_hugging_face(trainer.model, config.model, mesh, folder, tokenizer=data.tokenizer_path)
+        try:
+            export_hugging_face(trainer.model, config.model, mesh, folder, tokenizer=data.tokenizer_path)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"the final weights could not be written to {folder}: {error}") from error
         progress.phase = "generation of the sample"
         sample = _sample(config, trainer, data)
         comm.barrier(mesh.world)

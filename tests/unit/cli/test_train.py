@@ -82,11 +82,11 @@ def test_default_number_of_ranks(
 
 def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -> None:
     assert (
-        main(["train", "--run-dir", "out", "quickstart", "train.steps=30", "--nproc", "4", "train.micro_batch=8"]) == 0
+        main(["train", "--run-dir", "out", "quickstart", "train.steps=30", "--nproc", "4", "train.micro_batch=4"]) == 0
     )
     ((command, nproc, run_path),) = started
     assert (nproc, run_path) == (4, Path("out"))
-    assert command[6:8] == ["train.steps=30", "train.micro_batch=8"]
+    assert command[6:8] == ["train.steps=30", "train.micro_batch=4"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -
             ["--nproc", "4", "train.micro_batch=1"],
             "--nproc (4) must be at most the number of accelerators",
         ),
-        (("cpu", 0), ["--run-dir", "old"], "--run-dir (old) must be a new or an empty folder"),
+        (("cpu", 0), ["--run-dir", "old"], "--run-dir (old) already holds a run: choose a new folder"),
     ],
 )
 def test_mistakes_start_nothing(
