@@ -84,6 +84,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     ) -> None:
         if grad_clipping and not max_norm > 0:
             raise ValueError(f"max_norm ({max_norm}) must be positive; grad_clipping=False turns clipping off")
+        if not bucket_mib > 0:
+            raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         require_elementwise(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
         self.grad_clipping, self.max_norm = grad_clipping, max_norm

@@ -22,7 +22,7 @@ class ParallelEmbedding(placement.PlacedModule):
     all-reduce, or with sequence parallelism a reduce-scatter (its gradient: an all-gather). Padding rows receive no
     gradient.
 
-    `padding_idx`: an id whose row receives no gradient.
+    `padding_idx`: an id whose row receives no gradient; one below 0 counts from the end, as in `torch.nn.Embedding`.
     """
 
     def __init__(
@@ -37,7 +37,10 @@ class ParallelEmbedding(placement.PlacedModule):
     ) -> None:
         super().__init__()
         self.group = group = Group.of(options.get("group"))
-        self.num_embeddings, self.padding_idx = num_embeddings, padding_idx
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
+        self.num_embeddings = num_embeddings
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         piece = placement.rows(full_name(name, "weight", seed), (num_embeddings, embedding_dim), group, init)

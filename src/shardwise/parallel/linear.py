@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import comm, placement
+from shardwise.errors import listing
 from shardwise.mesh import Group
 from shardwise.parallel.matmul import linear
 from shardwise.placement import Init
@@ -43,7 +44,15 @@ class LayerOptions(TensorOptions, total=False):
 
 
 def tensor_options(options: LayerOptions) -> TensorOptions:
-    """The part of a layer's keywords that its parameters take."""
+    """The part of a layer's keywords that its parameters take.
+
+    Raises:
+        TypeError: a keyword that no layer takes.
+    """
+    known = LayerOptions.__optional_keys__
+    for name in options:
+        if name not in known:
+            raise TypeError(f"unknown keyword {name}: beside its own a layer takes {listing(sorted(known))}")
     return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
 
 

@@ -84,6 +84,12 @@ def test_max_norm_must_be_positive(max_norm: float) -> None:
         ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, max_norm=max_norm)
 
 
+@pytest.mark.parametrize("size", [0, -1.0, float("nan")])
+def test_bucket_size_must_be_positive(size: float) -> None:
+    with pytest.raises(ValueError, match=r"bucket_mib \(.*\) must be positive"):
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW, bucket_mib=size)
+
+
 def test_norm_of_many_elements_is_exact() -> None:
     """One float32 sum over so many squares is off by more than 1e-4 on the CPU."""
     weight = nn.Parameter(torch.ones(20_000_003))

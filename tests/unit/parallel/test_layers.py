@@ -57,6 +57,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: GQAQKVColumnParallelLinear(8, (16, 2), head_dim=4),
         "key/value size (2) must be a multiple of head_dim (4)",
     ),
+    "padding row": (lambda: ParallelEmbedding(8, 4, 8), "padding_idx (8) must be in [-8, 8)"),
     "names": (
         lambda: MergedColumnParallelLinear(8, (8, 8), names=("a",)),
         "zip() argument",
@@ -134,6 +135,7 @@ def test_arguments_come_in_the_tutorials_order() -> None:
     assert row.bias is None
     assert row.input_is_parallel
     assert ParallelEmbedding(10, 4, 3).padding_idx == 3
+    assert ParallelEmbedding(10, 4, -1).padding_idx == 9
     assert LayerNorm(4, 0.5).eps == RMSNorm(4, 0.5).eps == 0.5
 
 
@@ -165,3 +167,24 @@ def test_layers_say_what_they_are() -> None:
     )
     assert "9 rows, weight=(3, 4)" in repr(ParallelEmbedding(9, 4, group=FOUR, name="e", seed=1))
     assert "4, eps=1e-05" in repr(LayerNorm(4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: ColumnParallelLinear(4, 8, **options),
+        lambda **options: MergedColumnParallelLinear(4, (8, 8), names=("a", "b"), **options),
+        lambda **options: GQAQKVColumnParallelLinear(4, (8, 4), head_dim=4, **options),
+        lambda **options: RowParallelLinear(4, 8, **options),
+        lambda **options: ParallelEmbedding(4, 8, **options),
+        lambda **options: ParallelLMHead(4, 8, **options),
+        lambda **options: LayerNorm(4, **options),
+        lambda **options: RMSNorm(4, **options),
+    ],
+)
+def test_a_keyword_that_no_layer_takes_is_refused(make: Callable[..., nn.Module]) -> None:
+    """Swallowed, it would train another model than was asked for."""
+    with pytest.raises(
+        TypeError, match="unknown keyword sequence_parallel: beside its own a layer takes device, dtype, group"
+    ):
+        make(sequence_parallel=True)
