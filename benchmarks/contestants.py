@@ -137,14 +137,10 @@ class Transformers:
 
 
 class DistributedDataParallel(Transformers):
-    """Under torch DDP, with its defaults, or with gradients as views of its buckets."""
-
-    def __init__(self, folder: str, *, bucket_views: bool = False) -> None:
-        super().__init__(folder)
-        self._bucket_views = bucket_views
+    """Under torch DDP, with its defaults."""
 
     def wrap(self) -> None:
-        self.model = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=self._bucket_views)
+        self.model = torch.nn.parallel.DistributedDataParallel(self.model)
 
 
 class FullyShard(Transformers):
@@ -183,7 +179,6 @@ CONTESTANTS: dict[str, tuple[str, Callable[[str], Contestant]]] = {
     "zero1": ("shardwise DP 2, ZeRO-1", lambda folder: Shardwise()),
     "zero1_mkl": ("shardwise DP 2, ZeRO-1, MKL matmuls", lambda folder: Shardwise(mkl=True)),
     "ddp": ("HF, torch DDP", DistributedDataParallel),
-    "ddp_views": ("HF, torch DDP, gradients as bucket views", lambda f: DistributedDataParallel(f, bucket_views=True)),
     "fsdp2": ("HF, torch FSDP2", FullyShard),
     "tp": ("shardwise TP 2", lambda folder: Shardwise(tensor=2)),
     "tp_mkl": ("shardwise TP 2, MKL matmuls", lambda folder: Shardwise(tensor=2, mkl=True)),

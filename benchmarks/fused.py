@@ -25,7 +25,7 @@ SIZES = (
     {"hidden": 1024, "heads": 16, "intermediate": 2752, "sequence": 256, "batch": 4},
 )
 LAYOUTS = (("1 process", 1, False), ("TP 2", 2, False), ("TP 2 + SP", 2, True))
-ROUNDS = 8
+ROUNDS = 5
 """Rounds of this section for each one asked for: its steps are short."""
 
 

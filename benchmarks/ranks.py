@@ -17,20 +17,34 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+"""Has glibc give every tensor from 128 KiB on pages of its own, and take them back as soon as it is freed: the peak is
+then that of live tensors, without what a fragmented heap keeps, and the same in every run. Slower."""
 
 
 class RankFailed(RuntimeError):
     """A process ended with an error; the message holds the end of what it said."""
 
 
-def run(module: str, function: str, world: int, *, timeout: float = 600.0, **arguments: Any) -> list[Any]:
-    """Call `module.function(**arguments)` in `world` new processes; their JSON results in rank order."""
+def run(
+    module: str,
+    function: str,
+    world: int,
+    *,
+    timeout: float = 600.0,
+    variables: dict[str, str] | None = None,
+    **arguments: Any,
+) -> list[Any]:
+    """Call `module.function(**arguments)` in `world` new processes; their JSON results in rank order.
+
+    `variables`: environment variables to add.
+    """
+    call = [module, function, json.dumps(arguments)]
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        processes = [_start(Path(folder), rank, world, port, module, function, arguments) for rank in range(world)]
+        processes = [_start(Path(folder), rank, world, port, call, variables or {}) for rank in range(world)]
         try:
             _wait(processes, Path(folder), timeout)
         finally:
@@ -41,7 +55,7 @@ def run(module: str, function: str, world: int, *, timeout: float = 600.0, **arg
 
 
 def _start(
-    folder: Path, rank: int, world: int, port: int, module: str, function: str, arguments: dict[str, Any]
+    folder: Path, rank: int, world: int, port: int, call: list[str], variables: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
@@ -54,9 +68,10 @@ def _start(
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
+        **variables,
     }
     result = folder / f"{rank}.json"
-    command = [sys.executable, str(Path(__file__)), module, function, json.dumps(arguments), str(result)]
+    command = [sys.executable, str(Path(__file__)), *call, str(result)]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
