@@ -54,7 +54,7 @@ def digests(chosen: Config) -> dict[str, str]:
     model, mesh = build(chosen)
     return {
         name: f"{tuple(tensor.shape)} {hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()}"
-        for name, tensor in canonical(model, mesh)
+        for name, tensor in canonical(model)
     }
 
 

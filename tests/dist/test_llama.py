@@ -96,7 +96,7 @@ def train(variant: str, tp: int, sequence: bool) -> tuple[Tensor, float, dict[st
                 assert parameter.grad is not None
                 summed = comm.all_reduce_(parameter.grad[piece.local.slices].clone(), piece.copies)
                 parameter.grad[piece.local.slices] = summed
-    return logits, loss.item(), {name: tensor.clone() for name, tensor in canonical(model, mesh(tp), gradient)}
+    return logits, loss.item(), {name: tensor.clone() for name, tensor in canonical(model, gradient)}
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:

@@ -26,8 +26,8 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[
     found = [float(norm) for norm in trainer.optimizer.norms()]
     meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
     sums = {"calls": sum(meter.calls["all_reduce"] for meter in meters) - before, "micro": len(micro_batches)}
-    gradients = canonical_gradients(trainer.model, trainer.optimizer, mesh)
-    weights = canonical_weights(trainer.model, mesh)
+    gradients = canonical_gradients(trainer.model, trainer.optimizer)
+    weights = canonical_weights(trainer.model)
     wanted = [float(torch.stack([t.norm() for t in of.values()]).norm()) for of in (gradients, weights)]
     trainer.optimizer.zero_grad()
     return found, wanted, sums
@@ -70,7 +70,7 @@ def short_copied_bias() -> list[float]:
     for p in layers.parameters():
         p.grad = torch.ones_like(p)
     found = float(optimizer.norms()[0])
-    return [found, float(nn.utils.get_total_norm(list(canonical_gradients(layers, optimizer, mesh).values())))]
+    return [found, float(nn.utils.get_total_norm(list(canonical_gradients(layers, optimizer).values())))]
 
 
 def test_short_copies_count_once(ranks: Any) -> None:

@@ -65,11 +65,11 @@ def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = 
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
     if uneven:
         _uncount(trainer.batches)
-    weights = {n: t.clone() for n, t in canonical_weights(trainer.model, mesh).items()}
+    weights = {n: t.clone() for n, t in canonical_weights(trainer.model).items()}
     batch = config.train
     micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
     trainer._forward_backward(micro_batches, trainer._counted(micro_batches))
-    gradients = canonical_gradients(trainer.model, trainer.optimizer, mesh)
+    gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()
     records = [trainer.step() for _ in range(steps)]
     outcome = Outcome([r.loss for r in records], [r.grad_norm for r in records], trainer.evaluate())

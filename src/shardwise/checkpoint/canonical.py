@@ -7,24 +7,23 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.mesh import Mesh
 from shardwise.placement import Placement, placements
 
 
 def canonical(
-    model: nn.Module, mesh: Mesh, take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach()
+    model: nn.Module, take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach()
 ) -> Iterator[tuple[str, Tensor]]:
     """Each canonical tensor once, whole, on every rank: `take` of a parameter gives the local tensor to put together.
 
-    Collective over the tensor-parallel ranks. Holds one parameter of all of them at a time.
+    Collective over each parameter's group, as its placement says. Holds one parameter of all its ranks at a time.
     """
     for _, parameter, placement in placements(model):
-        yield from _assemble(take(parameter), placement, mesh)
+        yield from _assemble(take(parameter), placement)
 
 
-def _assemble(local: Tensor, placement: Placement, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    everyone = comm.all_gather(local.unsqueeze(0).contiguous(), mesh.tp)
-    boxes = comm.all_gather_objects([(piece.box, piece.local) for piece in placement.pieces], mesh.tp)
+def _assemble(local: Tensor, placement: Placement) -> Iterator[tuple[str, Tensor]]:
+    everyone = comm.all_gather(local.unsqueeze(0).contiguous(), placement.group)
+    boxes = comm.all_gather_objects([(piece.box, piece.local) for piece in placement.pieces], placement.group)
     for index, piece in enumerate(placement.pieces):
         whole = local.new_empty(piece.shape)
         for rank, held in enumerate(boxes):

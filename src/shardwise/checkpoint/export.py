@@ -37,7 +37,7 @@ def export_hugging_face(
     copied along.
     """
     if mesh.dp.rank == 0:
-        tensors = canonical(model, mesh)
+        tensors = canonical(model)
         if mesh.tp.rank == 0:
             partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)

@@ -14,7 +14,7 @@ from shardwise.cli import output
 from shardwise.config import Config, load_config, recipe_name
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import joined
+from shardwise.launch.environment import joined, unjoined
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     nproc: int | None = arguments.nproc
     config = load_config(recipe, arguments.overrides)
-    place = joined()
+    place, problem = joined(), unjoined()
+    if problem is not None and not arguments.dry_run:
+        raise ConfigError(problem)
     if place is not None and not arguments.dry_run:
         from shardwise.cli.rank import run_rank
 

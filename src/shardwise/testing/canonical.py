@@ -7,22 +7,21 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint import canonical
-from shardwise.mesh import Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 
 
-def canonical_weights(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+def canonical_weights(model: nn.Module) -> dict[str, Tensor]:
     """All canonical weights, on every rank."""
-    return {name: tensor.clone() for name, tensor in canonical(model, mesh)}
+    return {name: tensor.clone() for name, tensor in canonical(model)}
 
 
-def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> dict[str, Tensor]:
+def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:
     """All canonical gradients of the present step on every rank: sums over data parallelism, not averages."""
     optimizer.reduce_gradients()
     for bucket in optimizer.buckets:
         if bucket.sharded:
             comm.all_gather(bucket.gradient, bucket.group, out=bucket.gradients)
-    return {name: tensor.clone() for name, tensor in canonical(model, mesh, _gradient)}
+    return {name: tensor.clone() for name, tensor in canonical(model, _gradient)}
 
 
 def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:

@@ -88,8 +88,9 @@ class Trainer:
         counted = self._counted(micro_batches)
         losses = self._forward_backward(micro_batches, counted)
         self.progress.phase = "gradient reduction"
-        loss = float(comm.all_reduce_(torch.stack(losses).sum(), self.mesh.dp))
-        gradient_norm, parameter_norm = (float(norm) for norm in self.optimizer.norms())
+        global_loss = comm.all_reduce_(torch.stack(losses).sum(), self.mesh.dp)
+        # The step's one wait for the device.
+        loss, gradient_norm, parameter_norm = torch.stack([global_loss, *self.optimizer.norms()]).tolist()
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             self._stop_non_finite(step, loss, gradient_norm, micro_batches, counted)
         self.progress.phase = "optimizer update"

@@ -22,7 +22,13 @@ finally:
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    for name, value in (("RANK", number), ("LOCAL_RANK", number), ("WORLD_SIZE", 2)):
+    for name, value in (
+        ("RANK", number),
+        ("LOCAL_RANK", number),
+        ("WORLD_SIZE", 2),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", 1),
+    ):
         monkeypatch.setenv(name, str(value))
 
 

@@ -26,7 +26,7 @@ config, path = load_config("llama2-tiny"), Path(sys.argv[1])
 place = joined()
 sys.exit(rank.run_alone(config, "r", path) if place is None else rank.run_rank(config, "r", path, place))
 """
-PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 SENTENCES = [
     ("pass", 0, ""),
     ("raise RunError('loss is nan at step 3')", 1, "loss is nan at step 3"),

@@ -138,7 +138,13 @@ def test_bad_data_starts_nothing(
 
 
 def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+    for name, value in (
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "localhost"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     assert main(["train", "quickstart", "--nproc", "4"]) == 2
     assert "--nproc (4) must be left out inside torchrun: the world size is 2" in capsys.readouterr().err
