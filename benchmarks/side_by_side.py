@@ -203,6 +203,6 @@ def _notes(rounds: int, tokens: int, parameters: int, peak: dict[str, float], fi
         "the alternatives do not tell). Of matmul peak: model FLOPs, the causal half of attention counted, over the "
         "measured peak of the routine that the contestant's matmuls run by.",
         f"Matmul peak, measured on both ranks at once with matrices of {PEAK_SIZE:,}: MKL {peak['mkl'] / 1e9:.0f}, "
-        f"shardwise's choice {peak['shardwise'] / 1e9:.0f} GFLOP/s a rank. On CPUs that are not Intel's shardwise gives "
-        "float32 matmuls to oneDNN; the rows with MKL matmuls show what it gains without that.",
+        f"shardwise's choice {peak['shardwise'] / 1e9:.0f} GFLOP/s a rank. On CPUs that are not Intel's shardwise "
+        "gives float32 matmuls to oneDNN; the rows with MKL matmuls show what it gains without that.",
     ]
