@@ -14,9 +14,12 @@ if TYPE_CHECKING:
         ColumnParallelLinear,
         GQAQKVColumnParallelLinear,
         LayerNorm,
+        MergedColumnParallelLinear,
         ParallelEmbedding,
+        ParallelLMHead,
         RMSNorm,
         RowParallelLinear,
+        linear_cross_entropy,
         parallel_cross_entropy,
     )
 
@@ -26,11 +29,14 @@ __all__ = [
     "ColumnParallelLinear",
     "GQAQKVColumnParallelLinear",
     "LayerNorm",
+    "MergedColumnParallelLinear",
     "Mesh",
     "ParallelEmbedding",
+    "ParallelLMHead",
     "RMSNorm",
     "RowParallelLinear",
     "ZeroRedundancyOptimizer",
+    "linear_cross_entropy",
     "parallel_cross_entropy",
 ]
 
