@@ -7,15 +7,17 @@ loaded.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 """Has glibc give every tensor from 128 KiB on pages of its own, and take them back as soon as it is freed: the peak is
@@ -26,84 +28,111 @@ class RankFailed(RuntimeError):
     """A process ended with an error; the message holds the end of what it said."""
 
 
-def run(
-    module: str,
-    function: str,
-    world: int,
-    *,
-    timeout: float = 600.0,
-    variables: dict[str, str] | None = None,
-    **arguments: Any,
-) -> list[Any]:
-    """Call `module.function(**arguments)` in `world` new processes; their JSON results in rank order.
+class Job:
+    """`module.function(**arguments)` in `world` new processes.
+
+    A function returns its result, or it is a generator that waits at each `yield` until it is told to go on: so several
+    jobs can stand ready at once and take turns. Values are JSON.
 
     `variables`: environment variables to add.
     """
-    call = [module, function, json.dumps(arguments)]
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
+
+    def __init__(
+        self, module: str, function: str, world: int, *, variables: dict[str, str] | None = None, **arguments: Any
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-bench-")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        processes = [_start(Path(folder), rank, world, port, call, variables or {}) for rank in range(world)]
-        try:
-            _wait(processes, Path(folder), timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+        call = [module, function, json.dumps(arguments)]
+        self._ranks = [self._start(rank, world, port, call, variables or {}) for rank in range(world)]
+
+    def _start(
+        self, rank: int, world: int, port: int, call: list[str], variables: dict[str, str]
+    ) -> tuple[subprocess.Popen[bytes], IO[bytes], Path]:
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "TRANSFORMERS_VERBOSITY": "error",
+            **variables,
+        }
+        log = Path(self._folder.name) / f"{rank}.log"
+        results, write = os.pipe()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(Path(__file__)), *call, str(write)],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[write],
+            )
+        os.close(write)
+        return process, os.fdopen(results, "rb"), log
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process, results, _ in self._ranks:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+            results.close()
+        self._folder.cleanup()
+
+    def receive(self, timeout: float = 600.0) -> list[Any]:
+        """What each rank returned, or yielded last, in rank order."""
+        end = time.monotonic() + timeout
+        values = []
+        for rank, (process, results, log) in enumerate(self._ranks):
+            ready, _, _ = select.select([results], [], [], max(end - time.monotonic(), 0.0))
+            line = results.readline() if ready else b""
+            if not line:
+                code = process.wait() if ready else None
+                text = log.read_text(errors="replace")[-3000:]
+                what = f"gave no result within {timeout:.0f} s" if code is None else f"ended with {code}"
+                raise RankFailed(f"rank {rank} {what}:\n{text}")
+            values.append(json.loads(line))
+        return values
+
+    def go_on(self) -> list[Any]:
+        """Let every rank run from the `yield` where it stands to the next; what that one yields."""
+        for process, _, _ in self._ranks:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        return self.receive()
 
 
-def _start(
-    folder: Path, rank: int, world: int, port: int, call: list[str], variables: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        **variables,
-    }
-    result = folder / f"{rank}.json"
-    command = [sys.executable, str(Path(__file__)), *call, str(result)]
-    with (folder / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
-    end = time.monotonic() + timeout
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                text = (folder / f"{rank}.log").read_text(errors="replace")
-                raise RankFailed(f"rank {rank} ended with {code}:\n{text[-3000:]}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > end:
-            raise RankFailed(f"no result within {timeout:.0f} s")
-        time.sleep(0.05)
+def run(
+    module: str, function: str, world: int, *, variables: dict[str, str] | None = None, **arguments: Any
+) -> list[Any]:
+    """Call `module.function(**arguments)` in `world` new processes; their results in rank order."""
+    with Job(module, function, world, variables=variables, **arguments) as job:
+        return job.receive()
 
 
 def main() -> None:
-    """In the new process: call the function and leave its result."""
+    """In the new process: call the function and hand over its result, or results."""
     from shardwise.launch.guard import die_with_parent
 
     die_with_parent()
-    module, function, arguments, result = sys.argv[1:]
-    value = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    Path(result).write_text(json.dumps(value))
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    module, function, arguments, descriptor = sys.argv[1:]
+    with os.fdopen(int(descriptor), "w") as results:
+        value = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+        for item in value if inspect.isgenerator(value) else [value]:
+            print(json.dumps(item), file=results, flush=True)
+            if not sys.stdin.readline():
+                return
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from measure import PeakMemory, median
 from report import Report, Table, target
 
 WORLD = 2
-REFERENCE = {"zero1": "ddp", "zero1_mkl": "ddp", "fsdp2": "ddp"}
-REFERENCE |= {"tp": "tp_plan", "tp_mkl": "tp_plan", "tp_sp": "tp_plan"}
+REFERENCE = {"zero1": "ddp", "zero1_mkl": "ddp", "ddp": "ddp", "fsdp2": "ddp"}
+REFERENCE |= {"tp": "tp_plan", "tp_mkl": "tp_plan", "tp_sp": "tp_plan", "tp_plan": "tp_plan"}
+WARMUP, STEPS = 2, 4
 PEAK_SIZE = 2048
 
 
@@ -28,8 +32,8 @@ def write_weights(folder: str) -> None:
     export_hugging_face(Llama(MODEL, seed=SEED), MODEL, Mesh(), Path(folder))
 
 
-def train(name: str, folder: str, warmup: int, steps: int) -> dict[str, Any]:
-    """On one rank: train a contestant; seconds of each step, and what it held at its peak."""
+def train(name: str, folder: str) -> Iterator[dict[str, Any]]:
+    """On one rank: a contestant that takes a step whenever it is its turn, and tells what the step took."""
     import contestants
     import torch.distributed as dist
 
@@ -37,24 +41,23 @@ def train(name: str, folder: str, warmup: int, steps: int) -> dict[str, Any]:
     dist.barrier()
     memory = PeakMemory()
     contestant.prepare()
-    seconds, cpu, losses, collective = [], [], [], []
-    for number in range(warmup + steps):
+    yield {}
+    for number in itertools.count():
         ids = contestants.batch(number, dist.get_rank(), contestant.whole_batch, WORLD)
         before = contestant.collective_seconds()
         start, start_cpu = time.perf_counter(), time.process_time()
-        losses.append(contestant.step(ids))
-        seconds.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - start_cpu)
+        loss = contestant.step(ids)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
         after = contestant.collective_seconds()
-        collective.append(None if after is None or before is None else after - before)
-    return {
-        "seconds": seconds[warmup:],
-        "cpu_seconds": cpu[warmup:],
-        "collective": collective[warmup:],
-        "losses": losses,
-        "memory": memory.above(),
-        "whole_batch": contestant.whole_batch,
-    }
+        share = None if after is None or before is None else (after - before) / seconds
+        yield {
+            "seconds": seconds,
+            "cpu_seconds": cpu,
+            "collective_share": share,
+            "loss": loss,
+            "whole_batch": contestant.whole_batch,
+            "memory": memory.above(),
+        }
 
 
 def matmul_peak(rounds: int) -> dict[str, float]:
@@ -73,88 +76,105 @@ def matmul_peak(rounds: int) -> dict[str, float]:
     return {name: 2 * PEAK_SIZE**3 / min(times) for name, times in seconds.items()}
 
 
+def race(names: Sequence[str], folder: str) -> dict[str, list[dict[str, Any]]]:
+    """Start contestants, then have them take a step in turn; by name, what each step after the warm-up took."""
+    with ExitStack() as stack:
+        jobs = {
+            name: stack.enter_context(ranks.Job("side_by_side", "train", WORLD, name=name, folder=folder))
+            for name in names
+        }
+        for job in jobs.values():
+            job.receive()
+        turns = [{name: _turn(job.go_on()) for name, job in jobs.items()} for _ in range(WARMUP + STEPS)]
+    return {name: [turn[name] for turn in turns[WARMUP:]] for name in names}
+
+
+def _turn(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """One step: the slower rank's time, the collectives and memory of the rank that has most, the mean loss."""
+    parts = results[:1] if results[0]["whole_batch"] else results
+    shares = [r["collective_share"] for r in results if r["collective_share"] is not None]
+    return {
+        "seconds": max(r["seconds"] for r in results),
+        "cpu_seconds": max(r["cpu_seconds"] for r in results),
+        "memory": max(r["memory"] for r in results),
+        "collective_share": max(shares) if shares else None,
+        "loss": sum(r["loss"] for r in parts) / len(parts),
+    }
+
+
+def live_memory(name: str, folder: str) -> int:
+    """Peak of live tensors over two steps."""
+    with ranks.Job("side_by_side", "train", WORLD, variables=ranks.OWN_PAGES, name=name, folder=folder) as job:
+        job.receive()
+        job.go_on()
+        return max(int(r["memory"]) for r in job.go_on())
+
+
 def run(rounds: int) -> Report:
     import contestants
 
     from shardwise.cost import flops_per_token, parameter_count
 
-    names = list(contestants.CONTESTANTS)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    labels = {name: label for name, (label, _) in contestants.CONTESTANTS.items()}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in labels}
     peaks: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as temporary:
         folder = str(Path(temporary) / "llama")
         ranks.run("side_by_side", "write_weights", 1, folder=folder)
         for number in range(rounds):
-            peaks += ranks.run("side_by_side", "matmul_peak", WORLD, rounds=5)
-            for name in names if number % 2 == 0 else reversed(names):
-                print(f"  round {number + 1}/{rounds}: {contestants.CONTESTANTS[name][0]}", flush=True)
-                results = ranks.run("side_by_side", "train", WORLD, name=name, folder=folder, warmup=2, steps=5)
-                found[name].append(_round(results))
-        for name in names:
-            print(f"  memory: {contestants.CONTESTANTS[name][0]}", flush=True)
-            options = {"name": name, "folder": folder, "warmup": 1, "steps": 1}
-            live = ranks.run("side_by_side", "train", WORLD, variables=ranks.OWN_PAGES, **options)
-            for one in found[name]:
-                one["live_memory"] = max(r["memory"] for r in live)
+            for reference in ("ddp", "tp_plan"):
+                names = [name for name in labels if REFERENCE[name] == reference]
+                print(f"  round {number + 1}/{rounds}: {', '.join(labels[name] for name in names)}", flush=True)
+                for name, steps in race(names, folder).items():
+                    found[name] += steps
+                peaks += ranks.run("side_by_side", "matmul_peak", WORLD, rounds=5)
+        print("  memory of live tensors", flush=True)
+        live = {name: live_memory(name, folder) for name in labels}
     tokens = WORLD * contestants.SEQUENCES_PER_RANK * contestants.SEQUENCE_LENGTH
     flops = flops_per_token(contestants.MODEL, contestants.SEQUENCE_LENGTH)
     peak = {routine: max(p[routine] for p in peaks) for routine in peaks[0]}
-    figures = {name: _figures(name, found, tokens, flops, peak) for name in names}
-    rows = [_row(contestants.CONTESTANTS[name][0], figures[name]) for name in names]
+    figures = {name: _figures(name, found, live, tokens, flops, peak) for name in labels}
     columns = ("", "step", "tokens/s", "speed", "peak memory", "of live tensors", "collectives", "of matmul peak")
     return Report(
         "side_by_side",
         "The same Llama on 2 ranks, side by side",
-        [Table(columns, rows)],
+        [Table(columns, [_row(label, figures[name]) for name, label in labels.items()])],
         {"contestants": figures, "matmul_peak": peak, "tokens_per_step": tokens, "flops_per_token": flops},
         _targets(figures),
         _notes(rounds, tokens, parameter_count(contestants.MODEL), peak, figures),
     )
 
 
-def _round(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """One round: the slowest rank's steps; collectives and memory of the rank that has most."""
-    steps = [max(times) for times in zip(*(r["seconds"] for r in results), strict=True)]
-    shares = [
-        median([c / s for c, s in zip(r["collective"], r["seconds"], strict=True)])
-        for r in results
-        if r["collective"][0] is not None
-    ]
-    first = results[:1] if results[0]["whole_batch"] else results
-    losses = [sum(values) / len(first) for values in zip(*(r["losses"] for r in first), strict=True)]
-    return {
-        "step_seconds": median(steps),
-        "cpu_seconds": max(median(r["cpu_seconds"]) for r in results),
-        "memory": max(r["memory"] for r in results),
-        "collective_share": max(shares) if shares else None,
-        "losses": losses,
-    }
-
-
 def _figures(
-    name: str, found: dict[str, list[dict[str, Any]]], tokens: int, flops: float, peak: dict[str, float]
+    name: str,
+    found: dict[str, list[dict[str, Any]]],
+    live: dict[str, int],
+    tokens: int,
+    flops: float,
+    peak: dict[str, float],
 ) -> dict[str, Any]:
-    """Medians over rounds; ratios are taken within each round."""
-    mine = found[name]
-    reference = found[REFERENCE.get(name, name)]
-    seconds = median([r["step_seconds"] for r in mine])
-    shares = [r["collective_share"] for r in mine if r["collective_share"] is not None]
+    """Medians over all steps; a step's speed is compared with the reference's step of the same turn."""
+    mine, reference = found[name], found[REFERENCE[name]]
+    # The last step of each start has seen the peak.
+    memory, other = (median([one["memory"] for one in steps[STEPS - 1 :: STEPS]]) for steps in (mine, reference))
+    seconds = median([one["seconds"] for one in mine])
+    shares = [one["collective_share"] for one in mine if one["collective_share"] is not None]
     by = "shardwise" if name in ("zero1", "tp", "tp_sp") else "mkl"
     rate = tokens / seconds * flops / WORLD
     return {
         "step_seconds": seconds,
-        "cpu_seconds": median([r["cpu_seconds"] for r in mine]),
+        "cpu_seconds": median([one["cpu_seconds"] for one in mine]),
         "tokens_per_second": tokens / seconds,
-        "speed_ratio": median([b["step_seconds"] / a["step_seconds"] for a, b in zip(mine, reference, strict=True)]),
-        "memory": median([r["memory"] for r in mine]),
-        "memory_ratio": median([a["memory"] / b["memory"] for a, b in zip(mine, reference, strict=True)]),
-        "live_memory": mine[0]["live_memory"],
-        "live_memory_ratio": mine[0]["live_memory"] / reference[0]["live_memory"],
+        "speed_ratio": median([b["seconds"] / a["seconds"] for a, b in zip(mine, reference, strict=True)]),
+        "memory": memory,
+        "memory_ratio": memory / other,
+        "live_memory": live[name],
+        "live_memory_ratio": live[name] / live[REFERENCE[name]],
         "collective_share": median(shares) if shares else None,
         "flops_per_rank": rate,
         "share_of_own_peak": rate / peak[by],
-        "losses": mine[0]["losses"],
-        "rounds": [{key: value for key, value in r.items() if key != "losses"} for r in mine],
+        "last_loss": mine[-1]["loss"],
+        "steps": mine,
     }
 
 
@@ -184,21 +204,22 @@ def _targets(figures: dict[str, Any]) -> list[str]:
 
 
 def _notes(rounds: int, tokens: int, parameters: int, peak: dict[str, float], figures: dict[str, Any]) -> list[str]:
-    final = {name: f["losses"][-1] for name, f in figures.items()}
-    spread = (max(final.values()) - min(final.values())) / min(final.values())
+    final = [f["last_loss"] for f in figures.values()]
+    spread = max(final) / min(final) - 1
     return [
         f"Llama of 4 layers × 256, 8 heads, intermediate 688, vocabulary 4,096: {parameters:,} parameters, float32. "
         f"Sequences of 256; {tokens:,} tokens a step over both ranks, cut by sequences under data parallelism and all "
         "on both ranks under tensor parallelism. SDPA and fused AdamW with the same options everywhere, no clipping; "
         "one thread a rank; gloo.",
-        f"Each contestant trains in fresh processes, in turn with the others, {rounds} rounds of 2 + 5 steps. "
-        "Times are medians over steps of the slower rank, then over rounds; ratios are taken within a round.",
+        f"Each contestant trains in processes of its own, started afresh {rounds} times; those of one reference are "
+        f"ready at once and take steps in turn, {WARMUP} to warm up and {STEPS} that count. Times are medians over "
+        "these steps, of the slower rank; a speed is the median ratio to the reference's step of the same turn.",
         'The reference is torch DDP for data parallelism, tp_plan="auto" for tensor parallelism: speed and, in '
         "brackets, memory as ratios to it. Memory: peak above what stands after import and model build, of the rank "
         "with most, as the process is; and of live tensors, in a run of its own whose allocator keeps no heap of "
         "freed ones.",
-        "All start from the same weights and see the same tokens: their losses after 7 steps differ by "
-        f"{spread:.1e} relative.",
+        "All start from the same weights and see the same tokens: their losses after "
+        f"{WARMUP + STEPS} steps differ by at most {spread:.1e} relative.",
         "Collectives: share of the step that a rank spends in them, waiting for the other rank included (ours only: "
         "the alternatives do not tell). Of matmul peak: model FLOPs, the causal half of attention counted, over the "
         "measured peak of the routine that the contestant's matmuls run by.",

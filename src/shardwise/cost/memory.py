@@ -16,6 +16,9 @@ LOSS_CHUNK_ELEMENTS_CPU = 2**21
 LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
 """Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
 
+LOSS_CHUNK_TOKENS = 256
+"""Tokens of a chunk at least: each chunk adds to the whole weight gradient once, which fewer would not pay for."""
+
 _FLOAT32 = 4
 
 
@@ -73,6 +76,12 @@ def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -
     )
 
 
+def loss_chunk_elements(rows: int, accelerator: bool) -> int:
+    """Logits that the chunked loss holds at once, where a rank has `rows` of the head."""
+    limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
+    return max(limit, LOSS_CHUNK_TOKENS * rows)
+
+
 def final_weights_bytes(config: Config, accelerator: bool = False) -> int:
     """Disk that the final Hugging Face folder's weights take, in the dtype that the model computes in."""
     return parameter_count(config.model) * DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
@@ -121,7 +130,7 @@ def _loss(config: Config, layout: Layout, accelerator: bool) -> int:
     a = DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
     hidden, rows = config.model.hidden_size, LocalWidths.of(config.model, layout.tensor).vocabulary
     tokens = config.train.sequence_length * config.train.micro_batch
-    limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
+    limit = loss_chunk_elements(rows, accelerator)
     tokens_a_row = config.train.micro_batch * (layout.tensor if layout.sequence else 1)
     chunk = min(tokens, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + 2 * a

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.cost.memory import LOSS_CHUNK_ELEMENTS_ACCELERATOR, LOSS_CHUNK_ELEMENTS_CPU
+from shardwise.cost.memory import loss_chunk_elements
 from shardwise.mesh import Group
 from shardwise.parallel.matmul import product, weight_gradient
 
@@ -214,7 +214,8 @@ def linear_cross_entropy(
     Args:
         x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
         weight: `[v, H]`, this rank's rows of the head. target: `[S, B]`, whole on every rank.
-        chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator).
+        chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator, and those of 256
+        tokens at least).
         group, ignore_index, label_smoothing, vocab_size: as in `parallel_cross_entropy`.
 
     Returns:
@@ -225,7 +226,7 @@ def linear_cross_entropy(
         ValueError: as `parallel_cross_entropy`. RuntimeError: a second backward pass with another incoming gradient.
     """
     if chunk_elements is None:
-        chunk_elements = LOSS_CHUNK_ELEMENTS_CPU if x.device.type == "cpu" else LOSS_CHUNK_ELEMENTS_ACCELERATOR
+        chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
     shard = _Shard.make(Group.of(group), weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
