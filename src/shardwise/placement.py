@@ -89,6 +89,7 @@ class Piece:
         shape: canonical shape.
         box: what this rank holds of the canonical tensor.
         local: where that box sits in the local tensor (same number of elements, same order).
+        transposed: the local tensor holds the box with its two dimensions exchanged (GPT-2's `Conv1D` is `[in, out]`).
         copies: the ranks that hold this same box (a group of one where nobody else does).
         partial: each of those ranks has only a part of the gradient: their sum is the gradient.
         init: how the canonical tensor is drawn.
@@ -101,6 +102,22 @@ class Piece:
     init: Init
     copies: Group = field(default_factory=Group)
     partial: bool = False
+    transposed: bool = False
+
+    def of(self, local: Tensor) -> Tensor:
+        """This piece of a local tensor as a writable view, oriented as the canonical tensor is: shape `box.size`."""
+        held = local[self.local.slices]
+        return held.t() if self.transposed else held
+
+    def transpose(self) -> Piece:
+        """The same part of the same local tensor, where the canonical matrix has its dimensions the other way round."""
+        turned = Box(self.box.start[::-1], self.box.size[::-1])
+        return replace(self, shape=self.shape[::-1], box=turned, transposed=not self.transposed)
+
+    def within(self, rows: int, at: int) -> Piece:
+        """The same part, where the canonical tensor has `rows` rows of which these are the ones from row `at`."""
+        start = (self.box.start[0] + at, *self.box.start[1:])
+        return replace(self, shape=(rows, *self.shape[1:]), box=Box(start, self.box.size))
 
 
 @dataclass(frozen=True)
@@ -120,8 +137,8 @@ def rows(name: str, shape: tuple[int, ...], group: Group, init: Init, *, at: int
     """The piece of a canonical tensor cut along dim 0, the rest whole, at row `at` of the local tensor.
 
     The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows.
-    The last
-    run may hold fewer, down to none: the local tensor is padded there. The gradient of a box with copies is partial.
+    The last run may hold fewer, down to none: the local tensor is padded there. The gradient of a box with copies is
+    partial.
     """
     parts = group.size // copies
     per_rank = -(-shape[0] // parts)
@@ -243,22 +260,33 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
     """Draw this rank's boxes of each canonical tensor, in place.
 
     A normal tensor is drawn in blocks of 64 rows, each from the seed hash(seed, name, block), on the CPU in float32
-    whatever the
-    device: any rank draws just the rows that it holds, and the whole is the same tensor at any layout.
+    whatever the device: any rank draws just the rows that it holds, and the whole is the same tensor at any layout.
     """
+    drawn: dict[tuple[str, float], list[Piece]] = {}
     for piece in placement.pieces:
-        target = parameter[piece.local.slices]
         if piece.init.kind == "constant":
-            target.fill_(piece.init.value)
-            continue
-        first, held = piece.box.start[0], piece.box.size[0]
-        for block in range(first // BLOCK_ROWS, -(-(first + held) // BLOCK_ROWS)):
+            piece.of(parameter).fill_(piece.init.value)
+        else:
+            drawn.setdefault((piece.name, piece.init.std), []).append(piece)
+    for (name, std), pieces in drawn.items():
+        shape = pieces[0].shape
+        blocks = {block for piece in pieces for block in _blocks(piece.box)}
+        for block in sorted(blocks):
             top = block * BLOCK_ROWS
-            drawn = torch.empty((min(BLOCK_ROWS, piece.shape[0] - top), *piece.shape[1:]))
-            drawn.normal_(0.0, piece.init.std, generator=torch.Generator().manual_seed(_hash(seed, piece.name, block)))
-            low, high = max(first, top), min(first + held, top + BLOCK_ROWS)
-            wanted = drawn[(slice(low - top, high - top), *piece.box.slices[1:])]
-            target[low - first : high - first].copy_(wanted)
+            values = torch.empty((min(BLOCK_ROWS, shape[0] - top), *shape[1:]))
+            values.normal_(0.0, std, generator=torch.Generator().manual_seed(_hash(seed, name, block)))
+            for piece in pieces:
+                first, held = piece.box.start[0], piece.box.size[0]
+                low, high = max(first, top), min(first + held, top + len(values))
+                if low < high:
+                    wanted = values[(slice(low - top, high - top), *piece.box.slices[1:])]
+                    piece.of(parameter)[low - first : high - first].copy_(wanted)
+
+
+def _blocks(box: Box) -> range:
+    """Blocks of rows that a box has a part in."""
+    first, held = box.start[0], box.size[0]
+    return range(first // BLOCK_ROWS, -(-(first + held) // BLOCK_ROWS) if held else first // BLOCK_ROWS)
 
 
 def _hash(seed: int, name: str, block: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.mesh import Group
 from shardwise.placement import Placement, placements
 
 
@@ -18,15 +20,14 @@ def canonical(
     Collective over each parameter's group, as its placement says. Holds one parameter of all its ranks at a time.
     """
     for _, parameter, placement in placements(model):
-        yield from _assemble(take(parameter), placement)
+        yield from _assemble(take(parameter), placement).items()
 
 
-def _assemble(local: Tensor, placement: Placement) -> Iterator[tuple[str, Tensor]]:
+def _assemble(local: Tensor, placement: Placement) -> dict[str, Tensor]:
     everyone = comm.all_gather(local.unsqueeze(0).contiguous(), placement.group)
-    boxes = comm.all_gather_objects([(piece.box, piece.local) for piece in placement.pieces], placement.group)
-    for index, piece in enumerate(placement.pieces):
-        whole = local.new_empty(piece.shape)
-        for rank, held in enumerate(boxes):
-            box, where = held[index]
-            whole[box.slices] = everyone[rank][where.slices]
-        yield piece.name, whole
+    pieces = [replace(piece, copies=Group()) for piece in placement.pieces]  # a group cannot travel, nor need it
+    whole = {piece.name: local.new_empty(piece.shape) for piece in pieces}
+    for rank, held in enumerate(comm.all_gather_objects(pieces, placement.group)):
+        for piece in held:
+            whole[piece.name][piece.box.slices] = piece.of(everyone[rank])
+    return whole

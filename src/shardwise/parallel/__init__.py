@@ -1,11 +1,12 @@
 """Sharded layers and losses: each holds its shard as a plain parameter and communicates over the group it is given."""
 
-from shardwise.parallel.embedding import ParallelEmbedding
+from shardwise.parallel.embedding import ParallelEmbedding, ReplicatedEmbedding
 from shardwise.parallel.head import ParallelLMHead
 from shardwise.parallel.linear import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
     MergedColumnParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
 )
 from shardwise.parallel.loss import linear_cross_entropy, parallel_cross_entropy
@@ -19,6 +20,8 @@ __all__ = [
     "ParallelEmbedding",
     "ParallelLMHead",
     "RMSNorm",
+    "ReplicatedEmbedding",
+    "ReplicatedLinear",
     "RowParallelLinear",
     "linear_cross_entropy",
     "parallel_cross_entropy",

@@ -77,3 +77,38 @@ class ParallelEmbedding(placement.PlacedModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} rows, weight={tuple(self.weight.shape)} of {self.group}"
+
+
+class ReplicatedEmbedding(placement.PlacedModule):
+    """A small embedding table, whole on every rank: positions, token types.
+
+    With `sequence_parallel_enabled` each rank looks up its own part of the sequence: the table's gradient is then
+    partial over the group, which its placement says. No communication.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        sequence_parallel_enabled: bool = False,
+        name: str | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.group = group = Group.of(options.get("group"))
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
+        shape = (num_embeddings, embedding_dim)
+        piece = placement.replicated(
+            full_name(name, "weight", seed), shape, group, init, partial=sequence_parallel_enabled
+        )
+        self.weight = placement.make_parameter(shape, (piece,), group, **tensor_options(options))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
+        mine = ids.chunk(self.group.size)[self.group.rank] if self.sequence_parallel_enabled else ids
+        return F.embedding(mine, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel_enabled}"

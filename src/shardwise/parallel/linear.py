@@ -12,7 +12,7 @@ from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.errors import listing
@@ -43,13 +43,21 @@ class LayerOptions(TensorOptions, total=False):
     init: Init
 
 
-def tensor_options(options: LayerOptions) -> TensorOptions:
+class LinearOptions(LayerOptions, total=False):
+    """Keywords that every linear layer takes.
+
+    transposed: the canonical weight is `[in, out]`, as that of GPT-2's `Conv1D`; here it is `[out, in]` all the same.
+    """
+
+    transposed: bool
+
+
+def tensor_options(options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__) -> TensorOptions:
     """The part of a layer's keywords that its parameters take.
 
     Raises:
-        TypeError: a keyword that no layer takes.
+        TypeError: a keyword that no such layer takes.
     """
-    known = LayerOptions.__optional_keys__
     for name in options:
         if name not in known:
             raise TypeError(f"unknown keyword {name}: beside its own a layer takes {listing(sorted(known))}")
@@ -66,7 +74,8 @@ def full_name(name: str | None, leaf: str, seed: int | None) -> str:
 class _ColumnParallel(placement.PlacedModule):
     """One matmul for several linear maps of the same input, each cut along its outputs.
 
-    weight: `[Σ outputs · copies / g, I]`. The parts stand one after the other in the local tensor.
+    weight: `[Σ outputs · copies / g, I]`. The parts stand one after the other in the local tensor. Parts of the same
+    name are one canonical layer, whose outputs they are in that order.
     """
 
     def __init__(
@@ -77,7 +86,7 @@ class _ColumnParallel(placement.PlacedModule):
         bias: bool,
         gather_output: bool,
         sequence_parallel_enabled: bool,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         self.group = group = Group.of(options.get("group"))
@@ -90,14 +99,19 @@ class _ColumnParallel(placement.PlacedModule):
         self._copies = [copies for _, _, copies in parts]
         self._sizes = [size * copies // group.size for _, size, copies in parts]
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options)
+        where = tensor_options(options, LinearOptions.__optional_keys__)
+        transposed = options.get("transposed", False)
 
         def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
-            offsets = [sum(self._sizes[:i]) for i in range(len(parts))]
-            return tuple(
-                placement.rows(full_name(name, leaf, seed), (size, *tail), group, how, at=at, copies=copies)
-                for (name, size, copies), at in zip(parts, offsets, strict=True)
-            )
+            made = []
+            for i, (name, size, copies) in enumerate(parts):
+                piece = placement.rows(
+                    full_name(name, leaf, seed), (size, *tail), group, how, at=sum(self._sizes[:i]), copies=copies
+                )
+                layer = [part[1] if part[0] == name else 0 for part in parts]
+                piece = piece.within(sum(layer), sum(layer[:i]))
+                made.append(piece.transpose() if transposed and tail else piece)
+            return tuple(made)
 
         local = sum(self._sizes)
         self.weight = placement.make_parameter(
@@ -107,11 +121,15 @@ class _ColumnParallel(placement.PlacedModule):
             placement.make_parameter((local,), pieces("bias", (), Init.constant(0.0)), group, **where) if bias else None
         )
 
+    def multiply(self, entered: Tensor) -> Tensor:
+        """Input that has entered the region already, `[…, I]` → all parts `[…, Σ local outputs]`. No communication."""
+        y: Tensor = linear(entered, self.weight, self.bias)
+        return y
+
     def project(self, x: Tensor) -> Tensor:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
         enter = comm.gather_sequence if self.sequence_parallel_enabled else comm.copy_to_group
-        y: Tensor = linear(enter(x, self.group), self.weight, self.bias)
-        return y
+        return self.multiply(enter(x, self.group))
 
     def _parts(self, y: Tensor) -> tuple[Tensor, ...]:
         parts: tuple[Tensor, ...] = y.split(self._sizes, dim=-1)
@@ -150,7 +168,7 @@ class ColumnParallelLinear(_ColumnParallel):
         *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__(
             input_size,
@@ -162,14 +180,18 @@ class ColumnParallelLinear(_ColumnParallel):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._parts(self.project(x))[0]
+        return self.finish(self.project(x))
+
+    def finish(self, local: Tensor) -> Tensor:
+        """`[…, O/g]` → the layer's output: as it is, or whole with `gather_output`."""
+        return self._parts(local)[0]
 
 
 class MergedColumnParallelLinear(_ColumnParallel):
     """Several column-parallel layers of one input in one matmul, such as a gated MLP's gate and up projections.
 
-    `output_sizes` and `names`: of each canonical layer. Returns one tensor a layer, each as `ColumnParallelLinear`
-    would.
+    `output_sizes` and `names`: of each canonical layer; parts of one name are one layer. Returns one tensor a part,
+    each as `ColumnParallelLinear` would.
     """
 
     def __init__(
@@ -181,7 +203,7 @@ class MergedColumnParallelLinear(_ColumnParallel):
         *,
         names: Sequence[str],
         sequence_parallel_enabled: bool = False,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__(
             input_size,
@@ -204,7 +226,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     says.
 
     Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all
-    whole with `gather_output`. `names`: canonical names of the three layers.
+    whole with `gather_output`. `names`: canonical names of the three layers; the same three times where they are one.
 
     Raises:
         ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
@@ -221,7 +243,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         head_dim: int,
         names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         sequence_parallel_enabled: bool = False,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LinearOptions],
     ) -> None:
         size = Group.of(options.get("group")).size
         for what, features in zip(("query", "key/value"), output_sizes, strict=True):
@@ -269,7 +291,7 @@ class RowParallelLinear(placement.PlacedModule):
         *,
         sequence_parallel_enabled: bool = False,
         name: str | None = None,
-        **options: Unpack[LayerOptions],
+        **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
         self.group = group = Group.of(options.get("group"))
@@ -280,8 +302,9 @@ class RowParallelLinear(placement.PlacedModule):
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options)
+        where = tensor_options(options, LinearOptions.__optional_keys__)
         piece = placement.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
+        piece = piece.transpose() if options.get("transposed", False) else piece
         self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
         self.bias = None
         if bias:
@@ -297,10 +320,43 @@ class RowParallelLinear(placement.PlacedModule):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = comm.split_last(x, self.group)
+        return self.finish(self.multiply(x))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """This rank's term of the sum: x `[S, B, I/g]` → `[S, B, O]`. No communication, no bias."""
+        y: Tensor = linear(x, self.weight)
+        return y
+
+    def finish(self, partial: Tensor) -> Tensor:
+        """Sum the ranks' terms and add the bias: `[S, B, O]`, or `[S/g, B, O]` with sequence parallelism."""
         leave = comm.scatter_sum_sequence if self.sequence_parallel_enabled else comm.reduce_from_group
-        y = leave(linear(x, self.weight), self.group)
+        y = leave(partial, self.group)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape)
         return f"weight={shape} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"
+
+
+class ReplicatedLinear(placement.PlacedModule):
+    """`Y = X Aᵀ + b`, whole on every rank, for small layers that all ranks compute alike. No communication.
+
+    x `[…, I]`, equal on every rank with a gradient that is equal too → `[…, O]`.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, name: str | None = None, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__()
+        group, seed, init = Group.of(options.get("group")), options.get("seed"), options.get("init", DEFAULT_INIT)
+        where = tensor_options(options)
+
+        def make(leaf: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
+            piece = placement.replicated(full_name(name, leaf, seed), shape, group, how, partial=False)
+            return placement.make_parameter(shape, (piece,), group, **where)
+
+        self.weight = make("weight", (output_size, input_size), init)
+        self.bias = make("bias", (output_size,), Init.constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)

@@ -143,6 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         x_SBH: Tensor,
         weight_vH: Tensor,
+        bias_v: Tensor | None,
         target_SB: Tensor,
         shard: _Shard,
         sequence_parallel: bool,
@@ -153,6 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scattered = sequence_parallel and group.size > 1
         dx = torch.empty_like(x_SBH) if wants_grad else None
         dw = torch.zeros_like(weight_vH, dtype=torch.float32) if wants_grad else None
+        db = torch.zeros_like(bias_v, dtype=torch.float32) if wants_grad and bias_v is not None else None
         # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.
         target_RSB = target_SB.view(group.size if scattered else 1, -1, target_SB.shape[-1])
         tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
@@ -163,11 +165,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = comm.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
             logits = product(flat, weight_vH).float()
+            if bias_v is not None:
+                logits.add_(bias_v)
             loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
             total = total + loss.sum()  # not in place: torch 2.11, traced, would drop its gradient
             if dx is None or dw is None:
                 continue
-            dlogits = shard.gradient_(logits, column, here, counted.float()).to(weight_vH.dtype)
+            dlogits = shard.gradient_(logits, column, here, counted.float())
+            if db is not None:
+                db.add_(dlogits.sum(dim=0))
+            dlogits = dlogits.to(weight_vH.dtype)
             dw.add_(weight_gradient(dlogits, flat))
             dchunk = product(dlogits, weight_vH.t()).view(chunk.shape)
             dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
@@ -175,21 +182,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dx is not None and dw is not None:
             if not scattered:
                 comm.all_reduce_(dx, group)
-            ctx.save_for_backward(dx, dw)
+            ctx.save_for_backward(dx, dw, db)
             ctx.scaled_by = None
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # A schedule may ask for the input's and the weight's gradient in two passes: the scaling happens in the first.
-        dx, dw = ctx.saved_tensors
+        dx, dw, db = ctx.saved_tensors
         if ctx.scaled_by is None:
             ctx.scaled_by = grads[0].clone()
-            dx.data.mul_(grads[0])
-            dw.data.mul_(grads[0])
+            for gradient in (dx, dw) if db is None else (dx, dw, db):
+                gradient.data.mul_(grads[0])
         elif not torch.equal(ctx.scaled_by, grads[0]):
             raise RuntimeError("linear_cross_entropy cannot be differentiated again with another incoming gradient")
-        return dx, dw, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -202,9 +209,10 @@ def linear_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     vocab_size: int | None = None,
+    bias: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> Tensor:
-    """Sum over tokens of `cross_entropy(x Wᵀ, target)`, without ever holding the logits of all tokens.
+    """Sum over tokens of `cross_entropy(x Wᵀ + b, target)`, without ever holding the logits of all tokens.
 
     Tokens go through in chunks: logits, loss and both gradients of a chunk are made while it is at hand. Beyond inputs
     and gradients it holds one chunk of logits. With sequence parallelism each chunk of x is gathered by itself, so the
@@ -213,7 +221,8 @@ def linear_cross_entropy(
 
     Args:
         x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
-        weight: `[v, H]`, this rank's rows of the head. target: `[S, B]`, whole on every rank.
+        weight: `[v, H]`, this rank's rows of the head. bias: `[v]`, likewise (default: none).
+        target: `[S, B]`, whole on every rank.
         chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator, and those of 256
         tokens at least).
         group, ignore_index, label_smoothing, vocab_size: as in `parallel_cross_entropy`.
@@ -231,6 +240,6 @@ def linear_cross_entropy(
     shard.check(target)
     wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, target, shard, sequence_parallel_enabled, chunk_elements, wants_grad
+        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, wants_grad
     )
     return cast(Tensor, result)
