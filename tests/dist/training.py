@@ -1,6 +1,6 @@
 """What the parity tests run on every rank: a few optimizer steps of a tiny model, by the trainer itself."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shardwise.config import Config, config_from
-from shardwise.data import IGNORE, PreparedData
+from shardwise.data import IGNORE, Batch, PreparedData
 from shardwise.mesh import Mesh
 from shardwise.testing import canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
@@ -80,13 +80,13 @@ def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = 
 
 def _uncount(batches: Any) -> None:
     """Ignore a number of targets that depends on the sample, so that micro-batches count differently."""
-    plain = batches._gather
+    plain = batches.collate
 
-    def gather(indices: Any) -> Any:
-        inputs, targets = plain(indices)
-        targets = targets.copy()
+    def collate(indices: Any, epochs: Any, samples: Any) -> Batch:
+        batch = plain(indices, epochs, samples)
+        targets = batch.inputs["targets_SB"]
         for column, sample in enumerate(np.asarray(indices).tolist()):
             targets[: sample % 13, column] = IGNORE
-        return inputs, targets
+        return replace(batch, counts=np.array([np.count_nonzero(targets != IGNORE)]))
 
-    batches._gather = gather
+    batches.collate = collate

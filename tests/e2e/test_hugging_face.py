@@ -29,13 +29,14 @@ def evaluation_loss(folder: Path, config: Config) -> float:
     batches = TokenBatches(data.eval_tokens, train.sequence_length, train.seed)
     total, counted = 0.0, 0
     with torch.no_grad():
-        for inputs, targets in batches.eval_batches(train.eval_batches, train.global_batch, 0, 1, train.micro_batch):
+        for batch in batches.eval_batches(train.eval_batches, train.global_batch, 0, 1, train.micro_batch):
+            inputs, targets = batch.inputs["ids_SB"], batch.inputs["targets_SB"]
             logits = model(torch.from_numpy(inputs.T.copy())).logits
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), torch.from_numpy(targets.T.copy()).flatten(), reduction="sum"
             )
             total += float(losses)
-            counted += int((targets != -100).sum())
+            counted += int(batch.counts[0])
     return total / counted
 
 

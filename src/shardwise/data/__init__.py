@@ -1,7 +1,21 @@
 """Data: text becomes tokens once, and tokens become the same batches at any layout. numpy and tokenizers only."""
 
+from shardwise.data.batch import IGNORE, Batch, Batches
+from shardwise.data.build import make_batches
 from shardwise.data.preparation import PreparedData, prepare
-from shardwise.data.sampler import IGNORE, Batch, Sampler, TokenBatches
+from shardwise.data.sampler import Sampler
 from shardwise.data.tokenizer import Tokenizer, special_token_ids
+from shardwise.data.tokens import TokenBatches
 
-__all__ = ["IGNORE", "Batch", "PreparedData", "Sampler", "TokenBatches", "Tokenizer", "prepare", "special_token_ids"]
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Batches",
+    "PreparedData",
+    "Sampler",
+    "TokenBatches",
+    "Tokenizer",
+    "make_batches",
+    "prepare",
+    "special_token_ids",
+]

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardwise.data.sampler import TokenArray
+from shardwise.data.batch import TokenArray
 from shardwise.data.split import PARTS, Part
 from shardwise.errors import DataError
 

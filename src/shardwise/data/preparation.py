@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from shardwise.config import Config
 from shardwise.data import cache
+from shardwise.data.batch import TokenArray
 from shardwise.data.hashing import mix_integer
-from shardwise.data.sampler import TokenArray
 from shardwise.data.sources import Piece, Source, open_source
 from shardwise.data.split import PARTS, Part, Split, plan_split
 from shardwise.data.tokenizer import (

@@ -9,7 +9,8 @@ from torch import nn
 
 from shardwise import device as devices
 from shardwise.config import Config, Layout, Precision
-from shardwise.data import PreparedData, TokenBatches
+from shardwise.data import PreparedData, make_batches
+from shardwise.errors import DataError
 from shardwise.mesh import Mesh
 from shardwise.models import Llama, build_model
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -28,6 +29,9 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh."""
     precision = config.precision.resolved(mesh.device.type != "cpu")
+    batches = make_batches(config, data, "train")
+    if batches is None:
+        raise DataError(f"the training data hold less than one sample of {config.train.sequence_length} tokens")
     model = build_model(
         config.model,
         mesh,
@@ -41,12 +45,8 @@ def build_trainer(
         mesh=mesh,
         model=model,
         optimizer=build_optimizer(config, precision, model, mesh),
-        batches=TokenBatches(data.train_tokens, config.train.sequence_length, config.train.seed),
-        evaluation=(
-            TokenBatches(data.eval_tokens, config.train.sequence_length, config.train.seed)
-            if len(data.eval_tokens) > config.train.sequence_length
-            else None
-        ),
+        batches=batches,
+        evaluation=make_batches(config, data, "eval"),
         reporter=reporter,
         progress=progress,
     )

@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.config import Config, Layout
-from shardwise.data import IGNORE, Batch, TokenBatches
+from shardwise.data import Batch, Batches
 from shardwise.errors import RunError
 from shardwise.mesh import Mesh
 from shardwise.models import Llama
@@ -43,8 +42,8 @@ class Trainer:
         mesh: Mesh,
         model: Llama,
         optimizer: ZeroRedundancyOptimizer,
-        batches: TokenBatches,
-        evaluation: TokenBatches | None,
+        batches: Batches,
+        evaluation: Batches | None,
         reporter: Reporter | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -114,23 +113,23 @@ class Trainer:
 
     def _counted(self, micro_batches: list[Batch]) -> Tensor:
         """Targets that count in the whole global batch: what the loss and its gradient are divided by."""
-        here = sum(int(np.count_nonzero(targets != IGNORE)) for _, targets in micro_batches)
+        here = sum(int(batch.counts[0]) for batch in micro_batches)
         counted = torch.tensor(float(here), dtype=torch.float64, device=self.mesh.device)
         return comm.all_reduce_(counted, self.mesh.dp).clamp(min=1.0)
 
     def _forward_backward(self, micro_batches: list[Batch], counted: Tensor) -> list[Tensor]:
         """Gradients of the global mean loss, accumulated; returns each micro-batch's share of that mean."""
         losses = []
-        for number, (inputs, targets) in enumerate(self._on_device(micro_batches), start=1):
+        for number, inputs in enumerate(self._on_device(micro_batches), start=1):
             with self.optimizer.accumulate(last=number == len(micro_batches)):
-                loss = self.model(inputs, targets) / counted.float()
+                loss = self.model(**inputs) / counted.float()
                 loss.backward()
             losses.append(loss.detach())
         return losses
 
-    def _on_device(self, micro_batches: list[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-        for inputs, targets in micro_batches:
-            yield torch.from_numpy(inputs).to(self.mesh.device), torch.from_numpy(targets).to(self.mesh.device)
+    def _on_device(self, micro_batches: list[Batch]) -> Iterator[dict[str, Tensor]]:
+        for batch in micro_batches:
+            yield {name: torch.from_numpy(array).to(self.mesh.device) for name, array in batch.inputs.items()}
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
@@ -139,13 +138,15 @@ class Trainer:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
         train = self.config.train
-        batches = self.evaluation.eval_batches(
-            train.eval_batches, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
+        batches = list(
+            self.evaluation.eval_batches(
+                train.eval_batches, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
+            )
         )
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for inputs, targets in self._on_device(list(batches)):
-            total[0] += self.model(inputs, targets)
-            total[1] += (targets != IGNORE).sum()
+        for inputs in self._on_device(batches):
+            total[0] += self.model(**inputs)
+        total[1] = sum(int(batch.counts[0]) for batch in batches)
         total_loss, counted = comm.all_reduce_(total, self.mesh.dp).tolist()
         loss = total_loss / counted
         perplexity = math.exp(loss) if loss < 700 else math.inf
@@ -159,9 +160,9 @@ class Trainer:
         """Name the rank and parameter at fault: the reduction mixed the ranks, so each looks at its own part again."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.mesh.device)
-        for inputs, targets in self._on_device(micro_batches):
+        for inputs in self._on_device(micro_batches):
             with self.optimizer.accumulate():
-                part = self.model(inputs, targets) / counted.float()
+                part = self.model(**inputs) / counted.float()
                 part.backward()
             total += part.detach()
         faults = comm.all_gather_objects(self._fault(float(total)), self.mesh.world)

@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.batch import IGNORE, Batch
 from shardwise.data.hashing import mix, mix_integer
-from shardwise.data.sampler import IGNORE, Batch, Sampler, TokenBatches
+from shardwise.data.sampler import Sampler
+from shardwise.data.tokens import TokenBatches
 from shardwise.errors import ConfigError
 
 
 def joined(batches: list[Batch]) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([b[0] for b in batches], axis=1), np.concatenate([b[1] for b in batches], axis=1)
+    ids_SB, targets_SB = (
+        np.concatenate([b.inputs[name] for b in batches], axis=1) for name in ("ids_SB", "targets_SB")
+    )
+    return ids_SB, targets_SB
 
 
 unhurried = settings(deadline=None)
@@ -84,8 +89,11 @@ def test_any_layout_reads_the_same_global_batches(data: st.DataObject) -> None:
     assert all(len(batch) == accumulation for batch in ranks)
     inputs_SB, targets_SB = joined([ranks[rank][m] for m in range(accumulation) for rank in range(dp_size)])
     whole = TokenBatches(tokens, length, seed=3).global_batch(consumed, size)
-    assert np.array_equal(inputs_SB, whole[0])
-    assert np.array_equal(targets_SB, whole[1])
+    assert np.array_equal(inputs_SB, whole.inputs["ids_SB"])
+    assert np.array_equal(targets_SB, whole.inputs["targets_SB"])
+    ordered = np.concatenate([ranks[rank][m].samples for m in range(accumulation) for rank in range(dp_size)])
+    assert ordered.tolist() == whole.samples.tolist() == list(range(consumed, consumed + size))
+    assert sum(int(batch.counts[0]) for rank in ranks for batch in rank) == size * length == whole.counts[0]
     assert np.array_equal(inputs_SB + 1, targets_SB)
     assert np.array_equal(inputs_SB[0] // length, batches.sampler.indices(consumed, size))
 
@@ -98,7 +106,7 @@ def test_a_run_resumed_at_another_degree_continues() -> None:
         ranks = [
             TokenBatches(tokens, 16, 5).local_batch(number * 8, 8, r, dp_size, micro_batch) for r in range(dp_size)
         ]
-        return np.sort(np.concatenate([inputs_SB[0] for rank in ranks for inputs_SB, _ in rank]))
+        return np.sort(np.concatenate([batch.inputs["ids_SB"][0] for rank in ranks for batch in rank]))
 
     for number in range(12):
         dp_size, micro_batch = (4, 1) if number < 3 else (2, 4)
@@ -107,7 +115,8 @@ def test_a_run_resumed_at_another_degree_continues() -> None:
 
 def test_batches_are_int64_and_contiguous() -> None:
     batches = TokenBatches(np.arange(65, dtype=np.uint16), 16, seed=0)
-    for array in (*batches.local_batch(0, 4, 0, 1, 2)[0], *next(batches.eval_batches(1, 4, 0, 1, 2))):
+    chosen = (batches.local_batch(0, 4, 0, 1, 2)[0], next(batches.eval_batches(1, 4, 0, 1, 2)))
+    for array in (array for batch in chosen for array in batch.inputs.values()):
         assert array.shape == (16, 2)
         assert array.dtype == np.int64
         assert array.flags.c_contiguous
@@ -129,11 +138,12 @@ def test_evaluation_counts_each_sample_once(
     batches = TokenBatches(np.arange(1, samples * length + 2, dtype=np.int32), length, seed=0)
     ranks = [list(batches.eval_batches(count, size, rank, dp_size, micro_batch)) for rank in range(dp_size)]
     assert len({len(batch) for batch in ranks}) == 1
-    assert {inputs_SB.shape for batch in ranks for inputs_SB, _ in batch} == {(length, micro_batch)}
+    assert {batch.inputs["ids_SB"].shape for rank in ranks for batch in rank} == {(length, micro_batch)}
     ordered = [ranks[rank][m] for m in range(len(ranks[0])) for rank in range(dp_size)]
     inputs_SB, targets_SB = joined(ordered)
     expected = min(count * size, samples)
     real = (targets_SB != IGNORE).all(axis=0)
+    assert sum(int(batch.counts[0]) for batch in ordered) == expected * length
     assert real.tolist() == [True] * expected + [False] * (len(real) - expected)
     assert (targets_SB[:, ~real] == IGNORE).all()
     assert (inputs_SB[:, ~real] == 0).all()
