@@ -13,11 +13,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "text for a boolean": (["parallel.sequence='False'"], "parallel.sequence ('False') must be true or false"),
     "heads": (
         ["parallel.tensor=3"],
-        "parallel.tensor (3) must divide model.num_attention_heads (4): nearest valid degree 2 or 4",
+        "parallel.tensor (3) must divide model.num_attention_heads (4): valid degrees are 1, 2 and 4",
     ),
     "sequence length": (
         ["parallel.tensor=4", "parallel.sequence=true", "train.sequence_length=30"],
-        "parallel.tensor (4) must divide train.sequence_length (30) with parallel.sequence: nearest valid degree 2",
+        "parallel.tensor (4) must divide train.sequence_length (30) with parallel.sequence: valid degrees are 1 and 2",
     ),
     "sequence too long": (
         ["train.sequence_length=64"],

@@ -2,9 +2,18 @@
 
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from, load_config, recipe_name, recipe_names, recipe_text
-from shardwise.config.model import LlamaConfig, ModelConfig
+from shardwise.config.model import (
+    BertConfig,
+    FamilyConfig,
+    GPTConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    ModelConfig,
+    OwnConfig,
+)
 from shardwise.config.root import Config
 from shardwise.config.sections import (
+    CheckpointConfig,
     DataConfig,
     DtypeName,
     LogConfig,
@@ -17,14 +26,20 @@ from shardwise.config.sections import (
 from shardwise.config.text import dump_yaml, parse_yaml
 
 __all__ = [
+    "BertConfig",
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "DtypeName",
+    "FamilyConfig",
+    "GPTConfig",
+    "GPTNeoXConfig",
     "Layout",
     "LlamaConfig",
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OwnConfig",
     "ParallelConfig",
     "Precision",
     "PrecisionConfig",

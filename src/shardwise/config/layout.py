@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.config.model import ModelConfig
-from shardwise.config.sections import TrainConfig
-from shardwise.errors import ConfigError, listing, nearest_multiples, nearest_numbers
+from shardwise.config.model import GPTNeoXConfig, LlamaConfig, ModelConfig
+from shardwise.config.sections import MASKED_FRACTION, TrainConfig
+from shardwise.errors import ConfigError, listing, nearest_multiples
 
 if TYPE_CHECKING:
     from shardwise.config.root import Config
@@ -93,7 +92,7 @@ def check_layout(config: Config, world: int) -> Layout:
     problems = [f"the number of ranks ({world}) must be at least 1"] if world < 1 else world_problems(world, tensor)
     if not problems:
         problems += batch_problems(config.train, world // tensor)
-    problems += _tensor_problems(config, sequence) + _schedule_problems(config)
+    problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
     if problems:
         raise ConfigError(problems)
     return Layout(world, tensor, sequence)
@@ -105,23 +104,25 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
     reasons = _tensor_misfits(model, tensor, length if sequence else None)
     if not reasons:
         return []
+    given = (model.num_attention_heads, model.intermediate_size, length)
     valid = [
         degree
-        for degree in range(1, model.num_attention_heads + 1)
+        for degree in range(1, min(size for size in given if size is not None) + 1)
         if not _tensor_misfits(model, degree, length if config.parallel.sequence else None)
     ]
-    near = listing(nearest_numbers(tensor, valid), "or")
-    return [f"parallel.tensor ({tensor}) must {reason}: nearest valid degree {near}" for reason in reasons]
+    degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
+    return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
 
 
 def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
-    sizes: Iterable[tuple[str, int]] = (
+    """Why `tensor` ranks cannot cut what they cut; an own model is held to the sizes that it names."""
+    sizes = (
         ("model.num_attention_heads", model.num_attention_heads),
         ("model.intermediate_size", model.intermediate_size),
     )
-    reasons = [f"divide {key} ({value})" for key, value in sizes if value % tensor]
+    reasons = [f"divide {key} ({value})" for key, value in sizes if value is not None and value % tensor]
     kv_heads = model.num_key_value_heads
-    if kv_heads % tensor and tensor % kv_heads:
+    if kv_heads is not None and kv_heads != model.num_attention_heads and kv_heads % tensor and tensor % kv_heads:
         reasons.append(f"divide or be a multiple of model.num_key_value_heads ({kv_heads})")
     if sequence_length is not None and sequence_length % tensor:
         reasons.append(f"divide train.sequence_length ({sequence_length}) with parallel.sequence")
@@ -131,10 +132,11 @@ def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None
 def _schedule_problems(config: Config) -> list[str]:
     train, problems = config.train, []
     limit = config.model.max_position_embeddings
-    if train.sequence_length > limit and not config.model.extends_positions:
+    if limit is not None and train.sequence_length > limit and not config.model.extends_positions:
+        unless = " without model.rope_scaling" if isinstance(config.model, LlamaConfig | GPTNeoXConfig) else ""
         problems.append(
             f"train.sequence_length ({train.sequence_length}) must be at most "
-            f"model.max_position_embeddings ({limit}) without model.rope_scaling"
+            f"model.max_position_embeddings ({limit}){unless}"
         )
     if config.optimizer.warmup_steps > train.steps:
         problems.append(
@@ -146,4 +148,20 @@ def _schedule_problems(config: Config) -> list[str]:
             f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "
             f"{train.eval_every}: give it a weight, or set train.eval_every=0"
         )
+    return problems
+
+
+def _masking_problems(config: Config) -> list[str]:
+    """Masked tokens are for the families that predict them, and at most as many as there are."""
+    data, length = config.data, config.train.sequence_length
+    if "mlm" in config.model.objectives:
+        if data.max_predictions is None or data.max_predictions <= length:
+            return []
+        return [f"data.max_predictions ({data.max_predictions}) must be at most train.sequence_length ({length})"]
+    unused = f"must be left out: model.family {config.model.family} predicts the next token and masks none"
+    problems = []
+    if data.max_predictions is not None:
+        problems.append(f"data.max_predictions ({data.max_predictions}) {unused}")
+    if data.masked_fraction != MASKED_FRACTION:
+        problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
     return problems

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.config.base import PROBLEMS
+from shardwise.config.model import FAMILIES
 from shardwise.config.root import Config
 from shardwise.config.text import parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name
@@ -108,22 +109,42 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _texts(details: Any) -> list[str]:
     kind, context = details["type"], details.get("ctx", {})
-    path = ".".join(str(part) for part in details["loc"])
+    tag, location = _untagged(details["loc"])
+    path = ".".join(str(part) for part in location)
     value = details["input"]
     if kind == PROBLEMS:
         return list(context["problems"])
     if kind == "default_factory_not_called":
         return []
-    if kind == "missing" and isinstance(details["loc"][-1], int):
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return [_family_problem(value)]
+    if kind == "missing" and isinstance(location[-1], int):
         return [f"{path.rpartition('.')[0]} must be a list of two numbers"]
     if kind == "missing":
-        field = _field(details["loc"])
+        field = _known_paths(tag).get(path)
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
     if kind == "extra_forbidden":
-        return [_unknown(path)]
+        return [_unknown(path, tag)]
     rule = _rule(kind, context, value)
     shown = f" ({value!r})" if not isinstance(value, (dict, list)) else ""
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
+
+
+def _untagged(location: tuple[str | int, ...]) -> tuple[str | None, tuple[str | int, ...]]:
+    """The family that pydantic reports between `model` and the key, and the path without it."""
+    if location[:1] == ("model",) and len(location) > 1:
+        return str(location[1]), (location[0], *location[2:])
+    return None, location
+
+
+def _family_problem(model: Any) -> str:
+    """Why no class reads this `model` section."""
+    if not isinstance(model, dict):
+        return f"model ({model!r}) must be a mapping of keys"
+    valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
+    if model.get("family") is None:
+        return f"model.family is missing (the architecture: {valid})"
+    return f"model.family ({model['family']!r}) must be {valid}"
 
 
 def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
@@ -153,7 +174,10 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
         whole = isinstance(value, float) and value.is_integer()
         return f"must be a whole number; write {int(value)}" if whole else "must be a whole number"
     if kind == "literal_error":
-        return f"must be {str(context['expected']).replace(chr(39), '')}"
+        expected = str(context["expected"]).replace("'", "")
+        return f"must be {expected.lower() if expected in ('True', 'False') else expected}"
+    if kind == "string_pattern_mismatch":
+        return "must read package.module:Class"
     for name, (key, words) in _BOUNDS.items():
         if kind == name:
             return f"must be {words} {context[key]}"
@@ -167,9 +191,9 @@ _BOUNDS = {
 }
 
 
-def _unknown(path: str) -> str:
+def _unknown(path: str, tag: str | None) -> str:
     """Names the key that was meant: of the same name in another section, else of a similar name in the same one."""
-    paths = list(_known_paths())
+    paths = list(_known_paths(tag))
     section, _, leaf = path.rpartition(".")
     same_leaf = [known for known in paths if known.rpartition(".")[2] == leaf]
     siblings = [known for known in paths if known.rpartition(".")[0] == section]
@@ -181,16 +205,16 @@ def _unknown(path: str) -> str:
 
 
 @cache
-def _known_paths() -> dict[str, FieldInfo]:
-    return dict(_paths(Config, ""))
-
-
-def _paths(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in section.model_fields.items():
-        yield prefix + name, field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _paths(field.annotation, f"{prefix}{name}.")
-
-
-def _field(location: Sequence[str | int]) -> FieldInfo | None:
-    return _known_paths().get(".".join(str(part) for part in location))
+def _known_paths(tag: str | None) -> dict[str, FieldInfo]:
+    """Every key by its dotted path; those of `model` as the family `tag` has them, or any family where it is None."""
+    found = {}
+    for name, field in Config.model_fields.items():
+        found[name] = field
+        sections = [field.annotation]
+        if name == "model":
+            sections = [*FAMILIES.values()] if tag not in FAMILIES else [FAMILIES[tag]]
+        for section in sections:
+            assert isinstance(section, type)
+            assert issubclass(section, BaseModel)
+            found |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+    return found

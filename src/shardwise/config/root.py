@@ -6,8 +6,9 @@ from pydantic import Field
 
 from shardwise.config.base import Section
 from shardwise.config.layout import Layout, check_layout
-from shardwise.config.model import ModelConfig
+from shardwise.config.model import AnyModel
 from shardwise.config.sections import (
+    CheckpointConfig,
     DataConfig,
     LogConfig,
     OptimizerConfig,
@@ -20,12 +21,13 @@ from shardwise.config.sections import (
 class Config(Section):
     """Everything that a run reads, resolved and immutable."""
 
-    model: ModelConfig = Field(description="what is trained")
+    model: AnyModel = Field(description="what is trained")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="how the model is cut")
     train: TrainConfig = Field(description="how long and in what portions")
     optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
     data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="where weights come from")
     log: LogConfig = Field(default_factory=LogConfig, description="what the run tells")
 
     def check(self, world: int) -> Layout:

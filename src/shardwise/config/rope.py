@@ -29,7 +29,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 }
 
 
-def rope_scaling_problems(scaling: Mapping[str, Any], head_dim: int) -> list[str]:
+def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[str]:
     """What is wrong with a `rope_scaling` mapping; an empty list when nothing is."""
     rope_type = scaling.get("rope_type")
     if rope_type not in _REQUIRED:
@@ -49,7 +49,7 @@ def rope_scaling_problems(scaling: Mapping[str, Any], head_dim: int) -> list[str
             hint = f"did you mean {near}?" if near else f"rope_type {rope_type} takes {listing(allowed)}"
             problems.append(f"model.rope_scaling.{key}: unknown key; {hint}")
         elif key != "rope_type" and value is not None:
-            problems += _value_problems(key, value, head_dim)
+            problems += _value_problems(key, value, rotary_dim)
     if not problems and rope_type == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         problems.append(
             f"model.rope_scaling.high_freq_factor ({scaling['high_freq_factor']}) must be greater than "
@@ -64,15 +64,15 @@ def rope_scaling_problems(scaling: Mapping[str, Any], head_dim: int) -> list[str
     return problems
 
 
-def _value_problems(key: str, value: object, head_dim: int) -> list[str]:
+def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
     name = f"model.rope_scaling.{key} ({value!r})"
     if key in ("short_factor", "long_factor"):
         if not isinstance(value, list) or not all(_is_number(item) for item in value):
             return [f"model.rope_scaling.{key} must be a list of numbers"]
-        if len(value) != head_dim // 2:
+        if len(value) != rotary_dim // 2:
             return [
                 f"model.rope_scaling.{key} (length {len(value)}) must have one number per rotary frequency, "
-                f"half of model.head_dim ({head_dim // 2})"
+                f"half of the rotary width ({rotary_dim // 2})"
             ]
         return []
     if key == "truncate":

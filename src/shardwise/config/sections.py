@@ -1,4 +1,4 @@
-"""The sections beside the model: `parallel.*`, `train.*`, `optimizer.*`, `precision.*`, `data.*` and `log.*`."""
+"""The sections beside `model.*`: how it is cut, trained, updated, stored, fed, started from and logged."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from shardwise.config.base import Section, reject
 
 DtypeName = Literal["float32", "bfloat16"]
+MASKED_FRACTION = 0.15
 _MAX_SEED = 2**63 - 1
 
 
@@ -33,6 +34,14 @@ class TrainConfig(Section):
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="what the backward pass computes again: selective = the attention core, full = each block",
+    )
+    dropout_mode: Literal["fast", "invariant"] = Field(
+        default="fast",
+        description="fast = masks from each rank's generator; invariant = masks that no layout changes, at a price",
+    )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
 
@@ -40,14 +49,14 @@ class TrainConfig(Section):
 class OptimizerConfig(Section):
     """The update rule, its schedule and its sharding."""
 
-    name: Literal["adamw"] = Field(default="adamw", description="the optimizer")
+    name: Literal["adamw", "lamb"] = Field(default="adamw", description="the update rule")
     lr: float = Field(gt=0, description="peak learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup to lr")
     schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="AdamW's two averaging factors")
-    eps: float = Field(default=1e-8, gt=0, description="added to AdamW's denominator")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="the two averaging factors")
+    eps: float = Field(default=1e-8, gt=0, description="added to the denominator")
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1] = Field(default=1, description="1 shards optimizer state over data parallelism (ZeRO-1)")
     bucket_mib: float = Field(default=25.0, gt=0, description="size of a gradient-reduction bucket in MiB")
@@ -116,6 +125,14 @@ class DataConfig(Section):
         description="a tokenizer.json or its folder; null = byte-level BPE of model.vocab_size trained on the data",
     )
     split: str = Field(default="95,5", description="weights of the training and evaluation parts")
+    masked_fraction: float = Field(
+        default=MASKED_FRACTION, gt=0, le=1, description="part of a sequence's tokens that BERT predicts"
+    )
+    max_predictions: int | None = Field(
+        default=None,
+        gt=0,
+        description="most tokens of a sequence that BERT predicts; null = ⌈masked_fraction × sequence length⌉",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
@@ -136,6 +153,23 @@ class DataConfig(Section):
         """Weights of the training and the evaluation part."""
         train, evaluation = self.split.split(",")
         return float(train), float(evaluation)
+
+
+class CheckpointConfig(Section):
+    """Where weights come from."""
+
+    load: str | None = Field(
+        default=None,
+        min_length=1,
+        description="weights to start from: a Hugging Face folder or hub id; null = drawn from train.seed",
+    )
+    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        lone = self.revision is not None and self.load is None
+        reject([f"checkpoint.revision ({self.revision!r}) needs checkpoint.load, the hub id"] if lone else [])
+        return self
 
 
 class LogConfig(Section):
