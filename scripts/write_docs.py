@@ -1,8 +1,10 @@
 """Write the documentation that comes from the code: docs/configuration.md, from the configuration's own schema."""
 
+import inspect
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pydantic
 from pydantic.fields import FieldInfo
@@ -27,6 +29,13 @@ def default_of(field: FieldInfo) -> str:
     return f"`{json.dumps(field.default)}`"
 
 
+def sections(annotation: object) -> list[type[pydantic.BaseModel]]:
+    """The one section that a key holds, or one for each family."""
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in sections(argument)]
+
+
 def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         assert field.description, f"{prefix}.{name} has no description"
@@ -36,11 +45,15 @@ def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
 def page() -> str:
     parts = [INTRODUCTION]
     for name, field in Config.model_fields.items():
-        section = field.annotation
-        assert isinstance(section, type)
-        assert issubclass(section, pydantic.BaseModel)
-        table = "\n".join(rows(section, name))
-        parts.append(f"## {name}: {field.description}\n\n| key | default | meaning |\n|---|---|---|\n{table}\n")
+        parts.append(f"## {name}: {field.description}\n")
+        choices = sections(field.annotation)
+        for section in choices:
+            if len(choices) > 1:
+                family = get_args(section.model_fields["family"].annotation)
+                parts.append(f"### {family[0] if family else 'package.module:Class'}\n")
+                parts.append(f"{inspect.cleandoc(section.__doc__ or '')}\n")
+            table = "\n".join(rows(section, name))
+            parts.append(f"| key | default | meaning |\n|---|---|---|\n{table}\n")
     return "\n".join(parts)
 
 
