@@ -70,3 +70,11 @@ def cpu_prefers_onednn() -> bool:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     vendor = next((line for line in lines if line.startswith("vendor_id")), None)
     return vendor is not None and not vendor.endswith("GenuineIntel")
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch's random functions draw from on a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: tuple[torch.Generator, ...] = torch.get_device_module(device).default_generators
+    return generators[torch.accelerator.current_device_index()]

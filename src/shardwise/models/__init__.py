@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import nn
 
-from shardwise.config import ModelConfig
-from shardwise.mesh import Mesh
+from shardwise.config import BertConfig, Config, GPTConfig, GPTNeoXConfig, LlamaConfig, OwnConfig
+from shardwise.mesh import Group
+from shardwise.models.bert import Bert
+from shardwise.models.gpt import GPT
+from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
+from shardwise.models.own import own_class
 
-__all__ = ["Llama", "build_model"]
+__all__ = ["GPT", "Bert", "GPTNeoX", "Llama", "build_model"]
+
+_FAMILIES: dict[type, Callable[..., nn.Module]] = {
+    LlamaConfig: Llama,
+    GPTConfig: GPT,
+    GPTNeoXConfig: GPTNeoX,
+    BertConfig: Bert,
+}
 
 
-def build_model(config: ModelConfig, mesh: Mesh, *, sequence_parallel: bool, seed: int, dtype: torch.dtype) -> Llama:
-    """This rank's shard of the model that `config.family` names, with weights drawn from (seed, canonical name)."""
-    return Llama(config, mesh.tp, sequence_parallel=sequence_parallel, seed=seed, device=mesh.device, dtype=dtype)
+def build_model(
+    config: Config,
+    group: Group,
+    *,
+    sequence_parallel: bool,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """This rank's shard of the model that `config.model` describes, with weights drawn from (seed, canonical name).
+
+    group: the tensor-parallel ranks.
+
+    Raises:
+        ConfigError: `model.family` names a class of the user's that cannot be imported or made.
+    """
+    model = config.model
+    make = own_class(model.family) if isinstance(model, OwnConfig) else _FAMILIES[type(model)]
+    built: nn.Module = make(
+        model,
+        group,
+        sequence_parallel=sequence_parallel,
+        recompute=config.train.recompute,
+        seed=config.train.seed,
+        device=device,
+        dtype=dtype,
+    )
+    return built

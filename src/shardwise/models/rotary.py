@@ -1,6 +1,7 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings that Hugging Face configurations name.
 
-Legend: S sequence, B batch, n heads, d head width. The two halves of a head are the two coordinates of each pair.
+Legend: S sequence, B batch, n heads, d head width, of which the first r are turned. The two halves of these are the two
+coordinates of each pair.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.config import LlamaConfig
+from shardwise.config import GPTNeoXConfig, LlamaConfig
 
 
-def frequencies(config: LlamaConfig, sequence_length: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair, `[d/2]` in float32, and the factor on cosine and sine.
+def frequencies(config: LlamaConfig | GPTNeoXConfig, sequence_length: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
 
     `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence); `yarn`
     (arXiv:2309.00071); `longrope` (arXiv:2402.13753); `llama3` (wavelengths beyond the original context stretched).
@@ -23,7 +24,7 @@ def frequencies(config: LlamaConfig, sequence_length: int) -> tuple[Tensor, floa
     """
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type", "default")
-    d, base, longest = config.head_dim, config.rope_theta, config.max_position_embeddings
+    d, base, longest = config.rotary_dim, config.rope_theta, config.max_position_embeddings
     if kind == "dynamic":
         stretch = scaling["factor"] * max(sequence_length, longest) / longest - (scaling["factor"] - 1)
         base *= stretch ** (d / (d - 2))
@@ -84,9 +85,9 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 class Rotary:
-    """Cosine and sine tables `[S, 1, 1, d/2]`, made once for each sequence length, device and dtype."""
+    """Cosine and sine tables `[S, 1, 1, r/2]`, made once for each sequence length, device and dtype."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig | GPTNeoXConfig) -> None:
         self._config = config
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
@@ -116,12 +117,13 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     left = (first * cos).addcmul_(second, sin, value=-sign)
     right = (second * cos).addcmul_(first, sin, value=sign)
-    return torch.cat((left, right), dim=-1)
+    return torch.cat((left, right, rest), dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[S, B, n, d]` turned by its position's angles; tables `[S, 1, 1, d/2]`."""
+    """x `[S, B, n, d]` turned by its position's angles; tables `[S, 1, 1, r/2]`: of a head, r of d are turned."""
     return cast(Tensor, _Rotate.apply(x, cos, sin))  # type: ignore[no-untyped-call]

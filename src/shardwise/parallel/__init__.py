@@ -1,5 +1,6 @@
 """Sharded layers and losses: each holds its shard as a plain parameter and communicates over the group it is given."""
 
+from shardwise.parallel.dropout import Dropout, DropoutKey
 from shardwise.parallel.embedding import ParallelEmbedding, ReplicatedEmbedding
 from shardwise.parallel.head import ParallelLMHead
 from shardwise.parallel.linear import (
@@ -14,6 +15,8 @@ from shardwise.parallel.norm import LayerNorm, RMSNorm
 
 __all__ = [
     "ColumnParallelLinear",
+    "Dropout",
+    "DropoutKey",
     "GQAQKVColumnParallelLinear",
     "LayerNorm",
     "MergedColumnParallelLinear",

@@ -12,7 +12,7 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.data import PreparedData, make_batches
 from shardwise.errors import DataError
 from shardwise.mesh import Mesh
-from shardwise.models import Llama, build_model
+from shardwise.models import build_model
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
 from shardwise.train.report import Reporter
@@ -33,10 +33,10 @@ def build_trainer(
     if batches is None:
         raise DataError(f"the training data hold less than one sample of {config.train.sequence_length} tokens")
     model = build_model(
-        config.model,
-        mesh,
+        config,
+        mesh.tp,
         sequence_parallel=layout.sequence,
-        seed=config.train.seed,
+        device=mesh.device,
         dtype=torch_dtype(precision.parameter),
     )
     return Trainer(
@@ -52,7 +52,7 @@ def build_trainer(
     )
 
 
-def build_optimizer(config: Config, precision: Precision, model: Llama, mesh: Mesh) -> ZeroRedundancyOptimizer:
+def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
     """AdamW over data parallelism, its state cut or whole. Gradients are summed: the loss is already a global mean."""
     o = config.optimizer
     return ZeroRedundancyOptimizer(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +53,7 @@ class StepRecord:
         tokens, samples: consumed since step 0 by all ranks, this step's included.
         seconds: wall time of this step on this rank, evaluation excluded.
         peak_memory_bytes: of this rank, since it began.
+        losses: of each objective, where there are several; `loss` is their sum.
     """
 
     step: int
@@ -63,6 +65,7 @@ class StepRecord:
     samples: int
     seconds: float
     peak_memory_bytes: int
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 class Throughput:
@@ -184,6 +187,7 @@ class Reporter:
                 "event": "step",
                 "step": record.step,
                 "loss": record.loss,
+                **_by_objective(record.losses),
                 "lr": record.lr,
                 "grad_norm": record.grad_norm,
                 "param_norm": record.param_norm,
@@ -195,18 +199,21 @@ class Reporter:
             }
         )
         scalars = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "param_norm": record.param_norm}
+        scalars |= _by_objective(record.losses)
         self._scalars("train", record.step, {**scalars, **rates, "step_seconds": record.seconds})
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0)
 
-    def evaluation(self, step: int, loss: float, perplexity: float) -> None:
-        """Record the evaluation made after `step` steps."""
+    def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
+        """Record the evaluation made after `step` steps. `losses`: of each objective, where there are several."""
         self._evaluation = (loss, perplexity)
         if self._metrics is None:
             return
-        self._metrics.write({"event": "eval", "step": step, "loss": loss, "perplexity": perplexity})
-        self._scalars("eval", step, {"loss": loss, "perplexity": perplexity})
-        self.message(f"evaluation at step {step:,}: loss {loss:.4f}, perplexity {perplexity:,.2f}")
+        values = {"loss": loss, **_by_objective(losses or {}), "perplexity": perplexity}
+        self._metrics.write({"event": "eval", "step": step, **values})
+        self._scalars("eval", step, values)
+        shown = f" ({_parts_of_loss(losses)})" if losses else ""
+        self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
 
     def warning(self, text: str) -> None:
         """Print a warning above the progress line and record it."""
@@ -267,7 +274,7 @@ class Reporter:
         if self._metrics is not None:
             self._metrics.write({"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **fields})
 
-    def _scalars(self, prefix: str, step: int, values: dict[str, float | None]) -> None:
+    def _scalars(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
         if self._tensorboard is None:
             return
         for name, value in values.items():
@@ -415,7 +422,7 @@ class _Progress:
             f"{units.duration(self._step_seconds)}/step",
         ]
         return progress, [
-            f"loss {record.loss:.4f}",
+            f"loss {record.loss:.4f}" + (f" ({_parts_of_loss(record.losses)})" if record.losses else ""),
             f"lr {record.lr:.2e}",
             f"grad norm {record.grad_norm:.3f}",
             f"{units.count(self._tokens_per_second)} tokens/s",
@@ -459,3 +466,12 @@ def _result_line(results: dict[str, Any]) -> str:
 
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
+
+
+def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
+    """The losses by the names that the run's files give them."""
+    return {f"{name}_loss": loss for name, loss in losses.items()}
+
+
+def _parts_of_loss(losses: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.upper()} {loss:.4f}" for name, loss in losses.items())

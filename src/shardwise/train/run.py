@@ -23,7 +23,7 @@ from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.train.build import build_trainer
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.report import Reporter
-from shardwise.train.sample import continue_text
+from shardwise.train.sample import Generator, continue_text
 from shardwise.train.trainer import Progress, Trainer
 
 
@@ -118,14 +118,17 @@ def _train(
 
 
 def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
-    """A prompt and its continuation by the trained model; None where `log.sample_tokens` is 0 and off replica 0."""
-    log, mesh = config.log, trainer.mesh
-    if not log.sample_tokens or mesh.dp.rank:
+    """A prompt and its continuation by the trained model.
+
+    None where `log.sample_tokens` is 0, off replica 0, and for a model that gives no logits of the next token.
+    """
+    log, mesh, model = config.log, trainer.mesh, trainer.model
+    if not log.sample_tokens or mesh.dp.rank or not isinstance(model, Generator) or not config.model.causal:
         return None
     tokenizer = Tokenizer.load(data.tokenizer_path)
     held_out = data.eval_tokens if len(data.eval_tokens) else data.train_tokens
     prompt = tokenizer.encode(log.sample_prompt) if log.sample_prompt else held_out[:16]
     ids = [int(token) for token in prompt]
     window = config.train.sequence_length
-    drawn = continue_text(trainer.model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed)
+    drawn = continue_text(model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed)
     return tokenizer.decode(ids + drawn)

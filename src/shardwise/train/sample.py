@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch import Tensor
 
 from shardwise import comm
 from shardwise.mesh import Mesh
-from shardwise.models import Llama
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """A causal language model."""
+
+    def logits(self, ids_SB: Tensor) -> Tensor:
+        """Token ids `[S, B]` → `[S, B, V]`."""
+        ...
 
 
 @torch.no_grad()
 def continue_text(
-    model: Llama, mesh: Mesh, prompt: list[int], count: int, *, window: int, seed: int, temperature: float = 0.7
+    model: Generator, mesh: Mesh, prompt: list[int], count: int, *, window: int, seed: int, temperature: float = 0.7
 ) -> list[int]:
     """`count` tokens drawn after `prompt`; collective over the tensor-parallel ranks, which all return the same.
 

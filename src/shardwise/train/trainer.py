@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise import device as devices
@@ -16,8 +16,8 @@ from shardwise.config import Config, Layout
 from shardwise.data import Batch, Batches
 from shardwise.errors import RunError
 from shardwise.mesh import Mesh
-from shardwise.models import Llama
 from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
+from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
 from shardwise.train.report import Reporter, StepRecord
@@ -40,7 +40,7 @@ class Trainer:
         config: Config,
         layout: Layout,
         mesh: Mesh,
-        model: Llama,
+        model: nn.Module,
         optimizer: ZeroRedundancyOptimizer,
         batches: Batches,
         evaluation: Batches | None,
@@ -52,6 +52,7 @@ class Trainer:
         self.batches, self.evaluation = batches, evaluation
         self.reporter = reporter
         self.progress = progress or Progress()
+        self._draws_masks = "dropout" in inspect.signature(model.forward).parameters
 
     @property
     def last_step(self) -> int:
@@ -84,14 +85,17 @@ class Trainer:
         micro_batches = self.batches.local_batch(
             consumed, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
         )
-        counted = self._counted(micro_batches)
-        losses = self._forward_backward(micro_batches, counted)
+        counted_K = self._counted(micro_batches)
+        losses = self._forward_backward(micro_batches, counted_K)
         self.progress.phase = "gradient reduction"
-        global_loss = comm.all_reduce_(torch.stack(losses).sum(), self.mesh.dp)
+        global_losses_K = comm.all_reduce_(torch.stack(losses).sum(dim=0), self.mesh.dp)
         # The step's one wait for the device.
-        loss, gradient_norm, parameter_norm = torch.stack([global_loss, *self.optimizer.norms()]).tolist()
+        gradient_norm, parameter_norm, *by_objective = torch.cat(
+            (torch.stack(self.optimizer.norms()), global_losses_K)
+        ).tolist()
+        loss = sum(by_objective)
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-            self._stop_non_finite(step, loss, gradient_norm, micro_batches, counted)
+            self._stop_non_finite(step, loss, gradient_norm, micro_batches, counted_K)
         self.progress.phase = "optimizer update"
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
@@ -109,60 +113,74 @@ class Trainer:
             samples=step * train.global_batch,
             seconds=time.perf_counter() - start,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
+            losses=self._named(by_objective),
         )
 
-    def _counted(self, micro_batches: list[Batch]) -> Tensor:
-        """Targets that count in the whole global batch: what the loss and its gradient are divided by."""
-        here = sum(int(batch.counts[0]) for batch in micro_batches)
-        counted = torch.tensor(float(here), dtype=torch.float64, device=self.mesh.device)
-        return comm.all_reduce_(counted, self.mesh.dp).clamp(min=1.0)
+    def _named(self, by_objective: list[float]) -> dict[str, float]:
+        """Each objective's loss, where there are several."""
+        names = self.batches.objectives
+        return dict(zip(names, by_objective, strict=True)) if len(names) > 1 else {}
 
-    def _forward_backward(self, micro_batches: list[Batch], counted: Tensor) -> list[Tensor]:
-        """Gradients of the global mean loss, accumulated; returns each micro-batch's share of that mean."""
+    def _counted(self, micro_batches: list[Batch]) -> Tensor:
+        """Targets of each objective that count in the whole global batch: what its losses are divided by."""
+        here_K = torch.from_numpy(sum(batch.counts for batch in micro_batches)).double()
+        return comm.all_reduce_(here_K.to(self.mesh.device), self.mesh.dp).clamp(min=1.0)
+
+    def _forward_backward(self, micro_batches: list[Batch], counted_K: Tensor) -> list[Tensor]:
+        """Gradients of the global mean loss, accumulated; returns each micro-batch's share of each objective's mean."""
         losses = []
-        for number, inputs in enumerate(self._on_device(micro_batches), start=1):
+        for number, batch in enumerate(micro_batches, start=1):
             with self.optimizer.accumulate(last=number == len(micro_batches)):
-                loss = self.model(**inputs) / counted.float()
-                loss.backward()
-            losses.append(loss.detach())
+                losses_K = self._losses(batch, self.progress.step + 1) / counted_K.float()
+                losses_K.sum().backward()
+            losses.append(losses_K.detach())
         return losses
 
-    def _on_device(self, micro_batches: list[Batch]) -> Iterator[dict[str, Tensor]]:
-        for batch in micro_batches:
-            yield {name: torch.from_numpy(array).to(self.mesh.device) for name, array in batch.inputs.items()}
+    def _losses(self, batch: Batch, step: int | None = None) -> Tensor:
+        """Sums of the losses of a micro-batch's counted targets, one an objective. `step`: with that step's dropout."""
+        device = self.mesh.device
+        inputs = {name: torch.from_numpy(array).to(device) for name, array in batch.inputs.items()}
+        if step is not None and self._draws_masks:
+            train, samples_B = self.config.train, torch.from_numpy(batch.samples).to(device)
+            key = DropoutKey(train.seed, step, samples_B, int(batch.samples[0]), train.dropout_mode)
+            sums: Tensor = self.model(**inputs, dropout=key)
+        else:
+            sums = self.model(**inputs)
+        return sums.reshape(-1)
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """Mean loss and perplexity over the first `eval_batches` global batches held out, on every rank."""
+        """Mean loss and perplexity over the first `eval_batches` global batches held out, on every rank.
+
+        The loss is the sum of the objectives'; the perplexity is that of the first, which predicts tokens.
+        """
         if self.evaluation is None:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
-        train = self.config.train
-        batches = list(
-            self.evaluation.eval_batches(
-                train.eval_batches, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
-            )
-        )
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for inputs in self._on_device(batches):
-            total[0] += self.model(**inputs)
-        total[1] = sum(int(batch.counts[0]) for batch in batches)
-        total_loss, counted = comm.all_reduce_(total, self.mesh.dp).tolist()
-        loss = total_loss / counted
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        train, objectives = self.config.train, len(self.evaluation.objectives)
+        total = torch.zeros(2, objectives, dtype=torch.float64, device=self.mesh.device)
+        for batch in self.evaluation.eval_batches(
+            train.eval_batches, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
+        ):
+            total[0] += self._losses(batch)
+            total[1] += torch.from_numpy(batch.counts).to(self.mesh.device)
+        sums_K, counted_K = comm.all_reduce_(total, self.mesh.dp)
+        by_objective = (sums_K / counted_K.clamp(min=1.0)).tolist()
+        loss = sum(by_objective)
+        perplexity = math.exp(by_objective[0]) if by_objective[0] < 700 else math.inf
         if self.reporter is not None:
-            self.reporter.evaluation(self.progress.step, loss, perplexity)
+            self.reporter.evaluation(self.progress.step, loss, perplexity, self._named(by_objective))
         return loss, perplexity
 
     def _stop_non_finite(
-        self, step: int, loss: float, gradient_norm: float, micro_batches: list[Batch], counted: Tensor
+        self, step: int, loss: float, gradient_norm: float, micro_batches: list[Batch], counted_K: Tensor
     ) -> None:
         """Name the rank and parameter at fault: the reduction mixed the ranks, so each looks at its own part again."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.mesh.device)
-        for inputs in self._on_device(micro_batches):
+        for batch in micro_batches:
             with self.optimizer.accumulate():
-                part = self.model(**inputs) / counted.float()
+                part = (self._losses(batch, step) / counted_K.float()).sum()
                 part.backward()
             total += part.detach()
         faults = comm.all_gather_objects(self._fault(float(total)), self.mesh.world)

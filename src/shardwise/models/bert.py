@@ -1,0 +1,163 @@
+"""BERT (arXiv:1810.04805): post-norm bidirectional blocks, masked language modelling and next-sentence prediction.
+
+Legend beside that of `models/blocks.py`: P predicted positions of a sequence, at most; V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.config import BertConfig
+from shardwise.models.blocks import (
+    ACTIVATIONS,
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    EMBEDDING,
+    MLP,
+    Attention,
+    Context,
+    Family,
+    Plan,
+    run_blocks,
+)
+from shardwise.parallel import (
+    ColumnParallelLinear,
+    DropoutKey,
+    LayerNorm,
+    ParallelEmbedding,
+    ParallelLMHead,
+    ReplicatedLinear,
+)
+from shardwise.parallel.loss import IGNORE_INDEX
+
+
+class Embeddings(nn.Module):
+    """`dropout(norm(word + position + token type))`."""
+
+    def __init__(self, config: BertConfig, plan: Plan) -> None:
+        super().__init__()
+        name = "bert.embeddings"
+        self.word_embeddings = plan.word_embedding(config, f"{name}.word_embeddings", config.pad_token_id)
+        self.position_embeddings = plan.small_embedding(
+            config, f"{name}.position_embeddings", config.max_position_embeddings
+        )
+        self.token_type_embeddings = plan.small_embedding(
+            config, f"{name}.token_type_embeddings", config.type_vocab_size
+        )
+        self.norm = plan.norm(config, f"{name}.LayerNorm")
+        self.dropout = plan.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+
+    def forward(self, ids_SB: Tensor, token_types_SB: Tensor, key: DropoutKey | None) -> Tensor:
+        positions_S1 = torch.arange(ids_SB.shape[0], device=ids_SB.device).unsqueeze(1)
+        x = self.word_embeddings(ids_SB) + self.token_type_embeddings(token_types_SB)
+        out: Tensor = self.dropout(self.norm(x + self.position_embeddings(positions_S1)), key)
+        return out
+
+
+class Layer(nn.Module):
+    """`norm(x + dropout(attention(x)))`, then `norm(x + dropout(mlp(x)))`."""
+
+    def __init__(self, config: BertConfig, layer: int, plan: Plan) -> None:
+        super().__init__()
+        name = f"bert.encoder.layer.{layer}"
+        q, k, v = (f"{name}.attention.self.{part}" for part in ("query", "key", "value"))
+        self.attention = Attention(config, layer, plan, (q, k, v, f"{name}.attention.output.dense"))
+        self.attention_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.attention_norm = plan.norm(config, f"{name}.attention.output.LayerNorm")
+        self.mlp = MLP(config, plan, (f"{name}.intermediate.dense", f"{name}.output.dense"))
+        self.mlp_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+        self.mlp_norm = plan.norm(config, f"{name}.output.LayerNorm")
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x, context), context.dropout))
+        out: Tensor = self.mlp_norm(x + self.mlp_dropout(self.mlp(x), context.dropout))
+        return out
+
+
+class Heads(nn.Module):
+    """Masked-token and next-sentence prediction.
+
+    Both first layers are cut along their outputs; what follows them is small and computed alike by every rank, but for
+    the decoder, which is the embedding's weight, cut along the vocabulary, with a bias of its own.
+    """
+
+    def __init__(self, config: BertConfig, plan: Plan, embedding: ParallelEmbedding) -> None:
+        super().__init__()
+        hidden, options = config.hidden_size, plan.options
+        self.group, self.sequence_parallel = plan.group, plan.sequence_parallel
+        self.act = ACTIVATIONS[config.activation]
+        self.pooler = ColumnParallelLinear(hidden, hidden, name="bert.pooler.dense", **options)
+        self.transform = ColumnParallelLinear(hidden, hidden, name="cls.predictions.transform.dense", **options)
+        self.norm = LayerNorm(hidden, config.norm_eps, name="cls.predictions.transform.LayerNorm", **options)
+        self.decoder = ParallelLMHead(
+            hidden,
+            config.vocab_size,
+            tied_weight=embedding.weight,
+            bias_name="cls.predictions.bias",
+            name="cls.predictions.decoder",
+            **options,
+        )
+        self.seq_relationship = ReplicatedLinear(hidden, 2, name="cls.seq_relationship", **options)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The encoder's output, whole on every rank: `[S, B, H]`."""
+        enter = comm.gather_sequence if self.sequence_parallel else comm.copy_to_group
+        return enter(x, self.group)
+
+    def predictions(self, rows: Tensor) -> Tensor:
+        """`norm(act(transform(rows)))` of entered rows `[…, H]`: what the decoder takes."""
+        out: Tensor = self.norm(self.act(self.transform.finish(self.transform.multiply(rows))))
+        return out
+
+    def relationship(self, first_BH: Tensor) -> Tensor:
+        """Logits `[B, 2]` from entered states at the first position: B follows A, or does not."""
+        pooled = torch.tanh(self.pooler.finish(self.pooler.multiply(first_BH)))
+        out: Tensor = self.seq_relationship(pooled)
+        return out
+
+
+class Bert(Family[BertConfig]):
+    """The model with its two pretraining objectives."""
+
+    def build(self, config: BertConfig, plan: Plan) -> None:
+        self.embeddings = Embeddings(config, plan)
+        self.layers = nn.ModuleList(Layer(config, i, plan) for i in range(config.num_hidden_layers))
+        self.heads = Heads(config, plan, self.embeddings.word_embeddings)
+
+    def hidden(
+        self, ids_SB: Tensor, token_types_SB: Tensor, mask_SB: Tensor, dropout: DropoutKey | None = None
+    ) -> Tensor:
+        """Final hidden states `[S, B, H]`, whole on every rank. mask_SB: 1 for a token, 0 for padding."""
+        context = Context(dropout, mask_SB.t().bool()[:, None, None, :])
+        x = self.embeddings(ids_SB, token_types_SB, dropout)
+        return self.heads.enter(run_blocks(self.layers, x, context, self.recompute))
+
+    def forward(
+        self,
+        ids_SB: Tensor,
+        token_types_SB: Tensor,
+        mask_SB: Tensor,
+        positions_PB: Tensor,
+        targets_PB: Tensor,
+        next_sentence_B: Tensor,
+        dropout: DropoutKey | None = None,
+    ) -> Tensor:
+        """Sums of the losses of masked tokens and of sentence pairs, each over its counted targets: float32 `[2]`.
+
+        positions_PB: positions whose tokens `targets_PB` are predicted; a target of -100 is not counted.
+        next_sentence_B: 0 where the second sentence follows the first, 1 where it is a random one; -100: not counted.
+        """
+        x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB, dropout)
+        rows_PBH = x_SBH.gather(0, positions_PB.unsqueeze(-1).expand(-1, -1, x_SBH.shape[-1]))
+        masked = self.heads.decoder.loss(self.heads.predictions(rows_PBH), targets_PB)
+        pairs_B2 = self.heads.relationship(x_SBH[0]).float()
+        pairs = F.cross_entropy(pairs_B2, next_sentence_B, ignore_index=IGNORE_INDEX, reduction="sum")
+        return torch.stack((masked, pairs))
+
+    def logits(self, ids_SB: Tensor, token_types_SB: Tensor, mask_SB: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of every position `[S, B, V]` and of the sentence pairs `[B, 2]`, on every rank of the group."""
+        x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB)
+        return self.heads.decoder(self.heads.predictions(x_SBH)), self.heads.relationship(x_SBH[0])

@@ -1,0 +1,366 @@
+"""What the families share: attention, the plain MLP, and the frame of a causal language model.
+
+Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head width.
+Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.config import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig
+from shardwise.mesh import Group
+from shardwise.models.rotary import Rotary, rotate
+from shardwise.parallel import (
+    ColumnParallelLinear,
+    Dropout,
+    DropoutKey,
+    GQAQKVColumnParallelLinear,
+    LayerNorm,
+    ParallelEmbedding,
+    ParallelLMHead,
+    ReplicatedEmbedding,
+    RMSNorm,
+    RowParallelLinear,
+)
+from shardwise.parallel.dropout import scaled
+from shardwise.parallel.linear import LayerOptions, LinearOptions
+from shardwise.placement import Init
+
+FamilyConfig = LlamaConfig | GPTConfig | GPTNeoXConfig | BertConfig
+_Config = TypeVar("_Config", bound=FamilyConfig)
+_Norm = LayerNorm | RMSNorm
+Recompute = Literal["none", "selective", "full"]
+
+ATTENTION, AFTER_ATTENTION, AFTER_MLP = range(3)
+"""Sites of dropout in a block. The embedding is a layer of its own, before the first."""
+EMBEDDING = -1
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is built: what its layers need beside the configuration.
+
+    recompute: `selective` keeps nothing of the attention core but its input, `full` nothing of a block but its input.
+    """
+
+    group: Group
+    sequence_parallel: bool
+    recompute: Recompute
+    options: LayerOptions
+
+    def word_embedding(self, config: FamilyConfig, name: str, padding_idx: int | None = None) -> ParallelEmbedding:
+        """Ids → x."""
+        return ParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            padding_idx,
+            sequence_parallel_enabled=self.sequence_parallel,
+            name=name,
+            **self.options,
+        )
+
+    def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
+        """Positions or token types → what is added to x."""
+        return ReplicatedEmbedding(
+            rows, config.hidden_size, sequence_parallel_enabled=self.sequence_parallel, name=name, **self.options
+        )
+
+    def norm(self, config: FamilyConfig, name: str, kind: type[_Norm] = LayerNorm) -> _Norm:
+        """x → x normalised."""
+        return kind(
+            config.hidden_size,
+            config.norm_eps,
+            sequence_parallel_enabled=self.sequence_parallel,
+            name=name,
+            **self.options,
+        )
+
+    def dropout(self, p: float, layer: int, site: int) -> Dropout:
+        """Dropout on the residual stream."""
+        return Dropout(p, layer=layer, site=site, group=self.group, sequence_parallel_enabled=self.sequence_parallel)
+
+    def head(self, config: FamilyConfig, name: str, embedding: ParallelEmbedding) -> ParallelLMHead:
+        """x → logits or losses, with the embedding's weight where the model ties them."""
+        return ParallelLMHead(
+            config.hidden_size,
+            config.vocab_size,
+            tied_weight=embedding.weight if config.tie_word_embeddings else None,
+            sequence_parallel_enabled=self.sequence_parallel,
+            name=name,
+            **self.options,
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every block of one forward pass sees. mask_B11S: which keys may be attended to; None: all."""
+
+    dropout: DropoutKey | None = None
+    mask_B11S: Tensor | None = None
+
+
+class AttentionCore(nn.Module):
+    """`softmax(q kᵀ / √d) v`, with dropout of the probabilities.
+
+    By torch's fused kernels where they can, else step by step: with `invariant` dropout, whose mask is no kernel's, and
+    with any dropout on a CPU, which has no fused kernel for it. Step by step holds the probabilities `[B, n, S, S]`.
+    """
+
+    def __init__(self, config: FamilyConfig, layer: int, plan: Plan) -> None:
+        super().__init__()
+        self.causal, self.p, self.layer, self.group = config.causal, config.attention_dropout_p, layer, plan.group
+        self.recompute = plan.recompute == "selective"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """q `[S, B, n, d]`, k and v of as many or fewer heads → `[S, B, n·d]`."""
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._attend, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return self._attend(q, k, v, context)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        key = context.dropout if self.p else None
+        grouped = q.shape[1] != k.shape[1]
+        if key is None:
+            out = F.scaled_dot_product_attention(q, k, v, context.mask_B11S, is_causal=self.causal, enable_gqa=grouped)
+        elif key.mode == "fast" and q.device.type != "cpu":
+            with key.seeded(q.device, self.layer, ATTENTION, self.group.rank):
+                out = F.scaled_dot_product_attention(
+                    q, k, v, context.mask_B11S, self.p, is_causal=self.causal, enable_gqa=grouped
+                )
+        else:
+            out = self._step_by_step(q, k, v, context.mask_B11S, key)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: DropoutKey) -> Tensor:
+        if q.shape[1] != k.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        scores = q * (1.0 / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+        if self.causal:
+            length = q.shape[-2]
+            later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return self._drop(probabilities, key) @ v
+
+    def _drop(self, probabilities_BnSS: Tensor, key: DropoutKey) -> Tensor:
+        if key.mode == "fast":
+            with key.seeded(probabilities_BnSS.device, self.layer, ATTENTION, self.group.rank):
+                dropped: Tensor = torch.native_dropout(probabilities_BnSS, self.p, True)[0]
+            return dropped
+        heads, length = probabilities_BnSS.shape[1:3]
+        first = self.group.rank * heads * length
+        rows = torch.arange(first, first + heads * length, device=probabilities_BnSS.device)
+        keep_RBS = key.keep(rows, length, self.p, self.layer, ATTENTION)
+        keep_BnSS = keep_RBS.unflatten(0, (heads, length)).permute(2, 0, 1, 3)
+        return scaled(probabilities_BnSS, keep_BnSS, self.p)
+
+
+class Attention(nn.Module):
+    """Self-attention: Q, K and V in one matmul, each rank computes its own heads, and a row-parallel projection.
+
+    names: canonical layers of Q, K and V (one name where they are one layer), and of the output projection.
+    """
+
+    def __init__(
+        self,
+        config: FamilyConfig,
+        layer: int,
+        plan: Plan,
+        names: tuple[str, str, str, str],
+        *,
+        bias: bool = True,
+        transposed: bool = False,
+        rotary: Rotary | None = None,
+        out_init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rotary = config.head_dim, rotary
+        q_size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        options = LinearOptions(**plan.options, transposed=transposed)
+        self.qkv = self._make_qkv(config, (q_size, kv_size), names[:3], bias, plan, options)
+        self.core = AttentionCore(config, layer, plan)
+        out_options = LinearOptions(**{**options, "init": out_init}) if out_init is not None else options
+        self.out = RowParallelLinear(
+            q_size,
+            config.hidden_size,
+            bias=bias,
+            input_is_parallel=True,
+            sequence_parallel_enabled=plan.sequence_parallel,
+            name=names[3],
+            **out_options,
+        )
+
+    def _make_qkv(
+        self,
+        config: FamilyConfig,
+        sizes: tuple[int, int],
+        names: tuple[str, ...],
+        bias: bool,
+        plan: Plan,
+        options: LinearOptions,
+    ) -> nn.Module:
+        return GQAQKVColumnParallelLinear(
+            config.hidden_size,
+            sizes,
+            bias=bias,
+            gather_output=False,
+            head_dim=config.head_dim,
+            names=names,
+            sequence_parallel_enabled=plan.sequence_parallel,
+            **options,
+        )
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each `[S, B, heads, d]`."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x))
+        return q, k, v
+
+    def inner(self, x: Tensor, context: Context) -> Tensor:
+        """What the output projection takes: `[S, B, n·d]`."""
+        q, k, v = self.heads(x)
+        if self.rotary is not None:
+            cos, sin = self.rotary.tables(q.shape[0], q)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out: Tensor = self.core(q, k, v, context)
+        return out
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        out: Tensor = self.out(self.inner(x, context))
+        return out
+
+
+class MLP(nn.Module):
+    """`down(act(up(x)))`. names: canonical layers of up and down."""
+
+    def __init__(
+        self,
+        config: FamilyConfig,
+        plan: Plan,
+        names: tuple[str, str],
+        *,
+        transposed: bool = False,
+        down_init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        options = LinearOptions(**plan.options, transposed=transposed)
+        self.up = ColumnParallelLinear(
+            config.hidden_size,
+            config.intermediate_size,
+            gather_output=False,
+            sequence_parallel_enabled=plan.sequence_parallel,
+            name=names[0],
+            **options,
+        )
+        self.act = ACTIVATIONS[config.activation]
+        down_options = LinearOptions(**{**options, "init": down_init}) if down_init is not None else options
+        self.down = RowParallelLinear(
+            config.intermediate_size,
+            config.hidden_size,
+            input_is_parallel=True,
+            sequence_parallel_enabled=plan.sequence_parallel,
+            name=names[1],
+            **down_options,
+        )
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What the second projection takes: `[S, B, F/g]`."""
+        return self.act(self.up(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.inner(x))
+        return out
+
+
+def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:
+    """x through all blocks; with `full` recompute only each block's input is kept for the backward pass.
+
+    Masks are drawn from the context's key, not from a generator's state, so that the recomputed ones are the same.
+    """
+    for block in blocks:
+        if recompute == "full" and torch.is_grad_enabled():
+            x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = block(x, context)
+    return x
+
+
+class Family(nn.Module, Generic[_Config]):
+    """A model of one architecture.
+
+    Args:
+        config: sizes by their Hugging Face names.
+        group: the tensor-parallel ranks. sequence_parallel: cut the residual stream along the sequence between blocks.
+        recompute: what the backward pass computes again (`Plan`).
+        seed: the weights are a function of (seed, canonical name), the same at any layout.
+    """
+
+    def __init__(
+        self,
+        config: _Config,
+        group: Group | None = None,
+        *,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.recompute = config, recompute
+        ranks = Group.of(group)
+        init = Init.normal(config.initializer_range)
+        options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
+        self.build(config, Plan(ranks, sequence_parallel, recompute, options))
+
+    def build(self, config: _Config, plan: Plan) -> None:
+        """Make the layers, in the order of the forward pass."""
+        raise NotImplementedError
+
+
+class CausalLM(Family[_Config]):
+    """A decoder: embedding, blocks, a last norm, and the head with its loss. A family gives the parts."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    lm_head: ParallelLMHead
+
+    def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
+        """Token ids `[S, B]` → x."""
+        raise NotImplementedError
+
+    def hidden(self, ids_SB: Tensor, dropout: DropoutKey | None = None) -> Tensor:
+        """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism)."""
+        context = Context(dropout)
+        x = run_blocks(self.layers, self.embed(ids_SB, context), context, self.recompute)
+        out: Tensor = self.norm(x)
+        return out
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor, dropout: DropoutKey | None = None) -> Tensor:
+        """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar."""
+        return self.lm_head.loss(self.hidden(ids_SB, dropout), targets_SB)
+
+    def logits(self, ids_SB: Tensor) -> Tensor:
+        """Logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
+        whole: Tensor = self.lm_head(self.hidden(ids_SB))
+        return whole

@@ -1,0 +1,65 @@
+"""GPT-2 and GPT-3: pre-norm blocks with learned positions, biases everywhere and dropout.
+
+"Language Models are Unsupervised Multitask Learners" (Radford et al. 2019, section 2.3) and arXiv:2005.14165. The
+canonical tensors are those of Hugging Face's GPT-2, whose weights are `[in, out]` and whose Q, K and V are one tensor.
+Shapes: see `models/blocks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import GPTConfig
+from shardwise.models.blocks import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    EMBEDDING,
+    MLP,
+    Attention,
+    CausalLM,
+    Context,
+    Plan,
+)
+from shardwise.placement import Init
+
+
+class Block(nn.Module):
+    """`x + dropout(attention(ln_1(x)))`, then `x + dropout(mlp(ln_2(x)))`."""
+
+    def __init__(self, config: GPTConfig, layer: int, plan: Plan) -> None:
+        super().__init__()
+        name = f"transformer.h.{layer}"
+        qkv, out = f"{name}.attn.c_attn", f"{name}.attn.c_proj"
+        # What is added to the residual stream starts smaller the deeper the model: 2 additions a block.
+        scaled = Init.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
+        self.ln_1 = plan.norm(config, f"{name}.ln_1")
+        self.attn = Attention(config, layer, plan, (qkv, qkv, qkv, out), transposed=True, out_init=scaled)
+        self.attn_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.ln_2 = plan.norm(config, f"{name}.ln_2")
+        self.mlp = MLP(config, plan, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled)
+        self.mlp_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.attn_dropout(self.attn(self.ln_1(x), context), context.dropout)
+        out: Tensor = x + self.mlp_dropout(self.mlp(self.ln_2(x)), context.dropout)
+        return out
+
+
+class GPT(CausalLM[GPTConfig]):
+    """The causal language model."""
+
+    def build(self, config: GPTConfig, plan: Plan) -> None:
+        self.wte = plan.word_embedding(config, "transformer.wte")
+        self.wpe = plan.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
+        self.dropout = plan.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.layers = nn.ModuleList(Block(config, i, plan) for i in range(config.num_hidden_layers))
+        self.norm = plan.norm(config, "transformer.ln_f")
+        self.lm_head = plan.head(config, "lm_head", self.wte)
+
+    def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
+        positions_S1 = torch.arange(ids_SB.shape[0], device=ids_SB.device).unsqueeze(1)
+        x: Tensor = self.dropout(self.wte(ids_SB) + self.wpe(positions_S1), context.dropout)
+        return x

@@ -1,0 +1,125 @@
+"""Dropout that knows which random numbers belong to which element.
+
+Legend: S sequence, B batch, H hidden, n heads, g = ranks of the tensor-parallel group.
+
+Two modes. `fast` draws each mask from a generator seeded by (seed, step, first sample, layer, site, shard): ranks that
+hold different parts of an activation draw different masks, ranks that hold the same activation draw the same, and
+nothing has to be saved to draw it again. `invariant` makes each element's fate a hash of (seed, step, global sample,
+layer, site, element): the mask, and with it the loss, is the same at any layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import device as devices
+from shardwise.mesh import Group
+
+Mode = Literal["fast", "invariant"]
+
+_CHUNK = 1 << 20
+"""Elements hashed at a time: 8 MiB of 64-bit integers, twice."""
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """What a forward pass of one micro-batch draws its masks from. It travels with the activations, so that recompute
+    draws the same masks, whatever ran in between.
+
+    samples_B: each sample's number in the run, on the model's device. first_sample: the first of them, on the host.
+    """
+
+    seed: int
+    step: int
+    samples_B: Tensor
+    first_sample: int
+    mode: Mode = "fast"
+
+    def number(self, *place: int) -> int:
+        """A 63-bit hash of the key's seed and step and of a place in the model."""
+        text = "/".join(str(part) for part in (self.seed, self.step, *place))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+    @contextmanager
+    def seeded(self, device: torch.device, layer: int, site: int, shard: int) -> Iterator[None]:
+        """Inside, torch's generator of the device begins at a state of this place's own (`fast` mode)."""
+        generator = devices.default_generator(device)
+        before = generator.get_state()
+        generator.manual_seed(self.number(self.first_sample, layer, site, shard))
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+
+    def keep(self, rows: Tensor, width: int, p: float, layer: int, site: int) -> Tensor:
+        """Which elements stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.
+
+        Element j of row `rows[i]` of a sample has the number `rows[i] · width + j` there.
+        """
+        place = torch.tensor(self.number(layer, site), device=rows.device)
+        stream_B1 = _mix(self.samples_B ^ place).unsqueeze(1)
+        threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
+        column = torch.arange(width, device=rows.device)
+        keep = torch.empty((len(rows), len(self.samples_B), width), dtype=torch.bool, device=rows.device)
+        chunk = max(1, _CHUNK // (len(self.samples_B) * width))
+        for start in range(0, len(rows), chunk):
+            elements = rows[start : start + chunk].view(-1, 1, 1) * width + column
+            torch.ge(_mix(stream_B1 + elements * _GOLDEN), threshold, out=keep[start : start + chunk])
+        return keep
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64 (Steele, Lea and Flood 2014, section 3) of 64-bit integers, in place where it may."""
+    x = x + _GOLDEN
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        # int64's shift keeps the sign: the bits that it brings in are cleared.
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
+        if factor is not None:
+            x *= factor
+    return x
+
+
+class Dropout(nn.Module):
+    """`y = x · keep / (1 - p)` on an activation `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
+
+    layer, site: its place in the model. Without a key, as in evaluation, y is x.
+    """
+
+    def __init__(
+        self, p: float, *, layer: int, site: int, group: Group | None = None, sequence_parallel_enabled: bool = False
+    ) -> None:
+        super().__init__()
+        self.p, self.layer, self.site = p, layer, site
+        group = Group.of(group)
+        self._shard = group.rank if sequence_parallel_enabled else 0
+
+    def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:
+        if key is None or not self.p:
+            return x
+        if key.mode == "fast":
+            with key.seeded(x.device, self.layer, self.site, self._shard):
+                dropped: Tensor = torch.native_dropout(x, self.p, True)[0]
+            return dropped
+        first = self._shard * x.shape[0]
+        positions = torch.arange(first, first + x.shape[0], device=x.device)
+        return scaled(x, key.keep(positions, x.shape[-1], self.p, self.layer, self.site), self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, layer={self.layer}, site={self.site}"
+
+
+def scaled(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """`x · keep / (1 - p)`; of the mask, one byte an element is kept for the backward pass."""
+    return x * keep * (1.0 / (1.0 - p)) if p < 1.0 else x * 0.0
