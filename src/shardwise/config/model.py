@@ -336,6 +336,9 @@ class BertConfig(MultiHeadConfig):
     tie_word_embeddings: Literal[True] = Field(default=True, description="the masked-token head shares the embedding")
     pad_token_id: int = Field(default=0, ge=0, description="the token whose look-up gives its embedding no gradient")
     type_vocab_size: int = Field(default=2, gt=0, description="token types: first and second sentence")
+    pad_token_id: int | None = Field(
+        default=0, ge=0, description="padding token, whose embedding learns through the output head alone; null = none"
+    )
     hidden_act: GELUName = Field(default="gelu", description=f"of the feed-forward layer and head: {_GELUS}")
     layer_norm_eps: float = Field(default=1e-12, gt=0, description="added to the variance in LayerNorm")
     hidden_dropout_prob: float = Field(
@@ -354,6 +357,10 @@ class BertConfig(MultiHeadConfig):
             )
         if self.type_vocab_size < 2:
             problems.append(f"model.type_vocab_size ({self.type_vocab_size}) must be at least 2: samples are pairs")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            problems.append(
+                f"model.pad_token_id ({self.pad_token_id}) must be less than model.vocab_size ({self.vocab_size})"
+            )
         reject(problems)
         return self
 
