@@ -334,7 +334,6 @@ class BertConfig(MultiHeadConfig):
     family: Literal["bert"] = Field(description="the architecture")
     max_position_embeddings: int = Field(default=512, gt=0, description="learned positions: the longest sequence")
     tie_word_embeddings: Literal[True] = Field(default=True, description="the masked-token head shares the embedding")
-    pad_token_id: int = Field(default=0, ge=0, description="the token whose look-up gives its embedding no gradient")
     type_vocab_size: int = Field(default=2, gt=0, description="token types: first and second sentence")
     pad_token_id: int | None = Field(
         default=0, ge=0, description="padding token, whose embedding learns through the output head alone; null = none"
