@@ -1,0 +1,273 @@
+"""Hub ids are fetched once, through the hub's own protocol; what goes wrong is told in one sentence."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from shardwise import hub
+from shardwise.errors import ConfigError
+
+TOKEN = "hf_do_not_tell_anyone"
+FILES = {
+    "main": {
+        "config.json": b"{}",
+        "model.safetensors": b"newest",
+        "tokenizer.json": b"[]",
+        "pytorch_model.bin": b"a pickle",
+        "onnx/model.safetensors": b"for another program",
+        "README.md": b"text",
+    },
+    "v1": {"config.json": b"{}", "model.safetensors": b"first"},
+    "pickled": {"config.json": b"{}", "pytorch_model.bin": b"a pickle"},
+}
+COMMITS = {revision: hashlib.sha1(revision.encode()).hexdigest() for revision in FILES}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What `huggingface_hub` asks of huggingface.co, for acme/tiny (open), acme/gated and acme/private."""
+
+    requests: list[str]
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        type(self).requests.append(f"{self.command} {path}")
+        token = self.headers.get("Authorization")
+        if path == "/api/agent-harnesses":  # the client's own affair, once a day
+            self.reply(200, {"Content-Type": "application/json"}, b'{"harnesses": {}}')
+        elif "acme/broken" in path:
+            self.reply(500)
+        elif token not in (None, f"Bearer {TOKEN}"):
+            self.reply(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
+        elif ("acme/private" in path and token is None) or not path.startswith(("/api/models/acme/", "/acme/")):
+            self.reply(401, {"X-Error-Code": "RepoNotFound"})
+        elif path.startswith("/api/models/"):
+            self.metadata(path.removeprefix("/api/models/").split("/"))
+        elif "acme/gated" in path and token is None:
+            self.reply(401, {"X-Error-Code": "GatedRepo"})
+        else:
+            self.file(path.removeprefix("/").split("/", 4))
+
+    def metadata(self, parts: list[str]) -> None:
+        repository, kind, revision = "/".join(parts[:2]), parts[2:3], "/".join(parts[3:]) or "main"
+        found = [name for name, commit in COMMITS.items() if revision in (name, commit)]
+        if not found:
+            self.reply(404, {"X-Error-Code": "RevisionNotFound"})
+        elif kind == ["tree"]:
+            entries = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in FILES[found[0]].items()
+            ]
+            self.reply(200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
+        else:
+            siblings = [{"rfilename": name} for name in FILES[found[0]]]
+            facts = {"id": repository, "sha": COMMITS[found[0]], "siblings": siblings, "tags": [], "private": False}
+            self.reply(200, {"Content-Type": "application/json"}, json.dumps(facts).encode())
+
+    def file(self, parts: list[str]) -> None:
+        """`/owner/name/resolve/COMMIT/path`."""
+        commit, name = parts[3], parts[4]
+        content = next(FILES[revision][name] for revision in FILES if COMMITS[revision] == commit)
+        tag = hashlib.sha1(content).hexdigest()
+        self.reply(200, {"ETag": f'"{tag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}, content)
+
+    def reply(self, status: int, headers: dict[str, str] | None = None, content: bytes = b"") -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    Hub.requests = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+CALL = """
+import json, sys
+from shardwise import hub
+from shardwise.errors import ConfigError
+load, revision, cached = json.loads(sys.argv[1])
+said = []
+try:
+    result = {"folder": str(hub.resolve(load, revision, cached=cached, announce=said.append))}
+except ConfigError as error:
+    result = {"problems": error.problems}
+print(json.dumps(result | {"said": said, "torch": "torch" in sys.modules}))
+"""
+
+
+class User:
+    """Calls `hub.resolve` in a process of its own: the hub's client reads its environment once."""
+
+    def __init__(self, at: Path, site: str) -> None:
+        self.at, self.said = at, [""]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        self.environment = {
+            **inherited, "HF_ENDPOINT": site, "HF_HOME": str(at / "hf"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*",
+        }  # fmt: skip
+
+    def resolve(self, load: str, revision: str | None = None, *, cached: bool = False, **variables: str) -> Path:
+        """Raises ConfigError as the call did."""
+        done = subprocess.run(
+            [sys.executable, "-c", CALL, json.dumps([load, revision, cached])],
+            cwd=self.at, env={**self.environment, **variables}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert TOKEN not in done.stdout + done.stderr, "the token is a secret"
+        result = json.loads(done.stdout)
+        self.said = result["said"]
+        assert not result["torch"], "the launcher has no torch, and no time for it"
+        if "problems" in result:
+            raise ConfigError(result["problems"])
+        return Path(result["folder"])
+
+
+@pytest.fixture
+def user(tmp_path: Path, site: str) -> User:
+    return User(tmp_path, site)
+
+
+def test_only_what_is_needed_is_fetched_and_once(user: User, site: str) -> None:
+    folder = user.resolve("acme/tiny")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert (folder / "model.safetensors").read_bytes() == b"newest"
+    assert len(user.said) == 1
+    assert f"fetching acme/tiny from {site}: once" in user.said[0]
+    fetched = [request for request in Hub.requests if request.startswith("GET /acme/")]
+    assert len(fetched) == 3, fetched
+    assert user.resolve("acme/tiny") == folder
+    assert user.said == []
+    assert [request for request in Hub.requests if request.startswith("GET /acme/")] == fetched
+
+
+def test_ranks_ask_nobody(user: User) -> None:
+    folder = user.resolve("acme/tiny", "v1")
+    assert (folder / "model.safetensors").read_bytes() == b"first"
+    asked = len(Hub.requests)
+    assert user.resolve("acme/tiny", "v1", cached=True) == folder
+    assert user.resolve("acme/tiny", COMMITS["v1"]) == folder
+    assert Hub.requests[asked:] == [], "a rank, or a commit that is here, needs no network"
+    with pytest.raises(ConfigError, match=r"acme/tiny at revision main.*must be in the cache of this machine"):
+        user.resolve("acme/tiny", "main", cached=True)
+
+
+def test_without_a_network_the_cache_serves(user: User) -> None:
+    folder = user.resolve("acme/tiny")
+    assert user.resolve("acme/tiny", HF_HUB_OFFLINE="1") == folder
+    assert user.resolve("acme/tiny", HF_ENDPOINT="http://127.0.0.1:9") == folder
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set, and the cache .* lacks it"):
+        user.resolve("acme/other", HF_HUB_OFFLINE="1")
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 cannot be reached, and the cache") as caught:
+        user.resolve("acme/other", HF_ENDPOINT="http://me:password@127.0.0.1:9")
+    assert "password" not in str(caught.value)
+
+
+def test_gated_missing_and_refused(user: User, site: str) -> None:
+    with pytest.raises(ConfigError, match=f"acme/gated.* is gated: accept its licence on {site}/acme/gated") as caught:
+        user.resolve("acme/gated")
+    assert "HF_TOKEN" in str(caught.value)
+    assert user.resolve("acme/gated", HF_TOKEN=TOKEN).is_dir()
+    with pytest.raises(ConfigError, match=r"checkpoint.revision \(v9\) must be a branch, tag or commit of acme/tiny"):
+        user.resolve("acme/tiny", "v9")
+    with pytest.raises(ConfigError, match=r"no such folder in .*, and on .* no such repository .*HF_TOKEN"):
+        user.resolve("acme/private")
+    with pytest.raises(ConfigError, match=r"refuses the token in use \(status 401\)"):
+        user.resolve("acme/private", HF_TOKEN="hf_expired")
+    with pytest.raises(ConfigError, match="answers with status 500"):
+        user.resolve("acme/broken")
+
+
+def test_a_repository_of_pickles_is_refused(user: User) -> None:
+    with pytest.raises(ConfigError, match=r"pickled \(pytorch_model.bin\): opening a pickle can run any code"):
+        user.resolve("acme/tiny", "pickled")
+    assert not [request for request in Hub.requests if "pytorch_model.bin" in request]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/step-00000100").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000100/model.safetensors").write_bytes(b"")
+    for step in ("step-00000100", "step-00000200"):
+        (tmp_path / "run/checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "run/checkpoints" / step / "model.safetensors").write_bytes(b"")
+    (tmp_path / "run/config.yaml").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "weights.pt").write_bytes(b"")
+    return tmp_path
+
+
+PATHS = {
+    "checkpoints/step-0000010": r"there is none of that name in .*did you mean checkpoints/step-00000100\?",
+    "./nowhere": "there is none of that name in ",
+    "/no/where": "there is none of that name in ",
+    "a/b/c": "there is none of that name in ",
+    "owner/": "there is none of that name in ",
+    "name--of.git": "there is none of that name in .*, and a hub id reads owner/name",
+    "two words": "there is none of that name in .*, and a hub id reads owner/name",
+    "weights.pt": r"pickled \(weights.pt\): opening a pickle can run any code .*save_pretrained",
+    "pickled": r"pickled \(pytorch_model.bin\): opening a pickle can run any code .*save_pretrained",
+    "empty": "must hold model.safetensors: it is empty",
+    "checkpoints/step-00000100/model.safetensors": "it is a file: set checkpoint.load=checkpoints/step-00000100$",
+    "run": r"it has checkpoints and config.yaml; did you mean run/checkpoints/step-00000200\?",
+}
+
+
+@pytest.mark.parametrize("load", PATHS)
+def test_what_is_no_folder_of_weights(load: str, here: Path) -> None:
+    with pytest.raises(ConfigError, match=PATHS[load]) as caught:
+        hub.resolve(load)
+    assert f"checkpoint.load ({load}" in str(caught.value)
+    assert "Repo id" not in str(caught.value)
+
+
+def test_a_folder_is_taken_as_it_is(here: Path) -> None:
+    assert hub.resolve("checkpoints/step-00000100") == Path("checkpoints/step-00000100")
+    with pytest.raises(ConfigError, match=r"checkpoint.revision \(v1\) must be left out"):
+        hub.resolve("checkpoints/step-00000100", "v1")
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    {
+        '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}': "lacks model-2.safetensors",
+        '{"weight_map": {"a": "../model-1.safetensors"}}': "must name files of its own folder",
+        '{"weight_map": {}}': "must name files of its own folder, and it names none",
+        "{": "is no index of safetensors files",
+        "[]": "is no index of safetensors files",
+        '{"weight_map": {"a": 1}}': "is no index of safetensors files",
+    }.items(),
+)
+def test_an_index_is_checked(index: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "model-1.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=text):
+        hub.weight_files(tmp_path)
