@@ -27,15 +27,16 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def fill(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """Give a sharded module random canonical weights, biases and norms too, and return them whole."""
+def fill(module: nn.Module, seed: int = 0, scale: float = 0.3) -> dict[str, Tensor]:
+    """Give a sharded module random canonical weights, biases and norms (around 1) too, and return them whole."""
     canonical: dict[str, Tensor] = {}
     for _, parameter, record in placements(module):
         for piece in record.pieces:
             name = piece.name
-            canonical[name] = random(seed + sum(name.encode()), *piece.shape) * 0.3
+            norm = len(piece.shape) == 1 and name.endswith(".weight")
+            canonical[name] = random(seed + sum(name.encode()), *piece.shape) * scale + float(norm)
             with torch.no_grad():
-                parameter[piece.local.slices] = canonical[name][piece.box.slices]
+                piece.of(parameter).copy_(canonical[name][piece.box.slices])
     return canonical
 
 
@@ -62,7 +63,7 @@ def gradient_errors(module: nn.Module, wanted: dict[str, Tensor]) -> dict[str, f
         padding = torch.ones(parameter.shape, dtype=torch.bool)
         for piece in record.pieces:
             padding[piece.local.slices] = False
-            gradient = parameter.grad[piece.local.slices].clone()
+            gradient = piece.of(parameter.grad).clone()
             if piece.partial:
                 comm.all_reduce_(gradient, piece.copies)
             whole = wanted[piece.name].grad

@@ -25,7 +25,7 @@ def flip(tensor: torch.Tensor, position: int, bit: int) -> None:
 def drift(tensor: int, dtype: torch.dtype, changes: dict[int, tuple[str, int, int]]) -> str | None:
     """Flip (parameter, element, bit) on the ranks given; what the check says on this rank."""
     mesh = Mesh(tensor=tensor, device="cpu")
-    model = build_model(make_config().model, mesh, sequence_parallel=tensor > 1, seed=7, dtype=dtype)
+    model = build_model(make_config(), mesh.tp, sequence_parallel=tensor > 1, dtype=dtype)
     check_replicas(model, mesh, 1)
     if mesh.world.rank in changes:
         name, element, bit = changes[mesh.world.rank]

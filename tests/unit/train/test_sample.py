@@ -7,7 +7,7 @@ import torch
 
 from shardwise.config import LlamaConfig
 from shardwise.mesh import Mesh
-from shardwise.models import Llama, build_model
+from shardwise.models import Llama
 from shardwise.train.sample import continue_text
 
 MODEL: dict[str, Any] = {
@@ -23,8 +23,7 @@ MODEL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    config = LlamaConfig.model_validate(MODEL)
-    return build_model(config, Mesh(device="cpu"), sequence_parallel=False, seed=3, dtype=torch.float32)
+    return Llama(LlamaConfig.model_validate(MODEL), seed=3)
 
 
 def drawn(model: Llama, prompt: list[int], count: int = 10, **options: Any) -> list[int]:
