@@ -2,17 +2,22 @@
 
 from shardwise.data.batch import IGNORE, Batch, Batches
 from shardwise.data.build import make_batches
+from shardwise.data.pairs import SentencePairBatches
 from shardwise.data.preparation import PreparedData, prepare
 from shardwise.data.sampler import Sampler
-from shardwise.data.tokenizer import Tokenizer, special_token_ids
+from shardwise.data.sentences import Sentences
+from shardwise.data.tokenizer import PairTokens, Tokenizer, special_token_ids
 from shardwise.data.tokens import TokenBatches
 
 __all__ = [
     "IGNORE",
     "Batch",
     "Batches",
+    "PairTokens",
     "PreparedData",
     "Sampler",
+    "SentencePairBatches",
+    "Sentences",
     "TokenBatches",
     "Tokenizer",
     "make_batches",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.sampler import IntArray, Sampler
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DataError
 
 IGNORE = -100
 """The target of a position that is not counted."""
@@ -33,6 +33,27 @@ class Batch:
     """Counted targets of each objective, [K]: summed over the global batch, what its losses are divided by."""
     samples: IntArray
     """Each sample's number in the run, [B]: samples consumed before its global batch + its position in that batch."""
+
+    def check(self) -> None:
+        """Refuses masked positions beyond the sequence: on a device they would crash, or predict another token.
+
+        Raises:
+            DataError: with a problem for each such sample.
+        """
+        if "positions_PB" not in self.inputs:
+            return
+        length = len(self.inputs["ids_SB"])
+        positions_PB = self.inputs["positions_PB"]
+        outside_PB = (positions_PB < 0) | (positions_PB >= length)
+        bad = np.flatnonzero(outside_PB.any(axis=0)).tolist()
+        if bad:
+            raise DataError(
+                [
+                    f"sample {self.samples[b]}: a masked position ({positions_PB[outside_PB[:, b], b][0]}) must be in "
+                    f"0 … {length - 1}: train.sequence_length ({length}) must be that of the data, or longer"
+                    for b in bad
+                ]
+            )
 
 
 class Batches(Protocol):

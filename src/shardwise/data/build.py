@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 from shardwise.config import Config
 from shardwise.data.batch import Batches
+from shardwise.data.pairs import SentencePairBatches, chunk_room
 from shardwise.data.preparation import PreparedData
+from shardwise.data.sentences import ChunkIndex
 from shardwise.data.split import Part
 from shardwise.data.tokens import TokenBatches
 
 
 def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | None:
-    """The batches of one part of `data`; None where it holds less than one sample."""
+    """The batches of one part of `data`; None where it holds less than one sample (two for sentence pairs)."""
     tokens = data.train_tokens if part == "train" else data.eval_tokens
-    length = config.train.sequence_length
-    return TokenBatches(tokens, length, config.train.seed) if len(tokens) > length else None
+    length, seed = config.train.sequence_length, config.train.seed
+    if data.pair_tokens is None:
+        return TokenBatches(tokens, length, seed) if len(tokens) > length else None
+    sentences = data.sentences[part]
+    if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
+        return None
+    fraction = config.data.masked_fraction
+    return SentencePairBatches(
+        tokens,
+        sentences,
+        length,
+        seed,
+        special=data.pair_tokens,
+        vocab_size=data.vocab_size,
+        masked_fraction=fraction,
+        max_predictions=config.data.max_predictions or math.ceil(fraction * length),
+    )

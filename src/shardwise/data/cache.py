@@ -1,10 +1,11 @@
 """The cache of tokenized data: entries that appear whole or not at all, and are checked when opened.
 
     ROOT/sources/STAMP.json     what a text that has not changed since contains
-    ROOT/tokens/KEY/            tokenizer/, train.bin, eval.bin, manifest.json
+    ROOT/tokens/KEY/            tokenizer/, train.bin, eval.bin, manifest.json; for sentence pairs also
+                                {train,eval}.{sentences,documents}.bin
     ROOT/locks/KEY.lock         one process builds an entry, the others wait
 
-Tokens lie back to back as little-endian uint16 or int32.
+Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) as int64.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from shardwise.data.batch import TokenArray
+from shardwise.data.sentences import Sentences
 from shardwise.data.split import PARTS, Part
 from shardwise.errors import DataError
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 1
+BOUNDS = ("sentences", "documents")
+BOUNDS_DTYPE = np.dtype("<i8")
 _BLOCK = 1 << 16
 _CHECKED_BLOCKS = 256
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -76,29 +80,38 @@ def locked(root: Path, key: str) -> Iterator[bool]:
 
 
 @dataclass
-class TokenWriter:
-    """Appends tokens to a file and keeps count."""
+class ArrayWriter:
+    """Appends integers to a file and keeps count."""
 
     file: BinaryIO
     dtype: np.dtype[Any]
-    tokens: int = 0
-    documents: int = 0
+    length: int = 0
     _digest: Any = field(default_factory=hashlib.sha256)
 
-    def write(self, ids: list[int]) -> None:
-        content = np.array(ids, dtype=self.dtype).tobytes()
+    def write(self, values: list[int]) -> None:
+        content = np.array(values, dtype=self.dtype).tobytes()
         self.file.write(content)
         self._digest.update(content)
-        self.tokens += len(ids)
+        self.length += len(values)
 
     def facts(self) -> dict[str, Any]:
         """The manifest's record of the file, once closed."""
         return {
-            "tokens": self.tokens,
-            "documents": self.documents,
+            "length": self.length,
             "sha256": self._digest.hexdigest(),
             "checked": _check_digest(Path(self.file.name)),
         }
+
+
+@dataclass
+class TokenWriter(ArrayWriter):
+    """Appends tokens to a file and keeps count of documents too."""
+
+    documents: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        facts = super().facts()
+        return {"tokens": facts.pop("length"), "documents": self.documents, **facts}
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,13 @@ class Entry:
         if self.manifest[part]["tokens"] == 0:
             return np.empty(0, dtype=dtype)
         return np.memmap(self.path / f"{part}.bin", dtype=dtype, mode="r")
+
+    def sentences(self, part: Part) -> Sentences:
+        """The part's sentences, mapped from the files, where the entry has them."""
+        bounds, documents = (
+            np.memmap(self.path / f"{part}.{name}.bin", dtype=BOUNDS_DTYPE, mode="r") for name in BOUNDS
+        )
+        return Sentences(bounds, documents)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -140,6 +160,10 @@ def open_entry(root: Path, key: str) -> Entry | None:
             file, facts = path / f"{part}.bin", manifest[part]
             sound = sound and file.stat().st_size == facts["tokens"] * itemsize
             sound = sound and _check_digest(file) == facts["checked"]
+            for name, row in facts.get("bounds", {}).items():
+                file = path / f"{part}.{name}.bin"
+                sound = sound and file.stat().st_size == row["length"] * BOUNDS_DTYPE.itemsize
+                sound = sound and _check_digest(file) == row["checked"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Entry(path, manifest) if sound else None

@@ -5,22 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import Config
-from shardwise.data import cache
+from shardwise.data import cache, sentences
 from shardwise.data.batch import TokenArray
+from shardwise.data.encoding import ContentDigest, encode_documents, encode_sentences
 from shardwise.data.hashing import mix_integer
+from shardwise.data.pairs import chunk_room
+from shardwise.data.sentences import ChunkIndex, Sentences
 from shardwise.data.sources import Piece, Source, open_source
 from shardwise.data.split import PARTS, Part, Split, plan_split
 from shardwise.data.tokenizer import (
-    Tokenizer,
+    PairTokens,
     export_user_tokenizer,
     open_user_tokenizer,
     train_tokenizer,
@@ -29,7 +31,6 @@ from shardwise.data.tokenizer import (
 from shardwise.errors import DataError
 from shardwise.units import count, size
 
-_BATCH_CHARACTERS = 1 << 23
 # More text changes the merges of a small vocabulary little and costs memory and time.
 _TOKENIZER_CHARACTERS = 1 << 25
 
@@ -47,6 +48,10 @@ class PreparedData:
     vocab_size: int
     """Of the tokenizer; at most the model's."""
     summary: str
+    sentences: Mapping[Part, Sentences] = field(default_factory=dict)
+    """Of each part, where samples are sentence pairs."""
+    pair_tokens: PairTokens | None = None
+    """The ids that pairs are made with, likewise."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ def prepare(
             f"data.split ({config.data.split}) holds nothing out, and train.eval_every ({config.train.eval_every}) "
             "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
         )
+    if _in_pairs(config):
+        chunk_room(config.train.sequence_length)
     root = cache.cache_root(cache_dir)
     source = open_source(config.data)
     stamp = source.stamp()
@@ -100,19 +107,15 @@ def prepare(
 
 
 def _scan(source: Source) -> _Scan:
-    digest = hashlib.sha256()
-    total, document = 0, 0
+    digest = ContentDigest()
+    document = 0
     characters = array("q")
-    for piece in source.pieces():
-        encoded = piece.text.encode()
-        digest.update(encoded)
-        total += len(encoded)
+    for piece in digest.watch(source.pieces()):
         document += len(piece.text)
         if piece.ends_document:
-            digest.update(b"\xff")  # in no UTF-8 text
             characters.append(document)
             document = 0
-    return _Scan(digest.hexdigest(), total, np.array(characters, dtype=np.int64))
+    return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
 def _key(content: str, config: Config, weights: tuple[float, float]) -> str:
@@ -125,26 +128,49 @@ def _key(content: str, config: Config, weights: tuple[float, float]) -> str:
         "tokenizer": "byte-level BPE" if own is None else user_tokenizer_digest(own),
         "vocab_size": config.model.vocab_size,
     }
+    if _in_pairs(config):
+        parts["sentences"] = sentences.RULE
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _in_pairs(config: Config) -> bool:
+    """Whether samples are pairs of sentences."""
+    return "nsp" in config.model.objectives
 
 
 def _build(root: Path, key: str, exclusive: bool, source: Source, scan: _Scan, config: Config) -> None:
     split = plan_split(scan.characters, config.data.split_weights)
-    own = config.data.tokenizer
+    own, pairs = config.data.tokenizer, _in_pairs(config)
     if own is None:
         texts = _tokenizer_texts(split, source.pieces(), int(scan.characters.sum()))
-        tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name)
+        tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
     else:
-        tokenizer = open_user_tokenizer(own, config.model.vocab_size)
+        tokenizer = open_user_tokenizer(own, config.model.vocab_size, pairs=pairs)
     with cache.writing(root), cache.building(root, key, exclusive) as folder:
         if own is None:
             tokenizer.save(folder / "tokenizer")
         else:
             export_user_tokenizer(own, tokenizer, folder / "tokenizer")
-        facts = _encode(source, split, scan, tokenizer, folder)
-        facts["tokenizer"] = cache.tokenizer_digest(folder / "tokenizer")
-        digests = [scan.content, *(facts[part]["sha256"] for part in PARTS)]
-        facts["fingerprint"] = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        digest = ContentDigest()
+        encode = encode_sentences if pairs else encode_documents
+        parts = encode(split.parts(digest.watch(source.pieces())), tokenizer, folder)
+        if digest.hexdigest() != scan.content:
+            raise DataError(f"{source.name} changed while it was read: start again once it is complete")
+        digests = [scan.content]
+        for facts in parts.values():
+            digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
+        facts = {
+            "dtype": cache.token_dtype(tokenizer.vocab_size).str,
+            "vocab_size": tokenizer.vocab_size,
+            "content": scan.content,
+            "bytes": scan.bytes,
+            "documents": len(scan.characters),
+            **parts,
+            "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
+            "fingerprint": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        }
+        if pairs:
+            facts["pair_tokens"] = asdict(tokenizer.pair_tokens())
         cache.write_manifest(folder, facts)
 
 
@@ -155,51 +181,10 @@ def _tokenizer_texts(split: Split, pieces: Iterable[Piece], characters: int) -> 
             yield piece.text
 
 
-def _encode(source: Source, split: Split, scan: _Scan, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    dtype = cache.token_dtype(tokenizer.vocab_size)
-    with (folder / "train.bin").open("wb") as train, (folder / "eval.bin").open("wb") as evaluation:
-        writers: dict[Part, cache.TokenWriter] = {
-            "train": cache.TokenWriter(train, dtype),
-            "eval": cache.TokenWriter(evaluation, dtype),
-        }
-        digest = hashlib.sha256()
-        for batch in _batches(split.parts(source.pieces())):
-            encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
-            for (part, piece), ids in zip(batch, encoded, strict=True):
-                digest.update(piece.text.encode())
-                if piece.ends_document:
-                    digest.update(b"\xff")
-                    ids.append(tokenizer.end_of_document_id)
-                    writers[part].documents += 1
-                writers[part].write(ids)
-    if digest.hexdigest() != scan.content:
-        raise DataError(f"{source.name} changed while it was read: start again once it is complete")
-    return {
-        "dtype": dtype.str,
-        "vocab_size": tokenizer.vocab_size,
-        "content": scan.content,
-        "bytes": scan.bytes,
-        "documents": len(scan.characters),
-        **{part: writer.facts() for part, writer in writers.items()},
-    }
-
-
-def _batches(parts: Iterable[tuple[Part, Piece]]) -> Iterator[list[tuple[Part, Piece]]]:
-    batch: list[tuple[Part, Piece]] = []
-    characters = 0
-    for part, piece in parts:
-        batch.append((part, piece))
-        characters += len(piece.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
 def _prepared(entry: cache.Entry, source: Source, config: Config) -> PreparedData:
     facts = entry.manifest
-    problems = _too_short(entry, source, config)
+    special = PairTokens(**facts["pair_tokens"]) if _in_pairs(config) else None
+    problems = _padding_problems(special, config) + _too_short(entry, source, config)
     if problems:
         raise DataError(problems)
     train, evaluation = facts["train"]["tokens"], facts["eval"]["tokens"]
@@ -216,7 +201,19 @@ def _prepared(entry: cache.Entry, source: Source, config: Config) -> PreparedDat
         fingerprint=facts["fingerprint"],
         vocab_size=facts["vocab_size"],
         summary=summary,
+        sentences={part: entry.sentences(part) for part in PARTS} if special else {},
+        pair_tokens=special,
     )
+
+
+def _padding_problems(special: PairTokens | None, config: Config) -> list[str]:
+    chosen = getattr(config.model, "pad_token_id", None)
+    if special is None or chosen == special.pad:
+        return []
+    return [
+        f"model.pad_token_id ({chosen}) must be the tokenizer's [PAD] ({special.pad}): set "
+        f"model.pad_token_id={special.pad}"
+    ]
 
 
 def _too_short(entry: cache.Entry, source: Source, config: Config) -> list[str]:
@@ -225,10 +222,20 @@ def _too_short(entry: cache.Entry, source: Source, config: Config) -> list[str]:
     if config.train.eval_every > 0:
         needed.append(("eval", "evaluation"))
     key = "data.dataset" if config.data.path is None else "data.path"
-    return [
-        f"the {words} part of {key} {source.name} ({entry.manifest[part]['tokens']:,} tokens at data.split="
-        f"{config.data.split}) must be at least one sample of train.sequence_length + 1 ({length + 1:,} tokens): "
-        "give more text, a shorter sequence or another split"
-        for part, words in needed
-        if entry.manifest[part]["tokens"] < length + 1
-    ]
+    problems = []
+    for part, words in needed:
+        tokens = entry.manifest[part]["tokens"]
+        if _in_pairs(config):
+            room = chunk_room(length)
+            chunks = ChunkIndex(entry.sentences(part), room).num_chunks
+            short, held = chunks < 2, f"{tokens:,} tokens in {chunks} samples"
+            least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
+        else:
+            short, held = tokens < length + 1, f"{tokens:,} tokens"
+            least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
+        if short:
+            problems.append(
+                f"the {words} part of {key} {source.name} ({held} at data.split={config.data.split}) must be at least "
+                f"{least}: give more text, a shorter sequence or another split"
+            )
+    return problems

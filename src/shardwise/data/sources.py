@@ -42,6 +42,11 @@ class Piece:
     text: str
     ends_document: bool
 
+    @property
+    def characters(self) -> int:
+        """Its size."""
+        return len(self.text)
+
 
 class Source(Protocol):
     """A text of many documents, read again from the start by every `pieces()`."""

@@ -220,8 +220,8 @@ def test_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypat
     file.write_text("".join(stories()), encoding="utf-8")
     train = preparation.train_tokenizer
 
-    def train_and_change(*arguments: object) -> Tokenizer:
-        tokenizer = train(*arguments)  # type: ignore[arg-type]
+    def train_and_change(*arguments: object, **options: object) -> Tokenizer:
+        tokenizer = train(*arguments, **options)  # type: ignore[arg-type]
         with file.open("a") as stream:
             stream.write("more")
         return tokenizer
