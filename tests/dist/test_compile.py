@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.config import LlamaConfig
 from shardwise.models import Llama
+from shardwise.models.blocks import Context
 from shardwise.parallel import parallel_cross_entropy
 from tests.dist.dense import check, error, fill, mesh, random, run
 from tests.dist.test_comm import WHOLE_TO_PARTS
@@ -77,7 +78,7 @@ def compiled(sequence: bool, backend: str, whole: bool) -> dict[str, float]:
         return compare("model", model, dict(model.named_parameters()), ids, ids, backend=backend)
     block, rows = model.layers[0], S // 2 if sequence else S
     x = random(group.rank if sequence else 0, rows, B, 16).requires_grad_()
-    errors = compare("block", block, {"x": x, **dict(block.named_parameters())}, x, backend=backend)
+    errors = compare("block", block, {"x": x, **dict(block.named_parameters())}, x, Context(), backend=backend)
     assert group.meter.calls, "eager did not communicate"
     return errors
 

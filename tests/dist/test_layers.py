@@ -368,7 +368,8 @@ def copied_model_keeps_its_records() -> list[bool]:
     kept = [placement.of(a) is placement.of(b) for a, b in zip(model.parameters(), emptied.parameters(), strict=True)]
     emptied.load_state_dict(model.state_dict(), assign=True)
     kept += [placement.of(a) is placement.of(b) for a, b in zip(model.parameters(), emptied.parameters(), strict=True)]
-    return [*same, *kept, torch.equal(model(x), emptied(x)), torch.equal(model(x), copied(x)), copied[0].group is model[0].group]
+    equal = [torch.equal(model(x), other(x)) for other in (emptied, copied)]
+    return [*same, *kept, *equal, copied[0].group is model[0].group]
 
 
 def test_a_copied_emptied_or_loaded_model_is_cut_as_its_original(ranks: Any) -> None:
