@@ -20,6 +20,12 @@ INTRODUCTION = """\
 All keys of a recipe. `shardwise train RECIPE key=value …` overrides them. `make docs` writes this page from the schema.
 """
 
+NOTES = {
+    "model": """\
+`model.config=PATH` reads a Hugging Face `config.json`, or the folder that holds one, in place of the recipe's model; \
+`model.*` keys given with it change single values. A field that no family here supports is an error that names it.""",
+}
+
 
 def default_of(field: FieldInfo) -> str:
     if field.default_factory is not None:
@@ -46,6 +52,8 @@ def page() -> str:
     parts = [INTRODUCTION]
     for name, field in Config.model_fields.items():
         parts.append(f"## {name}: {field.description}\n")
+        if name in NOTES:
+            parts.append(f"{NOTES[name]}\n")
         choices = sections(field.annotation)
         for section in choices:
             if len(choices) > 1:

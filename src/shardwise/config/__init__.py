@@ -1,16 +1,9 @@
 """Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
 
+from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from, load_config, recipe_name, recipe_names, recipe_text
-from shardwise.config.model import (
-    BertConfig,
-    FamilyConfig,
-    GPTConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    ModelConfig,
-    OwnConfig,
-)
+from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.root import Config
 from shardwise.config.sections import (
     CheckpointConfig,

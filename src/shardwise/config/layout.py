@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.config.model import GPTNeoXConfig, LlamaConfig, ModelConfig
+from shardwise.config.families import GPTNeoXConfig, LlamaConfig
+from shardwise.config.model import ModelConfig
 from shardwise.config.sections import MASKED_FRACTION, TrainConfig
 from shardwise.errors import ConfigError, listing, nearest_multiples
 

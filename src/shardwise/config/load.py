@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.config.base import PROBLEMS
+from shardwise.config.hugging_face import read_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.config.root import Config
 from shardwise.config.text import parse_value, parse_yaml
@@ -18,6 +19,7 @@ from shardwise.errors import ConfigError, listing, nearest_name
 
 _RECIPES = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
+_MODEL_FILE = "model.config"
 
 
 def recipe_names() -> list[str]:
@@ -56,6 +58,8 @@ def recipe_name(recipe: str) -> str:
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a shipped recipe's name or a YAML file, with `a.b=value` overrides applied.
 
+    `model.config=PATH` among the overrides replaces the recipe's whole model; other `model.*` overrides change that.
+
     Raises:
         ConfigError: with all problems of the file and the overrides together.
     """
@@ -64,6 +68,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"the recipe {recipe} must be a mapping of sections: {listing(Config.model_fields)}")
+    if any(override.partition("=")[0].strip() == _MODEL_FILE for override in overrides):
+        values["model"] = {}
     problems: list[str] = []
     for override in overrides:
         try:
@@ -76,15 +82,26 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Config:
     """The configuration that a nested mapping describes.
 
+    `model.config`, a Hugging Face `config.json` or its folder, stands for that model; keys beside it change it.
+
     Raises:
         ConfigError: with `problems`, found before, and every problem of `values`.
     """
     found = list(problems)
-    config = None
+    config, model_unread = None, False
+    model = values.get("model")
+    if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
+        try:
+            model = _expanded(model)
+        except ConfigError as error:
+            found += error.problems
+            model_unread = True
     try:
-        config = Config.model_validate(dict(values))
+        config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
-        found += [text for details in error.errors(include_url=False) for text in _texts(details)]
+        for details in error.errors(include_url=False):
+            if not model_unread or details["loc"][0] != "model":
+                found += _texts(details)
     if found or config is None:
         raise ConfigError(list(dict.fromkeys(found)))
     return config
@@ -105,6 +122,23 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{path}: unknown key; {key} is one value and has no keys of its own")
         target = inner
     target[keys[-1]] = value
+
+
+def _expanded(model: dict[str, Any]) -> dict[str, Any]:
+    """The section with `config` replaced by the model that this Hugging Face file describes."""
+    beside = {key: value for key, value in model.items() if key != "config"}
+    path = model["config"]
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder")
+    try:
+        section = read_hugging_face(Path(path).expanduser())
+    except ConfigError as error:
+        raise ConfigError([f"{_MODEL_FILE}: {problem}" for problem in error.problems]) from None
+    family = section["family"]
+    if beside.get("family", family) != family:
+        raise ConfigError(f"model.family ({beside['family']!r}) must be left out or {family}, as {_MODEL_FILE} says")
+    aliases = FAMILIES[family].aliases
+    return section | {aliases.get(key, key): value for key, value in beside.items()}
 
 
 def _texts(details: Any) -> list[str]:
@@ -187,6 +221,7 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
     "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
 

@@ -1,13 +1,15 @@
 """From recipes and overrides to a configuration, or to all the reasons why not."""
 
+import json
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from shardwise.config import Config, config_from, dump_yaml, load_config, parse_yaml, recipe_name
+from shardwise.config import Config, GPTConfig, config_from, dump_yaml, load_config, parse_yaml, recipe_name
 from shardwise.errors import ConfigError
 from tests.arch.source import config_fields
+from tests.unit.config.hub import GPT2
 
 
 def problems(*overrides: str, recipe: str = "llama2-tiny") -> list[str]:
@@ -116,6 +118,67 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         "unknown recipe 'quikstart': did you mean quickstart? "
         "shipped recipes are llama2-tiny and quickstart; a path to your own ends with .yaml"
     ]
+
+
+@pytest.fixture
+def gpt2_folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    return tmp_path
+
+
+def test_a_model_is_read_from_a_hugging_face_file(gpt2_folder: Path) -> None:
+    """Given on the command line, it takes the place of the recipe's whole model."""
+    for path in (gpt2_folder, gpt2_folder / "config.json"):
+        config = load_config("llama2-tiny", [f"model.config={path}"])
+        assert config.model.family == "gpt"
+        assert (config.model.vocab_size, config.model.max_position_embeddings) == (50257, 1024)
+        assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+
+
+def test_keys_beside_a_hugging_face_file_change_it(gpt2_folder: Path, tmp_path: Path) -> None:
+    overrides = ["model.n_embd=480", "model.resid_pdrop=0", f"model.config={gpt2_folder}"]
+    model = load_config("llama2-tiny", overrides).model
+    assert isinstance(model, GPTConfig)
+    assert (model.hidden_size, model.resid_pdrop, model.intermediate_size) == (480, 0.0, 1920)
+
+    values = load_config("llama2-tiny").model_dump(exclude={"model"})
+    values["model"] = {"config": str(gpt2_folder), "num_hidden_layers": 2, "family": "gpt"}
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_yaml(values))
+    model = load_config(str(path), ["model.num_hidden_layers=3"]).model
+    assert isinstance(model, GPTConfig)
+    assert (model.num_hidden_layers, model.hidden_size) == (3, 768)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["model.config=none/here"], "model.config: there is no file or folder none/here"),
+        (["model.config=3"], "model.config (3) must be the path of a Hugging Face config.json or of its folder"),
+        (["model.config="], "model.config (None) must be the path of a Hugging Face config.json or of its folder"),
+        (["model.config=FOLDER/empty"], "model.config: the folder FOLDER/empty holds no config.json"),
+        (["model.config=FOLDER", "model.family=llama"], "model.family ('llama') must be left out or gpt, as model"),
+        (["model.config=FOLDER", "model.hiden_size=3"], "model.hiden_size: unknown key; did you mean model.hidden"),
+        (
+            ["model.config=FOLDER", "model.n_head=7"],
+            "model.hidden_size (768) must be a multiple of model.num_attention",
+        ),
+        (["model.config=FOLDER/alibi.json"], "model.config: FOLDER/alibi.json: alibi (true) is not supported"),
+        (["model.config=FOLDER/text.json"], "model.config: FOLDER/text.json is not JSON: Expecting value (line 1,"),
+    ],
+)
+def test_what_is_wrong_with_a_hugging_face_file(gpt2_folder: Path, overrides: list[str], problem: str) -> None:
+    (gpt2_folder / "empty").mkdir()
+    (gpt2_folder / "alibi.json").write_text(json.dumps({**GPT2, "alibi": True}))
+    (gpt2_folder / "text.json").write_text("model_type: gpt2")
+    found = problems(*(text.replace("FOLDER", str(gpt2_folder)) for text in overrides))
+    assert len(found) == 1, found
+    assert found[0].startswith(problem.replace("FOLDER", str(gpt2_folder)))
+
+
+def test_a_wrong_file_is_told_with_all_other_mistakes() -> None:
+    found = problems("model.config=none", "train.steps=0", "data.pth=x")
+    assert [text.split(" ")[0] for text in found] == ["model.config:", "train.steps", "data.pth:"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""Hugging Face's `config.json` and our `model` section, in both directions.
+
+What a file says is never ignored: a field is translated, or has one value that we support, or is known to change
+nothing that is trained (`formats.INERT`); everything else is an error. An absent field has Hugging Face's own default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.families import GPTConfig, GPTNeoXConfig, LlamaConfig
+from shardwise.config.formats import ACTIVATION_FIELDS, FORMATS, INERT, ONLY, SAME_ACTIVATION, Format
+from shardwise.config.model import FamilyConfig
+from shardwise.errors import ConfigError, listing
+
+
+def read_hugging_face(path: Path) -> dict[str, Any]:
+    """The `model` section that a `config.json`, or the folder that holds one, describes.
+
+    Raises:
+        ConfigError: the file is missing or no JSON object; else as `from_hugging_face`.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if path.is_dir():
+            raise ConfigError(f"the folder {path} holds no config.json") from None
+        raise ConfigError(f"there is no file or folder {path}: give a Hugging Face config.json or its folder") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} must hold a JSON object, as a Hugging Face config.json does")
+    return from_hugging_face(values, str(file))
+
+
+def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """The `model` section that the fields of a Hugging Face configuration describe; `origin` names them in errors.
+
+    Old and new spellings are read: GPT-2's `n_embd`, `rotary_pct` and `rotary_emb_base`, `rope_theta` and
+    `rope_scaling` or the `rope_parameters` of transformers 5. The section's own values are for pydantic to check.
+
+    Raises:
+        ConfigError: with every field that makes another model than we have, its value and the supported one.
+    """
+    kind = values.get("model_type")
+    if kind not in FORMATS:
+        shown = "is missing: it" if kind is None else f"({_shown(kind)})"
+        raise ConfigError(f"{origin}: model_type {shown} must be {listing(FORMATS, 'or')}")
+    form = FORMATS[kind]
+    given, problems = _one_spelling(values, form)
+    section: dict[str, Any] = {"family": form.family}
+    for key, (name, default) in form.fields.items():
+        value = given.pop(name, default)
+        if value is None and name != "pad_token_id":
+            value = default
+        if name in ACTIVATION_FIELDS:
+            value = SAME_ACTIVATION.get(str(value), value)
+            if value not in form.acts:
+                problems.append(_unsupported(name, value, form.acts))
+        elif name in form.only and value != form.only[name]:
+            problems.append(_unsupported(name, value, (form.only[name],)))
+        elif value is None and default is not None:
+            problems.append(f"{name} (null) is not supported: only an id")
+        if value is not None:
+            section[key] = value
+    if form.family in ("llama", "gpt_neox"):
+        rotary, found = _rotary(given, section["max_position_embeddings"], partial=form.family == "gpt_neox")
+        section |= rotary
+        problems += found
+    problems += _leftover(given, form)
+    if problems:
+        raise ConfigError([f"{origin}: {problem}" for problem in problems])
+    return section
+
+
+def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
+    """The fields of a model's `config.json`, as transformers 4 and 5 read them, without dtype and token ids."""
+    kind, form = next((kind, form) for kind, form in FORMATS.items() if form.family == model.family)
+    fields: dict[str, Any] = {"architectures": [form.architecture], "model_type": kind}
+    fields |= {name: getattr(model, key) for key, (name, _) in form.fields.items()}
+    if isinstance(model, GPTConfig) and model.intermediate_size == 4 * model.hidden_size:
+        fields["n_inner"] = None
+    if isinstance(model, LlamaConfig | GPTNeoXConfig):
+        scaling = dict(model.rope_scaling or {"rope_type": "default"})
+        fields["rope_parameters"] = {"rope_theta": model.rope_theta, **scaling}
+        fields["rope_scaling"] = model.rope_scaling
+        if isinstance(model, GPTNeoXConfig):
+            fields["rope_parameters"]["partial_rotary_factor"] = model.rotary_pct
+            fields |= {"rotary_pct": model.rotary_pct, "rotary_emb_base": model.rope_theta}
+        else:
+            fields["rope_theta"] = model.rope_theta
+    return fields
+
+
+def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, Any], list[str]]:
+    """The fields under the names that `form` has for them, and spellings of one that differ."""
+    given, problems = dict(values), []
+    for spelling, name in form.spellings.items():
+        if spelling not in given:
+            continue
+        value = given.pop(spelling)
+        if given.setdefault(name, value) != value:
+            problems.append(f"{spelling} ({_shown(value)}) and {name} ({_shown(given[name])}) must be equal")
+    return given, problems
+
+
+def _rotary(given: dict[str, Any], longest: int, *, partial: bool) -> tuple[dict[str, Any], list[str]]:
+    """Takes what concerns rotary embeddings out of `given`; our keys for it, and what contradicts them.
+
+    As transformers 5 reads it: `rope_scaling`, else `rope_parameters`; what these do not say, fields beside them say.
+    """
+    scalings = {name: given.pop(name, None) or {} for name in ("rope_scaling", "rope_parameters")}
+    problems = [
+        f"{name} ({_shown(value)}) must be an object" for name, value in scalings.items() if not isinstance(value, dict)
+    ]
+    if problems:
+        return {}, problems
+    old, new = scalings["rope_scaling"], scalings["rope_parameters"]
+    theta_field, part_field = ("rotary_emb_base", "rotary_pct") if partial else ("rope_theta", "partial_rotary_factor")
+    chosen = old or new
+    theta = _first(chosen.get("rope_theta"), given.get(theta_field), 10000.0)
+    part = _first(chosen.get("partial_rotary_factor"), given.get(part_field), 0.25 if partial else 1.0)
+    scaling = _scaling(chosen, longest)
+    if old and new and scaling != _scaling(new, longest):
+        problems.append(f"rope_scaling ({_shown(old)}) and rope_parameters ({_shown(new)}) must say the same")
+    for name, effective, source in (
+        ("rope_theta", theta, theta_field),
+        ("rotary_emb_base", theta, theta_field),
+        ("partial_rotary_factor", part, part_field),
+        ("rotary_pct", part, part_field),
+    ):
+        for place, value in ((name, given.pop(name, None)), (f"rope_parameters.{name}", new.get(name))):
+            if value is not None and value != effective:
+                problems.append(
+                    f"{place} ({_shown(value)}) must be {_shown(effective)}, which Hugging Face reads from "
+                    f"rope_scaling, rope_parameters or {source}"
+                )
+    keys: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    if partial:
+        keys["rotary_pct"] = part
+    elif part != 1.0:
+        problems.append(_unsupported("partial_rotary_factor", part, (1.0,)))
+    return keys, problems
+
+
+def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
+    """Our `rope_scaling` of Hugging Face's: without what stands beside it here, and with the length it stretches."""
+    moved = ("rope_theta", "partial_rotary_factor", "type", "rope_type")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    rest = {key: value for key, value in parameters.items() if key not in moved and value is not None}
+    if kind == "default" and not rest:
+        return None
+    if kind in ("llama3", "longrope"):
+        rest.setdefault("original_max_position_embeddings", longest)
+    return {"rope_type": kind, **rest}
+
+
+def _leftover(given: Mapping[str, Any], form: Format) -> list[str]:
+    """Every field that is not translated, has not its one supported value and is not known to be inert."""
+    only = {**ONLY, **form.only}
+    problems = []
+    for name, value in given.items():
+        if value is None or name in INERT or name in form.inert:
+            continue
+        if name not in only:
+            problems.append(f"{name} ({_shown(value)}) is not supported")
+        elif value != only[name]:
+            problems.append(_unsupported(name, value, (only[name],)))
+    return problems
+
+
+def _unsupported(name: str, value: Any, valid: Iterable[Any]) -> str:
+    return f"{name} ({_shown(value)}) is not supported: only {listing([_shown(each) for each in valid], 'or')}"
+
+
+def _shown(value: Any) -> str:
+    """As JSON, cut short where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

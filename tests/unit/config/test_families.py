@@ -1,0 +1,195 @@
+"""The families: what all of them answer, and what each refuses."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.config import Config, ModelConfig, OwnConfig, config_from, dump_yaml, parse_yaml
+from shardwise.errors import ConfigError
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+FAMILIES = ("llama", "gpt", "gpt_neox", "bert")
+OWN = {"family": "my.package:Model", "vocab_size": 512}
+
+
+def config_of(model: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    values: dict[str, Any] = {
+        "model": model,
+        "train": {"steps": 1, "global_batch": 8, "sequence_length": 64},
+        "optimizer": {"lr": 1e-3},
+    }
+    return config_from({key: {**values.get(key, {}), **sections.get(key, {})} for key in {**values, **sections}})
+
+
+def model_of(family: str, **changes: Any) -> ModelConfig:
+    return config_of({"family": family, **SIZES, **changes}).model
+
+
+def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        config_of(model, **sections).check(world)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_families_answer_the_same_questions(family: str) -> None:
+    model = model_of(family)
+    assert not isinstance(model, OwnConfig)
+    assert (model.num_key_value_heads, model.head_dim) == (4, 16)
+    assert model.rotary_dim == {"llama": 16, "gpt_neox": 4}.get(family, 0)
+    assert model.activation == {"llama": "silu", "gpt": "gelu_tanh"}.get(family, "gelu")
+    assert model.norm_eps == (1e-12 if family == "bert" else 1e-5)
+    dropped = 0.1 if family in ("gpt", "bert") else 0.0
+    assert (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p) == (dropped,) * 3
+    assert model.has_dropout == (dropped > 0)
+    assert model.causal == (family != "bert")
+    assert model.objectives == (("mlm", "nsp") if family == "bert" else ("lm",))
+    assert model.tie_word_embeddings == (family in ("gpt", "bert"))
+    assert not model.extends_positions
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dropout"),
+    [
+        ("llama", {"attention_dropout": 0.3}, (0.0, 0.0, 0.3)),
+        ("gpt", {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}, (0.1, 0.2, 0.3)),
+        ("gpt_neox", {"hidden_dropout": 0.2, "attention_dropout": 0.3}, (0.2, 0.2, 0.3)),
+        ("bert", {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}, (0.2, 0.2, 0.3)),
+    ],
+)
+def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: tuple[float, ...]) -> None:
+    model = model_of(family, **changes)
+    assert not isinstance(model, OwnConfig)
+    assert (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p) == dropout
+    assert model.has_dropout
+    assert not model_of(family, **dict.fromkeys(changes, 0)).has_dropout
+
+
+def test_gpt_accepts_the_names_of_gpt2() -> None:
+    names = {"n_embd": 64, "n_inner": 256, "n_layer": 2, "n_head": 4, "n_positions": 64, "hidden_act": "gelu"}
+    model = config_of({"family": "gpt", "vocab_size": 512, **names, "layer_norm_eps": 1e-4}).model
+    assert model == model_of("gpt", activation_function="gelu", layer_norm_epsilon=1e-4)
+    assert model_of("gpt", n_embd=64) == model_of("gpt")
+    assert problems({"family": "gpt", **SIZES, "n_embd": 32, "n_head": 2}) == [
+        "model.n_embd (32) and model.hidden_size (64) are one quantity: give one of them",
+        "model.n_head (2) and model.num_attention_heads (4) are one quantity: give one of them",
+    ]
+
+
+def test_gpts_feed_forward_layer_is_four_times_as_wide() -> None:
+    assert model_of("gpt", intermediate_size=None).intermediate_size == 256
+
+
+def test_gpt_neox_accepts_the_older_name_of_its_base() -> None:
+    assert model_of("gpt_neox", rotary_emb_base=5000) == model_of("gpt_neox", rope_theta=5000)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        (
+            "gpt",
+            {"hidden_size": 66},
+            "model.hidden_size (66) must be a multiple of model.num_attention_heads (4): nearest",
+        ),
+        (
+            "bert",
+            {"num_attention_heads": 5},
+            "model.hidden_size (64) must be a multiple of model.num_attention_heads (5)",
+        ),
+        ("gpt_neox", {"rotary_pct": 0.2}, "model.rotary_pct (0.2) × head width (16) = 3 must be even and at least 2"),
+        ("gpt_neox", {"rotary_pct": 1.5}, "model.rotary_pct (1.5) must be at most 1"),
+        ("gpt_neox", {"rope_scaling": {"rope_type": "x"}}, "model.rope_scaling.rope_type ('x') must be one of"),
+        ("gpt", {"activation_function": "silu"}, "model.activation_function ('silu') must be gelu, gelu_new,"),
+        ("gpt", {"resid_pdrop": 1.0}, "model.resid_pdrop (1.0) must be less than 1"),
+        ("llama", {"attention_dropout": -0.1}, "model.attention_dropout (-0.1) must be at least 0"),
+        ("bert", {"tie_word_embeddings": False}, "model.tie_word_embeddings (False) must be true"),
+        ("bert", {"type_vocab_size": 1}, "model.type_vocab_size (1) must be at least 2"),
+        ("bert", {"pad_token_id": 512}, "model.pad_token_id (512) must be less than model.vocab_size (512)"),
+        ("bert", {"rms_norm_eps": 1e-5}, "model.rms_norm_eps: unknown key; did you mean model.layer_norm_eps?"),
+    ],
+)
+def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: str) -> None:
+    found = problems({"family": family, **SIZES, **changes})
+    assert len(found) == 1, found
+    assert found[0].startswith(problem)
+
+
+def test_a_missing_family_is_named() -> None:
+    assert problems(SIZES) == [
+        "model.family is missing (the architecture: llama, gpt, gpt_neox or bert, or package.module:Class for your own)"
+    ]
+
+
+def test_own_models_keep_their_keys() -> None:
+    config = config_of({**OWN, "depth": 3, "nested": {"width": 5}})
+    assert isinstance(config.model, OwnConfig)
+    assert config.model.model_dump()["nested"] == {"width": 5}
+    assert (config.model.objectives, config.model.causal, config.model.has_dropout) == (("lm",), True, False)
+    assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"family": "my-package:Model"}, "model.family ('my-package:Model') must read package.module:Class"),
+        ({"family": "my.package:"}, "model.family ('my.package:') must read package.module:Class"),
+        ({"vocab_size": 0}, "model.vocab_size (0) must be greater than 0"),
+        (
+            {"max_position_embeddings": 32},
+            "train.sequence_length (64) must be at most model.max_position_embeddings (32)",
+        ),
+        (
+            {"num_attention_heads": 3},
+            "parallel.tensor (2) must divide model.num_attention_heads (3): valid degrees are 1",
+        ),
+    ],
+)
+def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: str) -> None:
+    found = problems({**OWN, **changes}, world=2, parallel={"tensor": 2})
+    assert len(found) == 1, found
+    assert found[0].startswith(problem)
+
+
+def test_own_models_without_sizes_may_be_cut_in_any_way() -> None:
+    assert config_of(OWN, parallel={"tensor": 7}).check(7).tensor == 7
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_heads_name_all_valid_degrees(family: str) -> None:
+    sizes = {"hidden_size": 1600, "num_attention_heads": 25, "intermediate_size": 6400}
+    assert problems({"family": family, **SIZES, **sizes}, world=2, parallel={"tensor": 2}) == [
+        "parallel.tensor (2) must divide model.num_attention_heads (25): valid degrees are 1, 5 and 25"
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_have_positions(family: str) -> None:
+    unless = " without model.rope_scaling" if family in ("llama", "gpt_neox") else ""
+    assert problems({"family": family, **SIZES}, train={"sequence_length": 65}) == [
+        f"train.sequence_length (65) must be at most model.max_position_embeddings (64){unless}"
+    ]
+
+
+def test_masking_belongs_to_bert() -> None:
+    masking = {"max_predictions": 20, "masked_fraction": 0.2}
+    assert config_of({"family": "bert", **SIZES}, data=masking).check(1)
+    found = problems({"family": "gpt", **SIZES}, data=masking)
+    assert [text.split(" must")[0] for text in found] == ["data.max_predictions (20)", "data.masked_fraction (0.2)"]
+    assert problems({"family": "bert", **SIZES}, data={"max_predictions": 65}) == [
+        "data.max_predictions (65) must be at most train.sequence_length (64)"
+    ]
+
+
+def test_a_revision_is_one_of_a_hub_id() -> None:
+    assert config_of(OWN, checkpoint={"load": "gpt2", "revision": "main"}).checkpoint.revision == "main"
+    assert problems(OWN, checkpoint={"revision": "main"}) == [
+        "checkpoint.revision ('main') needs checkpoint.load, the hub id"
+    ]

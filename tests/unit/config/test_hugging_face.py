@@ -1,0 +1,285 @@
+"""Hugging Face's `config.json` in both directions, against transformers' own configuration classes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
+
+from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config
+from shardwise.config.hugging_face import from_hugging_face, read_hugging_face, to_hugging_face
+from shardwise.errors import ConfigError
+from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, PYTHIA_6_9B
+
+REST = {"train": {"steps": 1, "global_batch": 1, "sequence_length": 8}, "optimizer": {"lr": 1e-3}}
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
+# Fields of the hub's files that transformers keeps and does not read.
+UNREAD = {
+    "llama": set(),
+    "gpt": {"n_ctx", "output_past", "task_specific_params"},
+    "gpt_neox": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
+    "bert": {"gradient_checkpointing", "position_embedding_type"},
+}
+ROPE_SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "original_max_position_embeddings": 512},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+]
+
+
+def model_of(values: dict[str, Any]) -> FamilyConfig:
+    model = config_from({"model": from_hugging_face(values, "config.json"), **REST}).model
+    assert not isinstance(model, OwnConfig)
+    return model
+
+
+def problems(values: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        from_hugging_face(values, "config.json")
+    return [problem.removeprefix("config.json: ") for problem in caught.value.problems]
+
+
+def reread(model: FamilyConfig, folder: Path) -> PreTrainedConfig:
+    """What transformers reads of the file that we write."""
+    (folder / "config.json").write_text(json.dumps(to_hugging_face(model)))
+    found: PreTrainedConfig = AutoConfig.from_pretrained(folder)
+    return found
+
+
+def meaning(config: PreTrainedConfig) -> dict[str, Any]:
+    """What is left when origin and token ids, which are not the model's, are taken away."""
+    outside = ("architectures", "dtype", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id")
+    return {key: value for key, value in config.to_dict().items() if key not in outside}
+
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(),
+    "llama, tied, biased, grouped": LlamaConfig(
+        **SMALL,
+        intermediate_size=96,
+        num_key_value_heads=2,
+        head_dim=32,
+        attention_bias=True,
+        mlp_bias=True,
+        attention_dropout=0.2,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-4,
+        initializer_range=0.01,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "gpt2": GPT2Config(),
+    "gpt2, own width, untied": GPT2Config(
+        **SMALL,
+        n_inner=100,
+        n_positions=77,
+        activation_function="gelu_pytorch_tanh",
+        layer_norm_epsilon=1e-6,
+        resid_pdrop=0.0,
+        embd_pdrop=0.2,
+        attn_pdrop=0.3,
+        tie_word_embeddings=False,
+    ),
+    "gpt_neox": GPTNeoXConfig(),
+    "gpt_neox, serial, without attention biases": GPTNeoXConfig(
+        **SMALL,
+        intermediate_size=200,
+        hidden_act="gelu_fast",
+        use_parallel_residual=False,
+        attention_bias=False,
+        hidden_dropout=0.1,
+        attention_dropout=0.2,
+        layer_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    ),
+    "bert": BertConfig(),
+    "bert, other dropout": BertConfig(
+        **SMALL,
+        intermediate_size=100,
+        hidden_act="relu",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.3,
+        type_vocab_size=3,
+        layer_norm_eps=1e-6,
+        pad_token_id=5,
+        max_position_embeddings=99,
+    ),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_round_trip_through_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
+    model = model_of(config.to_dict())
+    assert meaning(reread(model, tmp_path)) == meaning(config)
+    written = to_hugging_face(model)
+    assert model_of(written) == model
+    written.pop("rope_parameters", None)
+    assert model_of(written) == model, "transformers 4 reads the older spellings"
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_way_that_transformers_writes_is_read(config: PreTrainedConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    expected = model_of(config.to_dict())
+    assert model_of(written) == model_of(config.to_diff_dict()) == expected
+    assert read_hugging_face(tmp_path) == read_hugging_face(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("config_class", [LlamaConfig, GPT2Config, GPTNeoXConfig, BertConfig])
+def test_an_absent_field_has_hugging_faces_default(config_class: type[PreTrainedConfig]) -> None:
+    assert model_of({"model_type": config_class.model_type}) == model_of(config_class().to_dict())
+
+
+def test_the_default_of_rms_norm_eps_is_not_ours() -> None:
+    assert model_of({"model_type": "llama"}).norm_eps == 1e-6
+    assert load_config("llama2-tiny").model.model_dump()["rms_norm_eps"] == 1e-5
+
+
+@pytest.mark.parametrize("values", FILES.values(), ids=FILES)
+def test_files_of_the_hub(values: dict[str, Any], tmp_path: Path) -> None:
+    model = model_of(values)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(values))
+    theirs = meaning(AutoConfig.from_pretrained(tmp_path / "theirs"))
+    ours = meaning(reread(model, tmp_path))
+    assert ours == {key: value for key, value in theirs.items() if key not in UNREAD[model.family]}
+
+
+def test_what_the_hub_models_are() -> None:
+    gpt2_xl, neox, llama3 = (model_of(FILES[name]) for name in ("gpt2-xl", "gpt-neox-20b", "Llama-3.1-8B"))
+    assert (gpt2_xl.num_attention_heads, gpt2_xl.intermediate_size, gpt2_xl.head_dim) == (25, 6400, 64)
+    assert (neox.rotary_dim, neox.activation, neox.has_dropout) == (24, "gelu_tanh", False)
+    assert (llama3.num_key_value_heads, llama3.extends_positions) == (8, True)
+
+
+@pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_path: Path) -> None:
+    theta, sizes = 20000.0, {"model_type": kind, "max_position_embeddings": 1024, **SMALL}
+    theta_field = "rope_theta" if kind == "llama" else "rotary_emb_base"
+    legacy = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+    part = {} if kind == "llama" else {"partial_rotary_factor": 0.5}
+    old_part = {} if kind == "llama" else {"rotary_pct": 0.5}
+    new = model_of({**sizes, "rope_parameters": {**scaling, "rope_theta": theta, **part}})
+    assert model_of({**sizes, theta_field: theta, **old_part, "rope_scaling": scaling}) == new
+    assert model_of({**sizes, theta_field: theta, **old_part, "rope_scaling": legacy}) == new
+    assert new.rotary_dim == (16 if kind == "llama" else 8)
+    read = reread(new, tmp_path)
+    assert read.rope_parameters == {**scaling, "rope_theta": theta, **part}
+
+
+def test_dtype_in_old_and_new_spelling() -> None:
+    assert model_of({**GPT2, "torch_dtype": "float16"}) == model_of({**GPT2, "dtype": "bfloat16"}) == model_of(GPT2)
+
+
+def test_gpt2_in_both_spellings() -> None:
+    values = {key: value for key, value in GPT2.items() if key not in ("n_embd", "n_head")}
+    assert model_of({**values, "hidden_size": 768, "num_attention_heads": 12}) == model_of(GPT2)
+    assert problems({**GPT2, "hidden_size": 512}) == ["hidden_size (512) and n_embd (768) must be equal"]
+    assert problems({**GPT2, "n_ctx": 512}) == ["n_ctx (512) and n_positions (1024) must be equal"]
+
+
+def test_every_unsupported_field_is_told() -> None:
+    assert problems(
+        {
+            **GPT2,
+            "scale_attn_by_inverse_layer_idx": True,
+            "reorder_and_upcast_attn": True,
+            "scale_attn_weights": False,
+            "add_cross_attention": True,
+            "activation_function": "quick_gelu",
+            "alibi": True,
+            "quantization_config": {"bits": 4},
+        }
+    ) == [
+        'activation_function ("quick_gelu") is not supported: only "gelu", "gelu_new", "gelu_fast", '
+        '"gelu_pytorch_tanh" or "relu"',
+        "scale_attn_by_inverse_layer_idx (true) is not supported: only false",
+        "reorder_and_upcast_attn (true) is not supported: only false",
+        "scale_attn_weights (false) is not supported: only true",
+        "add_cross_attention (true) is not supported: only false",
+        "alibi (true) is not supported",
+        'quantization_config ({"bits": 4}) is not supported: only null',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"model_type": "mistral"}, 'model_type ("mistral") must be llama, gpt2, gpt_neox or bert'),
+        ({"hidden_size": 8}, "model_type is missing: it must be llama, gpt2, gpt_neox or bert"),
+        ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
+        ({**LLAMA2_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
+        ({**LLAMA2_7B, "auto_map": {"AutoModel": "x"}}, 'auto_map ({"AutoModel": "x"}) is not supported: only null'),
+        ({**LLAMA2_7B, "hidden_act": "relu"}, 'hidden_act ("relu") is not supported: only "silu"'),
+        ({**LLAMA2_7B, "rope_scaling": 2}, "rope_scaling (2) must be an object"),
+        ({**LLAMA2_7B, "partial_rotary_factor": 0.5}, "partial_rotary_factor (0.5) is not supported: only 1.0"),
+        ({"model_type": "bert", "is_decoder": True}, "is_decoder (true) is not supported: only false"),
+        (
+            {"model_type": "bert", "tie_word_embeddings": False},
+            "tie_word_embeddings (false) is not supported: only true",
+        ),
+        ({"model_type": "bert", "pad_token_id": None}, "pad_token_id (null) is not supported: only an id"),
+        (
+            {"model_type": "bert", "position_embedding_type": "relative_key"},
+            'position_embedding_type ("relative_key") is not supported: only "absolute"',
+        ),
+        ({**PYTHIA_6_9B, "hidden_dropout_prob": 0.1}, "hidden_dropout_prob (0.1) is not supported: only 0"),
+        (
+            {**PYTHIA_6_9B, "rope_theta": 5000},
+            "rope_theta (5000) must be 10000, which Hugging Face reads from rope_scaling, rope_parameters or "
+            "rotary_emb_base",
+        ),
+        ({**PYTHIA_6_9B, "long": "x" * 100}, f'long ("{"x" * 76}…) is not supported'),
+    ],
+)
+def test_what_is_not_supported(values: dict[str, Any], problem: str) -> None:
+    assert problems(values) == [problem]
+
+
+def test_two_spellings_of_rope_must_agree() -> None:
+    new = {**LLAMA3_1_8B["rope_scaling"], "rope_theta": 500000.0}
+    assert model_of({**LLAMA3_1_8B, "rope_parameters": new}) == model_of(LLAMA3_1_8B)
+    (problem,) = problems({**LLAMA3_1_8B, "rope_parameters": {**new, "factor": 4.0}})
+    assert problem.startswith("rope_scaling (")
+    assert problem.endswith("must say the same")
+
+
+def test_other_names_of_one_activation() -> None:
+    assert model_of({**LLAMA2_7B, "hidden_act": "swish"}) == model_of(LLAMA2_7B)
+    assert model_of({"model_type": "bert", "hidden_act": "gelu_python"}) == model_of({"model_type": "bert"})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"model_type": ', "config.json is not JSON: Expecting value (line 1, column 16)"),
+        ("[]", "config.json must hold a JSON object"),
+        ("{}", "config.json: model_type is missing"),
+    ],
+)
+def test_files_that_are_no_configuration(text: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json") as caught:
+        read_hugging_face(tmp_path)
+    assert f"{tmp_path}/{problem}" in caught.value.problems[0]
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the folder .* holds no config\.json"):
+        read_hugging_face(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no file or folder .*none"):
+        read_hugging_face(tmp_path / "none")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.json cannot be read"):
+        read_hugging_face(tmp_path / "binary.json")
