@@ -26,7 +26,7 @@ MODEL: dict[str, Any] = {
 
 
 def make_config(**sections: dict[str, Any]) -> Config:
-    """A tiny float32 configuration; `sections` update the defaults."""
+    """A tiny float32 configuration; `sections` update the defaults, or replace the model where they name a family."""
     base: dict[str, dict[str, Any]] = {
         "model": dict(MODEL),
         "parallel": {},
@@ -36,6 +36,8 @@ def make_config(**sections: dict[str, Any]) -> Config:
         "log": {"drift_every": 5},
     }
     for section, values in sections.items():
+        if "family" in values:
+            base[section] = {}
         base.setdefault(section, {}).update(values)
     return config_from(base)
 

@@ -1,0 +1,128 @@
+"""Every family, with AdamW and LAMB, without and with layout-invariant dropout: a layout trains like one process."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config import Config
+from shardwise.mesh import Mesh
+from shardwise.testing import gradient_errors
+from shardwise.train.build import build_trainer
+from tests.dist.training import Outcome, make_config, make_data, train
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,  # odd: the vocabulary is padded at every degree
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+    "initializer_range": 0.05,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "num_key_value_heads": 2},
+    "gpt": {"family": "gpt"},
+    "gpt_neox": {"family": "gpt_neox"},
+    "bert": {"family": "bert"},
+}
+DROPOUT: dict[str, dict[str, float]] = {
+    "llama": {"attention_dropout": 0.1},
+    "gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "lr": 1e-3},
+    "lamb": {"name": "lamb", "lr": 5e-3, "eps": 1e-6},
+}
+LAYOUT: dict[str, dict[str, Any]] = {
+    "parallel": {"tensor": 2, "sequence": True},
+    "train": {"micro_batch": 2},
+    "optimizer": {"zero": 1},
+}
+
+
+def configuration(family: str, optimizer: str, dropout: str | None, layout: bool, **train: Any) -> Config:
+    p = DROPOUT[family] if dropout else dict.fromkeys(DROPOUT[family], 0.0)
+    sections = {name: dict(values) for name, values in LAYOUT.items()} if layout else {"train": {"micro_batch": 8}}
+    sections["model"] = SIZES | FAMILIES[family] | p
+    sections["optimizer"] = sections.get("optimizer", {}) | OPTIMIZERS[optimizer]
+    sections["train"] |= {"dropout_mode": dropout or "fast"} | train
+    return make_config(**sections)
+
+
+@functools.cache
+def reference(family: str, optimizer: str, dropout: str | None) -> Outcome:
+    torch.set_num_threads(1)
+    return train(configuration(family, optimizer, dropout, layout=False))
+
+
+@pytest.mark.parametrize("dropout", [None, "invariant"], ids=["no dropout", "invariant dropout"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layout_trains_like_one_process(family: str, optimizer: str, dropout: str | None, ranks: Any) -> None:
+    found = ranks(4).run(train, configuration(family, optimizer, dropout, layout=True))[0]
+    wanted = reference(family, optimizer, dropout)
+    for name, weight in wanted.weights.items():
+        assert torch.equal(found.weights[name], weight), f"{name} differs at step 0"
+    errors = gradient_errors(found.gradients, wanted.gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
+    for step, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True), start=1):
+        assert abs(a - b) <= 1e-5 * abs(b), f"step {step}: loss {a!r}, one process has {b!r}"
+    assert abs(found.evaluation[0] - wanted.evaluation[0]) <= 1e-5 * wanted.evaluation[0]
+    assert wanted.losses[-1] < 0.99 * wanted.losses[0], "the reference does not learn, so the curve shows nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
+    """Otherwise equal curves would say nothing about masks."""
+    plain, dropped = reference(family, "adamw", None), reference(family, "adamw", "invariant")
+    assert abs(dropped.losses[0] / plain.losses[0] - 1) > 1e-6, "the first loss is the one without dropout"
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dropout", ["fast", "invariant"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recompute_draws_the_same_masks(family: str, dropout: str, recompute: str, ranks: Any) -> None:
+    """To the bit, on TP 2 × DP 2 with sequence parallelism, accumulation and dropout."""
+    wanted, found = (
+        ranks(4).run(train, configuration(family, "adamw", dropout, True, recompute=how, micro_batch=1), 3)[0]
+        for how in ("none", recompute)
+    )
+    assert found.losses == wanted.losses
+    for name, gradient in wanted.gradients.items():
+        assert torch.equal(found.gradients[name], gradient), f"the gradient of {name} differs"
+
+
+def losses_and_masks(config: Config) -> tuple[list[float], list[bool]]:
+    """Losses on this rank, and of the first block's output which elements its last dropout removed."""
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
+    removed: list[bool] = []
+    layer = trainer.model.layers[0]  # type: ignore[index, union-attr]
+    layer.mlp_dropout.register_forward_hook(lambda _module, _args, y: removed.extend((y == 0).flatten().tolist()))
+    losses = [trainer.step().loss for _ in range(3)]
+    return losses, removed
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_fast_masks_agree_where_activations_are_copies_and_differ_where_they_are_not(
+    sequence: bool, ranks: Any
+) -> None:
+    config = configuration("gpt", "adamw", "fast", True, micro_batch=2)
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"sequence": sequence})})
+    everyone = ranks(4).run(losses_and_masks, config)
+    for losses, _ in everyone:
+        assert losses == everyone[0][0], "ranks of one job report different losses"
+    (_, first), (_, neighbour), (_, other_replica), _ = everyone
+    assert len(first) == len(neighbour) > 1000
+    agreeing = sum(a == b for a, b in zip(first, neighbour, strict=True)) / len(first)
+    if sequence:
+        assert abs(agreeing - 0.82) < 0.02, f"masks of other parts of the sequence agree on {agreeing:.0%}, not 82 %"
+    else:
+        assert agreeing == 1.0, "the residual stream is a copy on both ranks, but its masks differ"
+    between = sum(a == b for a, b in zip(first, other_replica, strict=True)) / len(first)
+    assert abs(between - 0.82) < 0.02, f"masks of other samples agree on {between:.0%}, not 82 %"
