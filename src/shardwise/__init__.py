@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.mesh import Mesh
-    from shardwise.optim import ZeroRedundancyOptimizer
+    from shardwise.optim import LAMB, ZeroRedundancyOptimizer
     from shardwise.parallel import (
         ColumnParallelLinear,
         GQAQKVColumnParallelLinear,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LAMB",
     "ColumnParallelLinear",
     "GQAQKVColumnParallelLinear",
     "LayerNorm",
@@ -40,7 +41,7 @@ __all__ = [
     "parallel_cross_entropy",
 ]
 
-_HOME = {"Mesh": "shardwise.mesh", "ZeroRedundancyOptimizer": "shardwise.optim"}
+_HOME = {"LAMB": "shardwise.optim", "Mesh": "shardwise.mesh", "ZeroRedundancyOptimizer": "shardwise.optim"}
 
 
 def __getattr__(name: str) -> object:

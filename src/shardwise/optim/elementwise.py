@@ -1,8 +1,8 @@
 """Whether an optimizer updates each element by itself, found out by running it.
 
 ZeRO-1 gives the wrapped optimizer flat slices of many parameters. That is right for Adam, SGD and their like, and wrong
-for a class that looks at a whole parameter (LAMB's trust ratio, Muon's matrix, Adafactor's factors), at all of them
-(LBFGS's line search) or at sparse gradients.
+for a class that looks at a whole parameter (somebody's LAMB, Muon's matrix, Adafactor's factors), at all of them
+(LBFGS's line search) or at sparse gradients. `shardwise.LAMB` is the one whole-tensor class that knows about slices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ADVICE = "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does"
+_ADVICE = (
+    "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
+    "or be shardwise.LAMB"
+)
 
 
 def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:

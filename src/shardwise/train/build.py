@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise import device as devices
+from shardwise.checkpoint import load_hugging_face
 from shardwise.config import Config, Layout, Precision
 from shardwise.data import PreparedData, make_batches
 from shardwise.errors import DataError
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
-from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
 from shardwise.train.report import Reporter
 from shardwise.train.trainer import Progress, Trainer
@@ -26,8 +29,12 @@ def build_trainer(
     data: PreparedData,
     reporter: Reporter | None = None,
     progress: Progress | None = None,
+    weights: Path | None = None,
 ) -> Trainer:
-    """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh."""
+    """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh.
+
+    `weights`: the Hugging Face folder to start from; None draws them.
+    """
     precision = config.precision.resolved(mesh.device.type != "cpu")
     batches = make_batches(config, data, "train")
     if batches is None:
@@ -39,6 +46,8 @@ def build_trainer(
         device=mesh.device,
         dtype=torch_dtype(precision.parameter),
     )
+    if weights is not None:
+        load_hugging_face(model, config.model, mesh, weights)
     return Trainer(
         config=config,
         layout=layout,
@@ -53,11 +62,16 @@ def build_trainer(
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """AdamW over data parallelism, its state cut or whole. Gradients are summed: the loss is already a global mean."""
+    """AdamW or LAMB over data parallelism, its state cut or whole.
+
+    Gradients are summed: the loss is already a global mean.
+    """
     o = config.optimizer
+    is_lamb = o.name == "lamb"
+    options: dict[str, Any] = {} if is_lamb else {"fused": devices.has_fused_adamw(mesh.device)}
     return ZeroRedundancyOptimizer(
         decay_groups(model.parameters(), o.weight_decay),
-        torch.optim.AdamW,
+        LAMB if is_lamb else torch.optim.AdamW,
         mesh=mesh,
         shard=o.zero == 1,
         average=False,
@@ -70,7 +84,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         lr=o.lr,
         betas=o.betas,
         eps=o.eps,
-        fused=devices.has_fused_adamw(mesh.device),
+        **options,
     )
 
 

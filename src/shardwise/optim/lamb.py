@@ -1,0 +1,148 @@
+"""LAMB: Adam with a step of its own length for each tensor (You et al., arXiv:1904.00962).
+
+`ZeroRedundancyOptimizer` shards it exactly: see `LAMB.step_slices`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.norms import CanonicalNorms, row_norms
+
+
+class LAMB(torch.optim.Optimizer):
+    """Layer-wise adaptive moments for large batches (arXiv:1904.00962, algorithm 2, with φ the identity).
+
+    For each tensor w with gradient g, at step t:
+
+        m ← β₁ m + (1 − β₁) g
+        v ← β₂ v + (1 − β₂) g²
+        u = (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε) + λ w
+        w ← w − lr · (‖w‖ / ‖u‖) · u
+
+    The trust ratio ‖w‖ / ‖u‖ is 1 where either norm is 0, and for parameter groups with `weight_decay` λ = 0: the
+    authors' code leaves biases and normalisations out of decay and of adaptation by one list (`lamb_optimizer.py`:
+    `exclude_from_layer_adaptation` is `exclude_from_weight_decay` unless given).
+
+    Alone, each parameter is one tensor. Through `ZeroRedundancyOptimizer(params, LAMB, …)` the ratios are those of
+    whole canonical tensors at any layout: Q, K and V of a fused weight have their own.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr: learning rate. betas: β₁, β₂. eps: ε. weight_decay: λ.
+
+    Raises:
+        ValueError: an option is out of its range. RuntimeError: a gradient is sparse or complex.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ) -> None:
+        problems = [
+            f"{name} ({value}) must be at least 0"
+            for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay))
+            if not value >= 0
+        ]
+        if not all(0 <= beta < 1 for beta in betas):
+            problems.append(f"betas ({list(betas)}) must lie in [0, 1)")
+        if problems:
+            raise ValueError("; ".join(problems))
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient, each as one tensor."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    u = self._direction(p, group, torch.empty_like(p))
+                    if _adapts(group):
+                        norms = [torch.linalg.vector_norm(row_norms(t.detach().reshape(-1))) for t in (p, u)]
+                        u.mul_(self.trust_ratio(*norms))
+                    p.add_(u, alpha=-float(group["lr"]))
+        return loss
+
+    @torch.no_grad()
+    def step_slices(self, groups: list[list[Bucket]], norms: CanonicalNorms) -> None:
+        """Update the slices of many tensors that this rank owns; every rank of the model does so.
+
+        Each slice's gradient turns into its direction: no memory beside it is needed. Then the squared norms of all T
+        canonical tensors and of their directions are summed in one all-reduce of 2·T float32 numbers.
+
+        Args:
+            groups: the buckets of each parameter group; their masters are this optimizer's parameters and have
+            gradients. norms: made of the same groups.
+        """
+        for group, buckets in zip(self.param_groups, groups, strict=True):
+            for bucket in buckets:
+                self._direction(bucket.master, group, _gradient(bucket))
+        adapted = [i for i, group in enumerate(self.param_groups) if _adapts(group)]
+        ratios = self.trust_ratio(*norms.measure(adapted, Bucket.master_of, _gradient))
+        for i, (group, buckets) in enumerate(zip(self.param_groups, groups, strict=True)):
+            lr = float(group["lr"])
+            if i in adapted:
+                for number, run in norms.runs(i):
+                    run.of(run.bucket.master).addcmul_(run.of(_gradient(run.bucket)), ratios[number], value=-lr)
+            else:
+                for bucket in buckets:
+                    bucket.master.add_(_gradient(bucket), alpha=-lr)
+
+    def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
+        """‖w‖ / ‖u‖ elementwise, and 1 where either is 0."""
+        usable = (weight_norm > 0) & (direction_norm > 0)
+        return torch.where(usable, weight_norm / direction_norm, 1.0)
+
+    def _direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
+        """Take the gradient into the moments, and write u to `out`, which may be the gradient's own memory."""
+        assert p.grad is not None
+        if p.grad.is_sparse or p.is_complex():
+            raise RuntimeError("LAMB takes dense and real gradients: make embeddings with sparse=False")
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        correction1, correction2 = (1 - beta ** state["step"].item() for beta in (beta1, beta2))
+        m, v, gradient = state["exp_avg"], state["exp_avg_sq"], p.grad.to(p.dtype)
+        m.lerp_(gradient, 1 - beta1)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = torch.sqrt(v, out=out).div_(correction2**0.5).add_(group["eps"])
+        return torch.div(m, denominator, out=out).div_(correction1).add_(p, alpha=group["weight_decay"])
+
+
+def updates_whole_tensors(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class is LAMB, or one of its kind with the same `step`."""
+    return issubclass(optimizer_class, LAMB) and inspect.unwrap(optimizer_class.step) is inspect.unwrap(LAMB.step)
+
+
+def _adapts(group: dict[str, Any]) -> bool:
+    return bool(group["weight_decay"])
+
+
+def _gradient(bucket: Bucket) -> Tensor:
+    """The gradient, then the direction, of a bucket's master."""
+    assert bucket.master.grad is not None
+    return bucket.master.grad

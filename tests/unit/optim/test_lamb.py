@@ -1,0 +1,300 @@
+"""LAMB against the paper's formulas, alone and through the wrapper, in one process."""
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import LAMB, ZeroRedundancyOptimizer
+from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay and adapt, vectors do not."""
+    everything = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    return [
+        {"params": [p for p in everything if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in everything if p.dim() != 2], "weight_decay": 0.0},
+    ]
+
+
+class Reference:
+    """Algorithm 2 of arXiv:1904.00962 in float64, tensor by tensor."""
+
+    def __init__(self, param_groups: list[dict[str, Any]], lr: float, eps: float = 1e-6) -> None:
+        self.tensors = [(p, group["weight_decay"]) for group in param_groups for p in group["params"]]
+        self.lr, self.eps, self.t = lr, eps, 0
+        self.m = [torch.zeros_like(p, dtype=torch.float64) for p, _ in self.tensors]
+        self.v = [torch.zeros_like(p, dtype=torch.float64) for p, _ in self.tensors]
+        self.ratios: list[float] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.t += 1
+        self.ratios = []
+        for i, (p, decay) in enumerate(self.tensors):
+            w, g = p.double(), p.grad.double()
+            self.m[i] = 0.9 * self.m[i] + 0.1 * g
+            self.v[i] = 0.999 * self.v[i] + 0.001 * g**2
+            r = (self.m[i] / (1 - 0.9**self.t)) / ((self.v[i] / (1 - 0.999**self.t)).sqrt() + self.eps)
+            u = r + decay * w
+            ratio = float(w.norm() / u.norm()) if decay else 1.0
+            self.ratios.append(ratio)
+            p.copy_(w - self.lr * ratio * u)
+
+    def zero_grad(self) -> None:
+        for p, _ in self.tensors:
+            p.grad = None
+
+
+def assert_close(found: nn.Module, wanted: nn.Module, tolerance: float) -> None:
+    for (name, p), q in zip(found.named_parameters(), wanted.parameters(), strict=True):
+        if q.numel():
+            error = float((p.detach() - q.detach()).norm() / q.detach().norm())
+            assert error <= tolerance, f"{name} is off by {error:.1e} of its norm"
+
+
+# ---- the algorithm
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_alone_it_is_the_papers_algorithm(dtype: torch.dtype, tolerance: float) -> None:
+    plain, ours = make().to(dtype), make().to(dtype)
+    reference = Reference(groups(plain), lr=0.05)
+    optimizer = LAMB(groups(ours), lr=0.05)
+    for step in range(20):
+        for model, chosen in ((plain, reference), (ours, optimizer)):
+            chosen.zero_grad()
+            model(batch(step)).backward()
+            chosen.step()
+        if step == 0:
+            assert min(reference.ratios) < 0.6, "no ratio is far from 1, so the test shows little"
+    assert_close(ours, plain, tolerance)
+
+
+@pytest.mark.parametrize("bucket_mib", [1e-5, 1e-3, 1000.0])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_through_the_wrapper_it_is_the_same(bucket_mib: float, max_norm: float | None) -> None:
+    """Each tensor has its own ratio in flat slices of many; gradients are clipped before."""
+    plain, ours = make(), make()
+    reference = Reference(groups(plain), lr=0.05)
+    optimizer = ZeroRedundancyOptimizer(
+        groups(ours), LAMB, lr=0.05, bucket_mib=bucket_mib, grad_clipping=max_norm is not None, max_norm=max_norm or 1.0
+    )
+    for step in range(20):
+        for model, chosen in ((plain, reference), (ours, optimizer)):
+            chosen.zero_grad()
+            model(batch(step)).backward()
+            if max_norm is not None and chosen is reference:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+            chosen.step()
+    assert_close(ours, plain, 5e-6)
+
+
+def test_without_decay_it_is_adam() -> None:
+    plain, ours, wrapped = make(), make(), make()
+    train(plain, torch.optim.Adam(plain.parameters(), lr=0.01, eps=1e-6))
+    train(ours, LAMB(ours.parameters(), lr=0.01, weight_decay=0.0))
+    train(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), LAMB, lr=0.01, weight_decay=0.0, **PLAIN))
+    assert_close(ours, plain, 1e-6)
+    assert_close(wrapped, plain, 1e-6)
+
+
+def wrap(parameters: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(parameters, LAMB, **PLAIN, **options)
+
+
+@pytest.mark.parametrize("build", [LAMB, wrap])
+def test_ratio_is_one_where_a_norm_is_zero(build: Any) -> None:
+    """A weight that starts at 0 would never leave it; a direction of 0 would divide by 0."""
+    zero, still = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
+    optimizer = build([zero, still], lr=0.1, weight_decay=0.1)
+    zero.grad = torch.tensor([1.0, -2.0, 0.5])
+    still.grad = torch.zeros(2)
+    optimizer.step()
+    torch.testing.assert_close(zero, torch.tensor([-0.1, 0.1, -0.1]), rtol=1e-5, atol=0)
+    assert torch.equal(still, torch.zeros(2))
+
+
+def test_ratio_of_many_elements_is_exact() -> None:
+    """One float32 sum over so many squares is off by more than 1e-3 on the CPU: the step would be, too."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(20_000_003, generator=generator))
+    before = weight.detach().clone()
+    optimizer = wrap([weight], lr=1.0, weight_decay=0.1)
+    assert weight.grad is not None
+    weight.grad.copy_(before).sign_()
+    optimizer.step()
+    u = before.sign() + 0.1 * before
+    ratio = torch.linalg.vector_norm(before, dtype=torch.float64) / torch.linalg.vector_norm(u, dtype=torch.float64)
+    update = before - weight.detach()
+    assert float((update / u).double().mean() / ratio) == pytest.approx(1.0, abs=5e-6)
+
+
+# ---- what a training script does with an optimizer
+
+
+@pytest.mark.parametrize("build", [LAMB, wrap])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_survives_a_file(build: Any, dtype: torch.dtype) -> None:
+    model = make().to(dtype)
+    optimizer = build(groups(model), lr=0.01)
+    train(model, optimizer, 4)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, 4, 4)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make(seed=1).to(dtype)
+    optimizer = build(groups(resumed), lr=0.5)
+    optimizer.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["model"])
+    train(resumed, optimizer, 4, 4)
+    assert_equal(resumed, model)
+
+
+def test_group_added_and_schedule_changed_during_training() -> None:
+    plain, ours = make(), make()
+    reference, optimizer = LAMB(plain.first.parameters(), lr=0.01), wrap(ours.first.parameters(), lr=0.01)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(chosen, lambda s: 0.9**s) for chosen in (reference, optimizer)]
+    for model, chosen, schedule in zip((plain, ours), (reference, optimizer), schedules, strict=True):
+        train(model, chosen, 3, 0, schedule)
+        model.zero_grad()
+        chosen.add_param_group({"params": model.second.parameters(), "lr": 0.05, "weight_decay": 0.2})
+        train(model, chosen, 3, 3)
+        chosen.param_groups[0]["weight_decay"] = 0.0
+        train(model, chosen, 3, 6)
+    assert_close(ours, plain, 2e-6)
+
+
+def test_masters_take_the_step_in_mixed_precision() -> None:
+    """bfloat16 parameters are the roundings of float32 masters, whose norms count."""
+    model = make().bfloat16()
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters() if p.requires_grad and p.numel()]
+    reference = LAMB(masters, lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, lr=0.01, gradient_dtype=torch.float32, **PLAIN)
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    for step in range(5):
+        model(batch(step)).backward()
+        for master, p in zip(masters, trained, strict=True):
+            assert p.grad is not None
+            master.grad = p.grad.clone()
+        reference.step()
+        optimizer.step()
+    for p, master in zip(trained, masters, strict=True):
+        torch.testing.assert_close(p.float(), master.bfloat16().float(), rtol=2**-7, atol=1e-6)
+    elements = sum(b.master.numel() for b in optimizer.buckets)
+    assert optimizer.state_bytes() | {"padding": 0} == {"state": 8 * elements, "masters": 4 * elements, "padding": 0}
+
+
+def test_closure() -> None:
+    model = make()
+    optimizer = LAMB(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(batch(0))
+        loss.backward()
+        return loss
+
+    first, second = optimizer.step(closure), optimizer.step(closure)  # type: ignore[arg-type]
+    assert second < first
+
+
+class Allocations(TorchDispatchMode):
+    """The largest new tensor that an operator made, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in [*args, *(kwargs or {}).values()] if isinstance(t, Tensor)}
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_sharded_step_needs_no_memory() -> None:
+    """The direction takes the gradient's place; what else a step makes is norms of rows."""
+    model = nn.Linear(300, 1000)
+    optimizer = wrap(model.parameters(), lr=0.01)
+    for _ in range(2):
+        model(torch.ones(1, 300)).sum().backward()
+        with Allocations() as made:
+            optimizer.step()
+    assert 0 < made.largest < 1000, "a temporary of the parameters' size"
+
+
+# ---- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"lr": -1.0}, r"lr \(-1.0\) must be at least 0"),
+        ({"eps": -1e-6, "weight_decay": float("nan")}, r"eps \(-1e-06\) must be .*; weight_decay \(nan\) must be"),
+        ({"betas": (0.9, 1.0)}, r"betas \(\[0.9, 1.0\]\) must lie in \[0, 1\)"),
+    ],
+)
+@pytest.mark.parametrize("build", [LAMB, wrap])
+def test_options_out_of_range(build: Any, options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ValueError, match=wanted):
+        build(make().parameters(), **options)
+
+
+def test_sparse_and_complex_gradients_are_refused_alone() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    number = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    number.grad = torch.ones_like(number)
+    for p in (table.weight, number):
+        with pytest.raises(RuntimeError, match="LAMB takes dense and real gradients"):
+            LAMB([p]).step()
+
+
+class Bounded(LAMB):
+    """φ bounds the weight's norm, as some do."""
+
+    def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
+        return super().trust_ratio(weight_norm.clamp(max=0.5), direction_norm)
+
+
+class OwnStep(LAMB):
+    """What this does with a whole parameter nobody can know."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_a_subclass_may_change_the_ratio_but_not_the_step() -> None:
+    plain, ours, unbounded = make(), make(), make()
+    train(plain, Bounded(plain.parameters(), lr=0.05))
+    train(ours, ZeroRedundancyOptimizer(ours.parameters(), Bounded, lr=0.05, **PLAIN))
+    train(unbounded, LAMB(unbounded.parameters(), lr=0.05))
+    assert_close(ours, plain, 2e-6)
+    assert not torch.allclose(unbounded.first.weight, plain.first.weight, rtol=1e-2)
+    OwnStep(make().parameters())
+    with pytest.raises(ValueError, match=r"OwnStep cannot be sharded.*or be shardwise.LAMB"):
+        ZeroRedundancyOptimizer(make().parameters(), OwnStep)
+
+
+def test_layers_without_a_name_are_tensors_of_their_own() -> None:
+    """Two of one shape, and the wrapper's order of parameters, which is not the model's."""
+    plain, ours = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        for model in (plain, ours):
+            for i, layer in enumerate(model):
+                layer.weight.mul_(3.0**i)
+    for model, build in ((plain, LAMB), (ours, wrap)):
+        optimizer = build(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(2, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+    assert_close(ours, plain, 2e-6)
