@@ -1,6 +1,8 @@
 """A model's state outside of the run: canonical tensors and Hugging Face folders."""
 
+from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint.canonical import canonical
 from shardwise.checkpoint.export import export_hugging_face
+from shardwise.checkpoint.load import load_hugging_face
 
-__all__ = ["canonical", "export_hugging_face"]
+__all__ = ["canonical", "differ_in_tokens", "export_hugging_face", "load_hugging_face"]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.canonical import canonical
-from shardwise.config import LlamaConfig
+from shardwise.config import ModelConfig, OwnConfig
+from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import special_token_ids
 from shardwise.mesh import Mesh
 
@@ -23,7 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 def export_hugging_face(
     model: nn.Module,
-    config: LlamaConfig,
+    config: ModelConfig,
     mesh: Mesh,
     folder: Path,
     *,
@@ -59,21 +60,15 @@ def export_hugging_face(
     comm.barrier(mesh.world)
 
 
-def hugging_face_config(config: LlamaConfig, dtype: torch.dtype, tokenizer: Path | None = None) -> dict[str, Any]:
-    """The model's `config.json`.
+def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None = None) -> dict[str, Any]:
+    """The model's `config.json`; of a user's own model its `model` section, which only its class reads.
 
-    The ids that begin and end a text are the tokenizer's, or null: left out, transformers would take Llama 2's (1 and
-    2), which are letters in most vocabularies, and generation would stop there.
+    The ids that begin and end a text are the tokenizer's, or null: left out, transformers would take those of its own
+    default tokenizer, which are letters in most vocabularies, and generation would stop there.
     """
-    fields = config.model_dump(mode="json", exclude={"family"})
+    fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
     special = special_token_ids(tokenizer) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **fields,
-        **special,
-    }
+    return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> None:

@@ -1,0 +1,81 @@
+"""Whether what lies beside the weights in a folder is the recipe's: the model's `config.json`, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.config import FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config.hugging_face import read_hugging_face
+from shardwise.config.model import FAMILIES
+from shardwise.errors import ConfigError
+
+# They decide how a model is trained on, not what its weights mean.
+_FREE = {
+    "initializer_range", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+    "hidden_dropout", "hidden_dropout_prob",
+}  # fmt: skip
+_ACTIVATIONS = ("hidden_act", "activation_function")
+
+
+def config_problems(config: ModelConfig, folder: Path) -> list[str]:
+    """Every field in which `folder`/config.json describes another model than `config`; none where there is no file.
+
+    Free to differ are dropout, the initial weights' deviation, names of one activation (`gelu_new` and
+    `gelu_pytorch_tanh`), and the longest sequence where positions are rotary and not scaled by it.
+
+    Raises:
+        ConfigError: the file is of another family, of no model that we have, or not readable: names and shapes of the
+        weights then say nothing more.
+    """
+    path = folder / "config.json"
+    if isinstance(config, OwnConfig) or not path.is_file():
+        return []
+    theirs = _read(path)
+    if theirs.family != config.family:
+        raise ConfigError(f"model.family ({config.family}) must be that of {path} ({theirs.family})")
+    ours, wanted = _meaning(config), _meaning(theirs)
+    differing = [key for key in ours if ours[key] != wanted[key]]
+    problems = [f"model.{key} ({ours[key]}) must be that of {path} ({wanted[key]})" for key in differing]
+    if problems:
+        problems[-1] += f"; model.config={folder} takes the folder's model"
+    return problems
+
+
+def differ_in_tokens(folder: Path, other: Path) -> bool:
+    """Whether two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
+    try:
+        tokens, others = (json.loads((f / "tokenizer.json").read_text(encoding="utf-8")) for f in (folder, other))
+        same: bool = _vocabulary(tokens) == _vocabulary(others)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return not same
+
+
+def _vocabulary(tokenizer: Any) -> Any:
+    return tokenizer["model"]["vocab"], {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+
+
+def _read(path: Path) -> FamilyConfig:
+    section = read_hugging_face(path)
+    try:
+        return FAMILIES[section["family"]].model_validate(section)
+    except ValidationError as error:
+        reasons = [": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors()]
+        raise ConfigError([f"{path} describes no model that can be built: {reason}" for reason in reasons]) from None
+
+
+def _meaning(config: FamilyConfig) -> dict[str, Any]:
+    """The fields that say what the weights mean."""
+    values = {key: value for key, value in config.model_dump(mode="json").items() if key not in _FREE}
+    for key in _ACTIVATIONS:
+        if key in values:
+            values[key] = config.activation
+    if values.get("rope_scaling") == {"rope_type": "default"}:
+        values["rope_scaling"] = None
+    if config.rotary_dim and not config.extends_positions:
+        del values["max_position_embeddings"]
+    return values

@@ -1,0 +1,185 @@
+"""Weights of a Hugging Face folder into a model, however it is cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.checkpoint.agreement import config_problems
+from shardwise.checkpoint.spelling import spelling
+from shardwise.config import ModelConfig
+from shardwise.errors import ConfigError
+from shardwise.hub import weight_files
+from shardwise.mesh import Group, Mesh
+from shardwise.placement import Box, Piece, placements
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file, not yet read."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    slices: Any
+
+    def read(self, box: Box) -> Tensor:
+        part: Tensor = self.slices[box.slices]
+        return part
+
+
+def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
+    """Set the model's weights to those of a Hugging Face folder; collective over the world.
+
+    Each rank reads the boxes that it holds and no more, cast to the parameter's dtype; padding stays 0. To be called
+    before an optimizer is made: that one may keep copies. Names may be spelled as `checkpoint/spelling.py` says.
+
+    Raises:
+        ConfigError: on every rank, with every mismatch that any rank found: names that are missing or of no use,
+        shapes, copies of a tied weight that differ, fields of `config.json`, files that cannot be read. The model's
+        weights are then those that it had, unless a file broke off while it was read.
+    """
+    world = mesh.world
+    with ExitStack() as opened:
+        stored, disagreements, problems = [], [], []
+        try:
+            stored, disagreements = list(_stored(folder, opened)), config_problems(config, folder)
+        except ConfigError as error:
+            problems = error.problems
+        _agree(problems, world)
+        pieces, sources, problems = _survey(model, config.family, mesh.pp, folder, stored)
+        _agree(disagreements + problems, world)
+        problems = []
+        try:
+            problems = _differing(pieces, sources, folder)
+            if not problems:
+                _copy(model, sources)
+        except (OSError, SafetensorError) as error:
+            problems = [f"checkpoint.load ({folder}) cannot be read: {error}"]
+        _agree(problems, world)
+
+
+def _agree(problems: list[str], world: Group) -> None:
+    """Every rank raises what any rank found, or none does."""
+    found = [problem for each in comm.all_gather_objects(problems, world) for problem in each]
+    if found:
+        raise ConfigError(list(dict.fromkeys(found)))
+
+
+def _stored(folder: Path, opened: ExitStack) -> Iterator[_Stored]:
+    problems = []
+    for path in weight_files(folder):
+        try:
+            file = opened.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            problems.append(_unreadable(path, error))
+            continue
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            slices = file.get_slice(name)
+            yield _Stored(name, tuple(slices.get_shape()), slices.get_dtype(), slices)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError as failure:
+        return f"{path} cannot be read: {failure.strerror or failure}"
+    if pointer:
+        return f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository"
+    return f"{path} is truncated or no safetensors file ({error}): fetch or copy it again"
+
+
+def _survey(
+    model: nn.Module, family: str, pipeline: Group, folder: Path, stored: list[_Stored]
+) -> tuple[list[Piece], dict[str, list[_Stored]], list[str]]:
+    """This rank's pieces, where each canonical tensor is stored (the first is read), and every mismatch."""
+    pieces = [piece for _, _, placement in placements(model) for piece in placement.pieces]
+    shapes = {piece.name: piece.shape for piece in pieces}
+    everywhere = {name for names in comm.all_gather_objects(list(shapes), pipeline) for name in names}
+    canonical = spelling(family).canonical([entry.name for entry in stored], everywhere)
+    sources: dict[str, list[_Stored]] = {name: [] for name in shapes}
+    unexpected, misshapen, strange = [], [], []
+    for entry in stored:
+        name = canonical.get(entry.name)
+        if name is None:
+            continue
+        if name not in everywhere:
+            unexpected.append((entry.name, f"{list(entry.shape)}"))
+        elif name in shapes:
+            sources[name].append(entry)
+            if entry.shape != shapes[name]:
+                misshapen.append((entry.name, f"{list(entry.shape)} must be {list(shapes[name])}"))
+            if entry.dtype not in _DTYPES:
+                strange.append((entry.name, entry.dtype))
+    for name, entries in sources.items():
+        entries.sort(key=lambda entry: entry.name != name)  # the canonical spelling first
+    missing = [(name, f"{list(shapes[name])}") for name, entries in sources.items() if not entries]
+    where = f"checkpoint.load ({folder})"
+    problems = [f"{where} lacks {name} {shape}" for name, shape in _by_layers(missing)]
+    problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in _by_layers(unexpected)]
+    problems += [f"{where}: shape of {name} {shapes}" for name, shapes in _by_layers(misshapen)]
+    problems += [
+        f"{where}: dtype of {name} ({dtype}) must be float64, float32, float16 or bfloat16: "
+        "quantized weights cannot be trained"
+        for name, dtype in _by_layers(strange)
+    ]
+    return pieces, sources, problems
+
+
+def _by_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The same of many layers in one line: `h.0.ln_1.bias` … `h.11.ln_1.bias` as `h.{0…11}.ln_1.bias`."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name, fact in found:
+        number = re.search(r"(?<=\.)\d+(?=\.)", f".{name}")
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}", count=1)[1:]
+        layers.setdefault((pattern, fact), []).extend([int(number[0])] if number else [])
+    for (pattern, fact), numbers in layers.items():
+        runs = _runs(numbers)
+        yield pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1), fact
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """`0…3, 7` of 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("…".join(map(str, run)) for run in runs)
+
+
+def _differing(pieces: list[Piece], sources: dict[str, list[_Stored]], folder: Path) -> list[str]:
+    """Second copies of a tensor that are not equal to the first, in what this rank holds of it."""
+    problems = []
+    where = f"checkpoint.load ({folder})"
+    for piece in pieces:
+        first, *copies = sources[piece.name]
+        for copy in copies if piece.box.numel else ():
+            held = first.read(piece.box)
+            if not torch.equal(held, copy.read(piece.box).to(held.dtype)):
+                problems.append(f"{where}: {copy.name} must equal {first.name}: the model has one weight for both")
+    return problems
+
+
+@torch.no_grad()
+def _copy(model: nn.Module, sources: dict[str, list[_Stored]]) -> None:
+    for _, parameter, placement in placements(model):
+        for piece in placement.pieces:
+            if piece.box.numel:
+                piece.of(parameter).copy_(sources[piece.name][0].read(piece.box))

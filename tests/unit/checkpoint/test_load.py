@@ -1,0 +1,325 @@
+"""Weights of Hugging Face folders as they are found on the hub: what is read, and what is refused with every reason."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from shardwise.checkpoint import canonical, differ_in_tokens, load_hugging_face
+from shardwise.config import FamilyConfig, config_from
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.models import build_model
+from tests.hugging_face import CASES, described, save
+
+Weights = dict[str, Tensor]
+
+
+def build(model: FamilyConfig, **changes: Any) -> tuple[nn.Module, FamilyConfig, Mesh]:
+    """A model of the configuration, drawn; `changes` are keys of it that differ."""
+    train = {"steps": 1, "global_batch": 1, "sequence_length": 8}
+    config = config_from({"model": model.model_dump() | changes, "train": train, "optimizer": {"lr": 1e-3}})
+    mesh = Mesh(device="cpu")
+    built = build_model(config, mesh.tp, sequence_parallel=False, dtype=torch.float32)
+    return built, config.model, mesh
+
+
+def load(folder: Path, **changes: Any) -> Weights:
+    """The canonical tensors of a model into which the folder was loaded."""
+    model, config, mesh = build(described(folder), **changes)
+    load_hugging_face(model, config, mesh, folder)
+    return dict(canonical(model))
+
+
+def problems(folder: Path, **changes: Any) -> list[str]:
+    """All problems of the folder, with its name left out; the model keeps its weights."""
+    model, config, mesh = build(described(folder), **changes)
+    before = {name: tensor.clone() for name, tensor in canonical(model)}
+    with pytest.raises(ConfigError) as caught:
+        load_hugging_face(model, config, mesh, folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in canonical(model))
+    return [problem.replace(str(folder), "FOLDER") for problem in caught.value.problems]
+
+
+def rewrite(folder: Path, change: Callable[[Weights], Weights]) -> Weights:
+    """Write other weights in place of the folder's; returns those that it had."""
+    weights = load_file(folder / "model.safetensors")
+    save_file(change(dict(weights)), folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+def rewrite_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def assert_equal(found: Weights, wanted: Weights) -> None:
+    assert set(found) == set(wanted)
+    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not differing, differing
+
+
+def buffers(pattern: str) -> Weights:
+    return {pattern.format(layer): torch.ones(1, 1, 4, 4) for layer in range(2)}
+
+
+def openai_gpt2(weights: Weights) -> Weights:
+    """The hub's gpt2: no prefix, no head, a mask in each layer."""
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    return bare | buffers("h.{}.attn.bias") | buffers("h.{}.attn.masked_bias")
+
+
+def google_bert(weights: Weights) -> Weights:
+    """The hub's bert-large-uncased: TensorFlow's names of norms, the tied decoder spelled out, and a buffer."""
+    names = {name: name for name in weights}
+    for name in weights:
+        if "LayerNorm" in name:
+            names[name] = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            )
+    return {names[name]: tensor for name, tensor in weights.items()} | {
+        "cls.predictions.decoder.weight": weights["bert.embeddings.word_embeddings.weight"].clone(),
+        "cls.predictions.decoder.bias": weights["cls.predictions.bias"].clone(),
+        "bert.embeddings.position_ids": torch.arange(24).unsqueeze(0),
+    }
+
+
+def pythia(weights: Weights) -> Weights:
+    return (
+        weights
+        | buffers("gpt_neox.layers.{}.attention.bias")
+        | buffers("gpt_neox.layers.{}.attention.masked_bias")
+        | buffers("gpt_neox.layers.{}.attention.rotary_emb.inv_freq")
+    )
+
+
+def renamed(old: str, new: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {name.replace(old, new): tensor for name, tensor in weights.items()}
+
+
+def with_copy(name: str, source: str) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | {name: weights[source].clone()}
+
+
+FOUND: dict[str, tuple[str, Callable[[Weights], Weights]]] = {
+    "OpenAI's GPT-2": ("gpt", openai_gpt2),
+    "GPT-2 with its tied head": ("gpt", with_copy("lm_head.weight", "transformer.wte.weight")),
+    "GPT-2 without prefix but with its head": (
+        "gpt-untied",
+        lambda weights: {name.removeprefix("transformer."): tensor for name, tensor in weights.items()},
+    ),
+    "Google's BERT": ("bert", google_bert),
+    "BERT with the decoder's names alone": ("bert", renamed("cls.predictions.bias", "cls.predictions.decoder.bias")),
+    "Pythia": ("neox", pythia),
+    "NeoX as transformers 5 names it": ("neox", renamed("embed_out", "lm_head")),
+    "NeoX with its tied head": ("neox-tied", with_copy("embed_out.weight", "gpt_neox.embed_in.weight")),
+    "NeoX with its tied head, as transformers 5 names it": (
+        "neox-tied",
+        with_copy("lm_head.weight", "gpt_neox.embed_in.weight"),
+    ),
+    "Llama of 2023": ("llama", lambda weights: weights | buffers("model.layers.{}.self_attn.rotary_emb.inv_freq")),
+    "Llama without its head": ("llama-tied", renamed("model.", "")),
+    "Llama with its tied head": ("llama-tied", with_copy("lm_head.weight", "model.embed_tokens.weight")),
+    "Llama with its tied head alone": ("llama-tied", renamed("model.embed_tokens.weight", "lm_head.weight")),
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_spellings_of_the_hub(found: str, tmp_path: Path) -> None:
+    case, spelled = FOUND[found]
+    save(case, tmp_path)
+    weights = rewrite(tmp_path, spelled)
+    assert set(load_file(tmp_path / "model.safetensors")) != set(weights)
+    assert_equal(load(tmp_path), weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_cast(dtype: torch.dtype, tmp_path: Path) -> None:
+    save("neox", tmp_path)
+    rewrite(tmp_path, lambda weights: {name: tensor.to(dtype) for name, tensor in weights.items()})
+    weights = {name: tensor.float() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert_equal(load(tmp_path), weights)
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
+    assert_equal(load(tmp_path / "many"), load(tmp_path / "one"))
+    next((tmp_path / "many").glob("model-00002-*")).unlink()
+    assert problems(tmp_path / "many")[0].startswith("FOLDER lacks model-00002-of-")
+
+
+def test_without_a_config_names_and_shapes_decide(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    config = described(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").unlink()
+    model, _, mesh = build(config)
+    load_hugging_face(model, config, mesh, tmp_path)
+    assert_equal(dict(canonical(model)), weights)
+
+
+def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+
+    def damage(weights: Weights) -> Weights:
+        for layer in range(2):
+            del weights[f"model.layers.{layer}.mlp.up_proj.weight"]
+        del weights["lm_head.weight"]
+        weights["score.weight"] = torch.zeros(3, 32)
+        weights["model.layers.1.self_attn.k_proj.bias"] = torch.zeros(16)
+        weights["model.norm.weight"] = torch.ones(31)
+        weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(32, 48, dtype=torch.int8)
+        return weights
+
+    rewrite(tmp_path, damage)
+    assert problems(tmp_path) == [
+        "checkpoint.load (FOLDER) lacks model.layers.{0…1}.mlp.up_proj.weight [48, 32]",
+        "checkpoint.load (FOLDER) lacks lm_head.weight [61, 32]",
+        "checkpoint.load (FOLDER) has model.layers.1.self_attn.k_proj.bias [16], which the model has not",
+        "checkpoint.load (FOLDER) has score.weight [3, 32], which the model has not",
+        "checkpoint.load (FOLDER): shape of model.norm.weight [31] must be [32]",
+        "checkpoint.load (FOLDER): dtype of model.layers.0.mlp.down_proj.weight (I8) must be float64, float32, float16 "
+        "or bfloat16: quantized weights cannot be trained",
+    ]
+
+
+def test_a_bert_without_the_next_sentence_head_lacks_it(tmp_path: Path) -> None:
+    """As `BertForMaskedLM` saves it, without the pooler too."""
+    save("bert", tmp_path)
+    gone = ("cls.seq_relationship", "bert.pooler")
+    rewrite(tmp_path, lambda weights: {name: t for name, t in weights.items() if not name.startswith(gone)})
+    assert sorted(problems(tmp_path)) == [
+        "checkpoint.load (FOLDER) lacks bert.pooler.dense.bias [32]",
+        "checkpoint.load (FOLDER) lacks bert.pooler.dense.weight [32, 32]",
+        "checkpoint.load (FOLDER) lacks cls.seq_relationship.bias [2]",
+        "checkpoint.load (FOLDER) lacks cls.seq_relationship.weight [2, 32]",
+    ]
+
+
+COPIES = {
+    "gpt": ("lm_head.weight", "transformer.wte.weight"),
+    "llama-tied": ("lm_head.weight", "model.embed_tokens.weight"),
+    "neox-tied": ("embed_out.weight", "gpt_neox.embed_in.weight"),
+    "bert": ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_copies_of_a_tied_weight_that_differ_are_refused(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    copy, source = COPIES[case]
+    rewrite(tmp_path, lambda weights: weights | {copy: weights[source] + 1})
+    assert problems(tmp_path) == [
+        f"checkpoint.load (FOLDER): {copy} must equal {source}: the model has one weight for both"
+    ]
+
+
+def test_every_field_of_the_config_that_disagrees(tmp_path: Path) -> None:
+    save("neox", tmp_path)
+    rewrite_config(tmp_path, use_parallel_residual=False, layer_norm_eps=1e-6, hidden_act="relu")
+    found = problems(tmp_path, use_parallel_residual=True, layer_norm_eps=1e-5, hidden_act="gelu")
+    assert found == [
+        "model.hidden_act (gelu) must be that of FOLDER/config.json (relu)",
+        "model.layer_norm_eps (1e-05) must be that of FOLDER/config.json (1e-06)",
+        "model.use_parallel_residual (True) must be that of FOLDER/config.json (False); "
+        "model.config=FOLDER takes the folder's model",
+    ]
+
+
+def test_another_vocabulary_disagrees_in_config_and_shapes(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    assert sorted(problems(tmp_path, vocab_size=67)) == [
+        "checkpoint.load (FOLDER): shape of bert.embeddings.word_embeddings.weight [61, 32] must be [67, 32]",
+        "checkpoint.load (FOLDER): shape of cls.predictions.bias [61] must be [67]",
+        "model.vocab_size (67) must be that of FOLDER/config.json (61); model.config=FOLDER takes the folder's model",
+    ]
+
+
+def test_what_weights_do_not_mean_may_differ(tmp_path: Path) -> None:
+    save("gpt", tmp_path)
+    free = {"resid_pdrop": 0.0, "embd_pdrop": 0.3, "attn_pdrop": 0.2, "initializer_range": 0.1}
+    assert_equal(load(tmp_path, **free, activation_function="gelu_pytorch_tanh"), load(tmp_path))
+    save("llama", tmp_path / "llama")
+    assert_equal(load(tmp_path / "llama", max_position_embeddings=4096), load(tmp_path / "llama"))
+
+
+def test_learned_positions_are_weights(tmp_path: Path) -> None:
+    save("gpt", tmp_path)
+    found = problems(tmp_path, max_position_embeddings=48)
+    assert any("model.max_position_embeddings (48) must be that of" in problem for problem in found)
+    assert any("shape of transformer.wpe.weight [24, 32] must be [48, 32]" in problem for problem in found)
+
+
+def test_another_family_is_all_that_is_said(tmp_path: Path) -> None:
+    save("gpt", tmp_path / "gpt")
+    save("neox", tmp_path / "neox")
+    model, config, mesh = build(described(tmp_path / "neox"))
+    with pytest.raises(ConfigError, match=r"^model.family \(gpt_neox\) must be that of .*gpt/config.json \(gpt\)$"):
+        load_hugging_face(model, config, mesh, tmp_path / "gpt")
+
+
+def test_a_config_that_we_do_not_support_is_refused(tmp_path: Path) -> None:
+    save("gpt", tmp_path)
+    model, config, mesh = build(described(tmp_path))
+    rewrite_config(tmp_path, scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ConfigError, match="scale_attn_by_inverse_layer_idx"):
+        load_hugging_face(model, config, mesh, tmp_path)
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "truncated": (lambda content: content[:-100], "is truncated or no safetensors file"),
+    "empty": (lambda content: b"", "is truncated or no safetensors file"),
+    "text": (lambda content: b"<html>Not found</html>", "is truncated or no safetensors file"),
+    "a Git LFS pointer": (
+        lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "is a Git LFS pointer, not the weights: run `git lfs pull`",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_one_sentence(damage: str, tmp_path: Path) -> None:
+    change, text = DAMAGE[damage]
+    save("gpt", tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    found = problems(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(f"FOLDER/model.safetensors {text}")
+    assert "\n" not in found[0]
+
+
+def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    found = problems(tmp_path)
+    assert len(found) == 1
+    assert "opening a pickle can run any code that its author put there" in found[0]
+
+
+def test_tokenizers_are_compared_by_their_ids(tmp_path: Path) -> None:
+    def write(name: str, vocabulary: dict[str, int], **rest: Any) -> Path:
+        (tmp_path / name).mkdir()
+        values = {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<s>", "id": 2}], **rest}
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(values))
+        return tmp_path / name
+
+    plain = write("plain", {"a": 0, "b": 1})
+    assert not differ_in_tokens(plain, write("same", {"b": 1, "a": 0}, truncation=None))
+    assert differ_in_tokens(plain, write("other", {"a": 1, "b": 0}))
+    (tmp_path / "none").mkdir()
+    assert not differ_in_tokens(plain, tmp_path / "none")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_families(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    assert_equal(load(tmp_path), load_file(tmp_path / "model.safetensors"))
