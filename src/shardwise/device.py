@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -72,9 +74,21 @@ def cpu_prefers_onednn() -> bool:
     return vendor is not None and not vendor.endswith("GenuineIntel")
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch's random functions draw from on a device."""
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, what torch draws on a device begins at `seed`; afterwards its generator is where it was."""
     if device.type == "cpu":
-        return torch.default_generator
-    generators: tuple[torch.Generator, ...] = torch.get_device_module(device).default_generators
-    return generators[torch.accelerator.current_device_index()]
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+        return
+    module = torch.get_device_module(device)
+    before = module.get_rng_state(device)
+    module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        module.set_rng_state(before, device)

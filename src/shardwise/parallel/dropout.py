@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,16 +47,9 @@ class DropoutKey:
         text = "/".join(str(part) for part in (self.seed, self.step, *place))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
-    @contextmanager
-    def seeded(self, device: torch.device, layer: int, site: int, shard: int) -> Iterator[None]:
+    def seeded(self, device: torch.device, layer: int, site: int, shard: int) -> AbstractContextManager[None]:
         """Inside, torch's generator of the device begins at a state of this place's own (`fast` mode)."""
-        generator = devices.default_generator(device)
-        before = generator.get_state()
-        generator.manual_seed(self.number(self.first_sample, layer, site, shard))
-        try:
-            yield
-        finally:
-            generator.set_state(before)
+        return devices.seeded(device, self.number(self.first_sample, layer, site, shard))
 
     def keep(self, rows: Tensor, width: int, p: float, layer: int, site: int) -> Tensor:
         """Which elements stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.
