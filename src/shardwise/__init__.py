@@ -8,15 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.mesh import Mesh
+    from shardwise.mesh import Group, Mesh
     from shardwise.optim import LAMB, ZeroRedundancyOptimizer
     from shardwise.parallel import (
         ColumnParallelLinear,
+        Dropout,
+        DropoutKey,
         GQAQKVColumnParallelLinear,
         LayerNorm,
         MergedColumnParallelLinear,
         ParallelEmbedding,
         ParallelLMHead,
+        ReplicatedEmbedding,
+        ReplicatedLinear,
         RMSNorm,
         RowParallelLinear,
         linear_cross_entropy,
@@ -28,20 +32,30 @@ __version__ = "0.1.0"
 __all__ = [
     "LAMB",
     "ColumnParallelLinear",
+    "Dropout",
+    "DropoutKey",
     "GQAQKVColumnParallelLinear",
+    "Group",
     "LayerNorm",
     "MergedColumnParallelLinear",
     "Mesh",
     "ParallelEmbedding",
     "ParallelLMHead",
     "RMSNorm",
+    "ReplicatedEmbedding",
+    "ReplicatedLinear",
     "RowParallelLinear",
     "ZeroRedundancyOptimizer",
     "linear_cross_entropy",
     "parallel_cross_entropy",
 ]
 
-_HOME = {"LAMB": "shardwise.optim", "Mesh": "shardwise.mesh", "ZeroRedundancyOptimizer": "shardwise.optim"}
+_HOME = {
+    "LAMB": "shardwise.optim",
+    "ZeroRedundancyOptimizer": "shardwise.optim",
+    "Group": "shardwise.mesh",
+    "Mesh": "shardwise.mesh",
+}
 
 
 def __getattr__(name: str) -> object:

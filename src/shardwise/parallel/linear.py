@@ -226,7 +226,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
     says.
 
     Forward: x as in `ColumnParallelLinear`; returns q `[S, B, Q/g]`, k and v `[S, B, max(KV/g, head_dim)]`, or all
-    whole with `gather_output`. `names`: canonical names of the three layers; the same three times where they are one.
+    whole with `gather_output`. `names`: canonical names of the three layers; the same three times where they are one,
+    with the rows of q, then k, then v, which is also what a layer is that is given no names.
 
     Raises:
         ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
@@ -241,7 +242,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         gather_output: bool = True,
         *,
         head_dim: int,
-        names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+        names: Sequence[str | None] = (None, None, None),
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
