@@ -13,9 +13,9 @@ from shardwise.models.bert import Bert
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
-from shardwise.models.own import own_class
+from shardwise.models.own import build_own, check_own
 
-__all__ = ["GPT", "Bert", "GPTNeoX", "Llama", "build_model"]
+__all__ = ["GPT", "Bert", "GPTNeoX", "Llama", "build_model", "check_own"]
 
 _FAMILIES: dict[type, Callable[..., nn.Module]] = {
     LlamaConfig: Llama,
@@ -41,8 +41,9 @@ def build_model(
         ConfigError: `model.family` names a class of the user's that cannot be imported or made.
     """
     model = config.model
-    make = own_class(model.family) if isinstance(model, OwnConfig) else _FAMILIES[type(model)]
-    built: nn.Module = make(
+    if isinstance(model, OwnConfig):
+        return build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+    return _FAMILIES[type(model)](
         model,
         group,
         sequence_parallel=sequence_parallel,
@@ -51,4 +52,3 @@ def build_model(
         device=device,
         dtype=dtype,
     )
-    return built
