@@ -1,26 +1,21 @@
-"""Models of every family as transformers makes and saves them, with random weights."""
+"""Models of every family as transformers makes and saves them, with random weights.
+
+transformers is imported where it is used: ranks that only read a folder start without it.
+"""
+
+from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForPreTraining,
-    BertConfig,
-    BertForPreTraining,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
 
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import read_hugging_face
 from shardwise.config.model import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY = 61  # odd: padded at every degree
 _SIZES: dict[str, Any] = {
@@ -34,31 +29,31 @@ _SIZES: dict[str, Any] = {
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 32, "n_inner": 48, "n_layer": 2, "n_head": 4, "n_positions": 24,
 }  # fmt: skip
-_SPECIAL = {"bos_token_id": None, "eos_token_id": None}
 
-CASES: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**_SIZES, num_key_value_heads=2, **_SPECIAL)),
-    "llama-tied": (
-        LlamaForCausalLM,
-        LlamaConfig(**_SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, **_SPECIAL),
-    ),
-    "gpt": (GPT2LMHeadModel, GPT2Config(**_GPT2, **_SPECIAL)),
-    "gpt-untied": (GPT2LMHeadModel, GPT2Config(**_GPT2, tie_word_embeddings=False, **_SPECIAL)),
-    "neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**_SIZES, **_SPECIAL)),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _SIZES | {"num_key_value_heads": 2}),
+    "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "gpt": ("GPT2", _GPT2),
+    "gpt-untied": ("GPT2", _GPT2 | {"tie_word_embeddings": False}),
+    "neox": ("GPTNeoX", _SIZES),
     "neox-tied": (
-        GPTNeoXForCausalLM,
-        GPTNeoXConfig(
-            **_SIZES, tie_word_embeddings=True, attention_bias=False, use_parallel_residual=False, **_SPECIAL
-        ),
+        "GPTNeoX",
+        _SIZES | {"tie_word_embeddings": True, "attention_bias": False, "use_parallel_residual": False},
     ),
-    "bert": (BertForPreTraining, BertConfig(**_SIZES)),
+    "bert": ("Bert", _SIZES),
 }
+"""By name: the family as transformers' classes spell it, and the fields of its configuration."""
+_MODELS = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "GPTNeoX": "ForCausalLM", "Bert": "ForPreTraining"}
 
 
-def make(case: str) -> PreTrainedModel:
-    """A model whose biases and norms are random too."""
-    kind, config = CASES[case]
-    model = kind(config).eval()
+def make(case: str, **fields: Any) -> PreTrainedModel:
+    """A model whose biases and norms are random too; `fields` of its configuration beside the case's."""
+    import transformers
+
+    family, own = CASES[case]
+    tokens = {} if family == "Bert" else {"bos_token_id": None, "eos_token_id": None}
+    config = getattr(transformers, f"{family}Config")(**own | tokens | fields)
+    model: PreTrainedModel = getattr(transformers, family + _MODELS[family])(config).eval()
     generator = torch.Generator().manual_seed(len(case))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,17 +62,18 @@ def make(case: str) -> PreTrainedModel:
     return model
 
 
-def save(case: str, folder: Path) -> PreTrainedModel:
+def save(case: str, folder: Path, **fields: Any) -> PreTrainedModel:
     """Make and save a model, as its authors would."""
-    model = make(case)
+    model = make(case, **fields)
     model.save_pretrained(folder)
     return model
 
 
 def open_folder(folder: Path) -> PreTrainedModel:
     """What transformers makes of a folder; nothing may be missing, unexpected or misshapen."""
-    bert = FAMILIES["bert"] is type(described(folder))
-    auto = AutoModelForPreTraining if bert else AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
+
+    auto = AutoModelForCausalLM if described(folder).causal else AutoModelForPreTraining
     model, report = auto.from_pretrained(folder, output_loading_info=True)
     problems = {kind: found for kind, found in report.items() if found}
     assert not problems, f"transformers misses or ignores weights: {problems}"

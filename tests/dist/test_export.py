@@ -6,19 +6,32 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from shardwise.checkpoint import canonical, export, export_hugging_face
-from shardwise.config import Config
+from shardwise.config import Config, config_from
 from shardwise.mesh import Mesh
-from shardwise.models import Llama, build_model
+from shardwise.models import build_model
 from shardwise.placement import placements
-from shardwise.train.sample import continue_text
-from tests.dist.training import make_config
+from shardwise.train.sample import Generator, continue_text
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,  # odd: the vocabulary is padded at every degree
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+LLAMA: dict[str, Any] = {"family": "llama", "num_key_value_heads": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "untied": {},
-    "tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "one-kv-head": {"num_key_value_heads": 1},
+    "untied": LLAMA,
+    "tied-biased": LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "one-kv-head": LLAMA | {"num_key_value_heads": 1},
+    "gpt": {"family": "gpt"},
+    "neox": {"family": "gpt_neox"},
+    "bert": {"family": "bert"},
 }
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
 LAYOUTS = {
@@ -31,15 +44,21 @@ LAYOUTS = {
 
 
 def config(variant: str, tensor: int = 1, sequence: bool = False) -> Config:
-    model = {"initializer_range": 0.3, **VARIANTS[variant]}
-    return make_config(model=model, parallel={"tensor": tensor, "sequence": sequence})
+    return config_from(
+        {
+            "model": SIZES | VARIANTS[variant],
+            "parallel": {"tensor": tensor, "sequence": sequence},
+            "train": {"steps": 1, "global_batch": 8, "sequence_length": 16, "seed": 5},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
 
 
-def build(chosen: Config) -> tuple[Llama, Mesh]:
+def build(chosen: Config) -> tuple[nn.Module, Mesh]:
     """The model, with rubbish in the rows by which the vocabulary is padded."""
     mesh = Mesh(tensor=chosen.parallel.tensor, device="cpu")
     sequence = chosen.parallel.sequence and mesh.tp.size > 1
-    model = build_model(chosen.model, mesh, sequence_parallel=sequence, seed=5, dtype=torch.float32)
+    model = build_model(chosen, mesh.tp, sequence_parallel=sequence, dtype=torch.float32)
     with torch.no_grad():
         for _, parameter, placement in placements(model):
             inside = torch.zeros_like(parameter, dtype=torch.bool)
@@ -51,7 +70,7 @@ def build(chosen: Config) -> tuple[Llama, Mesh]:
 
 def digests(chosen: Config) -> dict[str, str]:
     """Of each canonical tensor, as this rank sees it."""
-    model, mesh = build(chosen)
+    model, _ = build(chosen)
     return {
         name: f"{tuple(tensor.shape)} {hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()}"
         for name, tensor in canonical(model)
@@ -78,6 +97,7 @@ def write(chosen: Config, folder: Path) -> int:
 
 def sample(chosen: Config, window: int) -> list[int]:
     model, mesh = build(chosen)
+    assert isinstance(model, Generator)
     return continue_text(model, mesh, [3, 1, 4, 1, 5], 12, window=window, seed=7)
 
 
@@ -90,18 +110,21 @@ def contents(folder: Path) -> dict[str, str]:
 def test_canonical_tensors_are_those_of_one_process(layout: str, variant: str, ranks: Any) -> None:
     world, tensor, sequence = LAYOUTS[layout]
     wanted = digests(config(variant))
-    assert ("lm_head.weight" in wanted) != (variant == "tied-biased")
+    heads = {"untied": "lm_head.weight", "one-kv-head": "lm_head.weight", "neox": "embed_out.weight"}
+    found_heads = [name for name in wanted if name in heads.values()]
+    assert found_heads == ([heads[variant]] if variant in heads else []), "a tied head is no tensor of its own"
     for rank, found in enumerate(ranks(world).run(digests, config(variant, tensor, sequence))):
         assert list(found) == list(wanted), f"rank {rank} has other tensors, or another order"
         differing = [name for name in wanted if found[name] != wanted[name]]
         assert not differing, f"{layout}, rank {rank}: {differing} differ from one process"
 
 
+@pytest.mark.parametrize("variant", ["untied", "gpt", "neox", "bert"])
 @pytest.mark.parametrize("layout", ["tp2", "tp4-sp", "tp2-dp2"])
-def test_the_folder_is_that_of_one_process(layout: str, ranks: Any, tmp_path: Path) -> None:
+def test_the_folder_is_that_of_one_process(layout: str, variant: str, ranks: Any, tmp_path: Path) -> None:
     world, tensor, sequence = LAYOUTS[layout]
-    write(config("untied"), tmp_path / "one")
-    written = ranks(world).run(write, config("untied", tensor, sequence), tmp_path / "many")
+    write(config(variant), tmp_path / "one")
+    written = ranks(world).run(write, config(variant, tensor, sequence), tmp_path / "many")
     assert [count > 0 for count in written] == [True] + [False] * (world - 1), "one rank writes, once (fault 10)"
     one, many = contents(tmp_path / "one"), contents(tmp_path / "many")
     assert "model.safetensors.index.json" in one

@@ -13,7 +13,7 @@ from shardwise.checkpoint import canonical, export, export_hugging_face
 from shardwise.config import LlamaConfig
 from shardwise.data.tokenizer import train_tokenizer
 from shardwise.mesh import Mesh
-from shardwise.models import Llama, build_model
+from shardwise.models import Llama
 
 MODEL: dict[str, Any] = {
     "family": "llama",
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def build(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Llama, LlamaConfig, Mesh]:
     config, mesh = LlamaConfig.model_validate(MODEL | changes), Mesh(device="cpu")
-    model = build_model(config, mesh, sequence_parallel=False, seed=3, dtype=dtype)
+    model = Llama(config, mesh.tp, seed=3, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -1,0 +1,188 @@
+"""A Hugging Face folder at any layout: bit-equal in and out, each rank reads its own part, and all fail or none."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shardwise.checkpoint import canonical, export_hugging_face, load, load_hugging_face
+from shardwise.config import Config, config_from
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.models import build_model
+from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.placement import placements
+from tests.hugging_face import CASES, described, open_folder, save
+
+# (ranks, TP, sequence parallelism): what is not TP is data parallelism.
+LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
+
+
+def configured(folder: Path, tensor: int) -> Config:
+    return config_from(
+        {
+            "model": described(folder).model_dump(),
+            "parallel": {"tensor": tensor},
+            "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+def loaded(folder: Path, tensor: int, sequence: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Mesh]:
+    config, mesh = configured(folder, tensor), Mesh(tensor=tensor, device="cpu")
+    model = build_model(config, mesh.tp, sequence_parallel=sequence, dtype=dtype)
+    load_hugging_face(model, config.model, mesh, folder)
+    return model, mesh
+
+
+def in_and_out(source: Path, target: Path, tensor: int, sequence: bool) -> list[str]:
+    """Load, and export again; returns the parameters whose padding is not 0."""
+    model, mesh = loaded(source, tensor, sequence)
+    export_hugging_face(model, described(source), mesh, target)
+    padded = []
+    for name, parameter, placement in placements(model):
+        inside = torch.zeros_like(parameter, dtype=torch.bool)
+        for piece in placement.pieces:
+            inside[piece.local.slices] = True
+        if parameter[~inside].any():
+            padded.append(name)
+    return padded
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_in_and_out_is_bit_equal(case: str, layout: str, ranks: Any, tmp_path: Path) -> None:
+    theirs = save(case, tmp_path / "theirs")
+    world, tensor, sequence = LAYOUTS[layout]
+    padded = ranks(world).run(in_and_out, tmp_path / "theirs", tmp_path / "ours", tensor, sequence)
+    assert padded == [[]] * world, "padding must stay 0"
+    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert set(found) == set(wanted)
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+    again = open_folder(tmp_path / "ours").state_dict()
+    assert [name for name, tensor in theirs.state_dict().items() if not torch.equal(tensor, again[name])] == []
+    assert described(tmp_path / "ours") == described(tmp_path / "theirs")
+
+
+class Counted:
+    """A slice that counts the elements it gives."""
+
+    def __init__(self, inner: Any, count: Callable[[int], None]) -> None:
+        self.inner, self.count = inner, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        part = self.inner[index]
+        self.count(part.numel())
+        return part
+
+
+def elements_read(folder: Path, tensor: int) -> tuple[int, int]:
+    """Elements that this rank reads, and that it holds."""
+    read = 0
+
+    def count(elements: int) -> None:
+        nonlocal read
+        read += elements
+
+    class Counting:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.inner = safe_open(*arguments, **options)
+
+        def __enter__(self) -> "Counting":
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *reason: object) -> None:
+            self.inner.__exit__(*reason)
+
+        def keys(self) -> list[str]:
+            return list(self.inner.keys())
+
+        def get_slice(self, name: str) -> Counted:
+            return Counted(self.inner.get_slice(name), count)
+
+    load.safe_open = Counting  # type: ignore[attr-defined]
+    try:
+        model, _ = loaded(folder, tensor, False)
+    finally:
+        load.safe_open = safe_open  # type: ignore[attr-defined]
+    return read, sum(placement.numel for _, _, placement in placements(model))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt", "neox", "bert"])
+def test_each_rank_reads_what_it_holds(case: str, ranks: Any, tmp_path: Path) -> None:
+    model = save(case, tmp_path)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    for read, held in ranks(4).run(elements_read, tmp_path, 4):
+        assert read == held
+        assert held < 0.5 * whole
+
+
+def weights_and_masters(folder: Path) -> dict[str, torch.Tensor]:
+    """In bfloat16, with the optimizer's float32 masters made afterwards; what one step of size 0 leaves of them."""
+    model, mesh = loaded(folder, 2, True, torch.bfloat16)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, mesh=mesh, lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {name: tensor.clone() for name, tensor in canonical(model)}
+
+
+def test_weights_are_cast_and_the_optimizer_starts_from_them(ranks: Any, tmp_path: Path) -> None:
+    save("neox", tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+    for found in ranks(4).run(weights_and_masters, tmp_path):
+        assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
+
+
+def refusal(sound: Path, damaged: Path) -> list[str]:
+    """What this rank says where only the last rank's files are damaged."""
+    config, mesh = configured(sound, 2), Mesh(tensor=2, device="cpu")
+    model = build_model(config, mesh.tp, sequence_parallel=False, dtype=torch.float32)
+    last = mesh.world.rank == mesh.world.size - 1
+    try:
+        load_hugging_face(model, config.model, mesh, damaged if last else sound)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+DAMAGE = ("truncated", "missing", "copy", "nothing")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_all_ranks_fail_where_one_does(damage: str, ranks: Any, tmp_path: Path) -> None:
+    """A node whose disk has other files must not leave its peers waiting."""
+    sound, damaged = tmp_path / "sound", tmp_path / "damaged"
+    save("gpt", sound)
+    damaged.mkdir()
+    weights = load_file(sound / "model.safetensors")
+    if damage == "missing":
+        del weights["transformer.ln_f.bias"]
+    if damage == "copy":
+        weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
+        weights["lm_head.weight"][-1] += 1  # the last rank's row
+    if damage != "nothing":
+        save_file(weights, damaged / "model.safetensors")
+    if damage == "truncated":
+        with (damaged / "model.safetensors").open("r+b") as file:
+            file.truncate(1000)
+    answers = ranks(4).run(refusal, sound, damaged)
+    assert answers == [answers[0]] * 4
+    assert len(answers[0]) == 1
+    text = {
+        "truncated": "is truncated",
+        "missing": "lacks transformer.ln_f.bias",
+        "copy": "must equal",
+        "nothing": "it is empty",
+    }
+    assert text[damage] in answers[0][0]
