@@ -94,7 +94,7 @@ class SentencePairBatches(SampledBatches):
                 "of a pair may come from another one"
             )
         super().__init__(self.chunks.num_chunks, seed)
-        self.tokens = tokens
+        self.tokens = np.asarray(tokens)
         self.sequence_length = sequence_length
         self.special = special
         ordinary_ids = np.setdiff1d(np.arange(vocab_size), list(asdict(special).values()))
@@ -138,7 +138,7 @@ class SentencePairBatches(SampledBatches):
         at_token = chunk.start + 1 + draws.below(_SPLIT, np.maximum(size - 1, 1))
         split = np.where(chunk.sentences > 1, bounds[np.minimum(at_sentence, len(bounds) - 1)], at_token)
         random = np.where(size > 1, draws.below(_RANDOM, 2), 1)
-        b_start, b_size = self._elsewhere(indices, self.room - (split - chunk.start), draws)
+        b_start, b_size = self._elsewhere(indices, chunk.document, self.room - (split - chunk.start), draws)
         return _Segments(
             a_start=chunk.start,
             a_size=split - chunk.start,
@@ -147,19 +147,21 @@ class SentencePairBatches(SampledBatches):
             random=random,
         )
 
-    def _elsewhere(self, indices: IntArray, wanted: IntArray, draws: Draws) -> tuple[IntArray, IntArray]:
+    def _elsewhere(
+        self, indices: IntArray, document: IntArray, wanted: IntArray, draws: Draws
+    ) -> tuple[IntArray, IntArray]:
         """Start and size of sentences of another document that have `wanted` tokens, or up to its end."""
-        bounds = self.chunks.bounds
         alone = self.chunks.num_documents == 1
-        first, after = (indices, indices + 1) if alone else self.chunks.siblings(indices)
+        first, after = (indices, indices + 1) if alone else self.chunks.siblings(document)
         number = draws.below(_OTHER, self.chunks.num_chunks - (after - first))
         chunk = self.chunks.find(np.where(number < first, number, number + after - first))
         sentence = chunk.first_sentence + draws.below(_SENTENCE, np.maximum(chunk.sentences, 1))
-        start = np.where(chunk.sentences > 0, bounds[sentence], chunk.start)
-        end = bounds[np.minimum(np.searchsorted(bounds, start + np.maximum(wanted, 1)), len(bounds) - 1)]
-        # A lone document's next chunk may be the sample's own, and a sentence may have any length.
-        limit = np.minimum(chunk.end if alone else chunk.document_end, start + 2 * self.room)
-        return start, np.minimum(end, limit) - start
+        start = np.where(chunk.sentences > 0, self.chunks.bounds[sentence], chunk.start)
+        end = self.chunks.sentence_end(start + np.maximum(wanted, 1), chunk.document)
+        if alone:  # the next chunk may be the sample's own
+            end = np.minimum(end, chunk.end)
+        # A sentence may have any length.
+        return start, np.minimum(end - start, 2 * self.room)
 
     def _truncated(self, pair: _Segments, draws: Draws) -> _Segments:
         a_size = np.minimum(pair.a_size, np.maximum(self.room - pair.b_size, (self.room + 1) // 2))
