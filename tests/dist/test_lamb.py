@@ -1,0 +1,345 @@
+"""LAMB over real ranks: its trust ratios are those of whole canonical tensors, however these are cut."""
+
+import functools
+import io
+import math
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import LAMB, ColumnParallelLinear, Mesh, RowParallelLinear, ZeroRedundancyOptimizer
+from shardwise.mesh import Group
+from shardwise.models import build_model
+from shardwise.optim.norms import CanonicalNorms
+from shardwise.placement import Init, make_parameter, placements, rows
+from shardwise.testing import canonical_weights
+from shardwise.train.build import build_trainer, decay_groups
+from tests.dist.dense import random
+from tests.dist.training import MODEL, make_config, make_data
+
+DECAY, STEPS = 0.1, 4
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,  # odd: the vocabulary is padded at every degree
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 24,
+}
+LLAMA = SIZES | {"family": "llama", "num_key_value_heads": 2}  # fewer than 4 ranks: copied K/V heads
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama tied, biases": LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "gpt": SIZES | {"family": "gpt"},  # Q, K and V are one canonical tensor, held in three pieces
+    "gpt_neox": SIZES | {"family": "gpt_neox"},
+    "bert": SIZES | {"family": "bert"},
+}
+
+
+def scaled(name: str) -> float:
+    """Tensors of very different size, so that each has a trust ratio of its own."""
+    return 10.0 ** (sum(name.encode()) % 5 - 2)
+
+
+def ramp(shape: tuple[int, ...]) -> Tensor:
+    """Factors that grow along each dimension, so that the parts of a tensor differ: their ratios would, too."""
+    factor = torch.ones(shape)
+    for dim, size in enumerate(shape):
+        factor *= torch.linspace(0.2, 1.8, size).view(-1, *[1] * (len(shape) - dim - 1))
+    return factor
+
+
+def weight(name: str, shape: tuple[int, ...]) -> Tensor:
+    return random(sum(name.encode()), *shape) * ramp(shape) * scaled(name)
+
+
+def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
+    return random(1000 * (step + 1) + sum(name.encode()), *shape)
+
+
+def part(group: Group) -> float:
+    """This rank's share of a sum over the group: all differ, and they add up to 1."""
+    return 1.0 / group.size + 0.5 * (group.rank - (group.size - 1) / 2)
+
+
+def reference(shapes: dict[str, tuple[int, ...]], lr: float, steps: int = STEPS) -> dict[str, list[Tensor]]:
+    """Every canonical tensor's updates by algorithm 2 of the paper, in float64."""
+    updates: dict[str, list[Tensor]] = {}
+    for name, shape in shapes.items():
+        decay = DECAY if len(shape) > 1 else 0.0
+        w, m, v = weight(name, shape).double(), torch.zeros(shape).double(), torch.zeros(shape).double()
+        updates[name] = []
+        for t in range(1, steps + 1):
+            g = gradient(name, shape, t - 1).double()
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+            u = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-6) + decay * w
+            updates[name].append(lr * (w.norm() / u.norm() if decay else 1.0) * u)
+            w = w - updates[name][-1]
+    return updates
+
+
+def errors_of_updates(module: nn.Module, mesh: Mesh, lr: float = 1e-2, **options: Any) -> dict[str, float]:
+    """Given weights and gradients, by canonical name: the worst error of this rank's part of a step's update.
+
+    In float64, where an update is not lost in a weight's rounding; norms are float32 all the same. Relative to the
+    update's root mean square. Gradients are split over the ranks that must add them up.
+    """
+    module.double()
+    shapes: dict[str, tuple[int, ...]] = {}
+    with torch.no_grad():
+        for _, p, record in placements(module):
+            for piece in record.pieces:
+                shapes[piece.name] = piece.shape
+                piece.of(p).copy_(weight(piece.name, piece.shape)[piece.box.slices])
+    optimizer = ZeroRedundancyOptimizer(
+        decay_groups(module.parameters(), DECAY), LAMB, mesh=mesh, lr=lr, average=False, grad_clipping=False, **options
+    )
+    wanted, errors = reference(shapes, lr), dict.fromkeys(shapes, 0.0)
+    for step in range(STEPS):
+        before = [p.detach().clone() for p in module.parameters()]
+        for _, p, record in placements(module):
+            assert p.grad is not None
+            for piece in record.pieces:
+                share = part(mesh.dp) * (part(piece.copies) if piece.partial else 1.0)
+                piece.of(p.grad).copy_(gradient(piece.name, piece.shape, step)[piece.box.slices] * share)
+        optimizer.step()
+        for (_, p, record), old in zip(placements(module), before, strict=True):
+            update = old - p.detach()
+            for piece in record.pieces:
+                whole = wanted[piece.name][step]
+                off = (piece.of(update) - whole[piece.box.slices]).norm() / whole.square().mean().sqrt()
+                errors[piece.name] = max(errors[piece.name], float(off) / max(piece.box.numel, 1) ** 0.5)
+    return errors
+
+
+def family_errors(name: str, tensor: int, sequence: bool, shard: bool) -> dict[str, float]:
+    mesh = Mesh(tensor=tensor, device="cpu")
+    model = build_model(make_config(model=MODELS[name]), mesh.tp, sequence_parallel=sequence)
+    return errors_of_updates(model, mesh, shard=shard, bucket_mib=0.02)
+
+
+LAYOUTS = {
+    "tp2-dp2-sp-zero1": (2, True, True),
+    "tp2-dp2-zero0": (2, False, False),
+    "tp4-sp": (4, True, True),
+    "dp4-zero1": (1, False, True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_ratios_are_those_of_whole_tensors(name: str, layout: str, ranks: Any) -> None:
+    """Fused, transposed, copied, padded, tied, replicated and vectors, each updated as in one process."""
+    for rank, errors in enumerate(ranks(4).run(family_errors, name, *LAYOUTS[layout])):
+        worst = max(errors, key=lambda name: errors[name])
+        assert errors[worst] <= 2e-6, f"rank {rank}: the update of {worst} is off by {errors[worst]:.1e}"
+
+
+# ---- training
+
+
+@functools.cache
+def curve(variant: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    return train({"train": {"micro_batch": 8}}, variant)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+}
+LAMB_OPTIONS = {"name": "lamb", "lr": 3e-2, "eps": 1e-6, "weight_decay": 0.01}
+
+
+def train(
+    sections: dict[str, dict[str, Any]], variant: str, per_shard: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of 20 steps and the final weights. `per_shard`: each rank's ratios are those of what it holds, wrongly."""
+    model = MODEL | VARIANTS[variant]
+    config = make_config(**{**sections, "model": model, "optimizer": LAMB_OPTIONS | sections.get("optimizer", {})})
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    with torch.no_grad():
+        for _, p, record in placements(trainer.model):
+            for piece in record.pieces:
+                if len(piece.shape) == 2:
+                    piece.of(p).mul_(ramp(piece.shape)[piece.box.slices])
+    whole = CanonicalNorms.measure
+
+    def alone(self: CanonicalNorms, *args: Any) -> Tensor:
+        with mock.patch.object(self, "_world", Group()):
+            return whole(self, *args)
+
+    with mock.patch.object(CanonicalNorms, "measure", alone if per_shard else whole):
+        losses = [trainer.step().loss for _ in range(20)]
+    weights = canonical_weights(trainer.model)
+    return losses, weights if mesh.world.rank == 0 else {}
+
+
+RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
+    "tp2-dp2-sp-zero1": (4, {"parallel": {"tensor": 2, "sequence": True}}),
+    "tp2-dp2-zero0": (4, {"parallel": {"tensor": 2}, "optimizer": {"zero": 0}}),
+    "tp4-sp": (4, {"parallel": {"tensor": 4, "sequence": True}}),
+    "dp2-zero1": (2, {}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", RUNS)
+def test_layout_trains_like_one_process(layout: str, variant: str, ranks: Any) -> None:
+    """At a peak rate at which a step changes matrices by 3 % of their norm."""
+    world, sections = RUNS[layout]
+    losses, weights = ranks(world).run(train, sections, variant)[0]
+    wanted_losses, wanted = curve(variant)
+    assert wanted_losses[-1] < 0.9 * wanted_losses[0], "the reference does not learn, so the curve shows nothing"
+    for step, (a, b) in enumerate(zip(losses, wanted_losses, strict=True), start=1):
+        assert abs(a - b) <= 1e-5 * b, f"step {step}: loss {a!r}, one process has {b!r}"
+    for name, w in wanted.items():
+        error = float((weights[name] - w).norm() / w.norm().clamp(min=1e-3))
+        # Adam's direction of a key's bias, whose gradient is small, has the most rounding in it.
+        assert error <= (1e-5 if w.dim() > 1 else 1e-4), f"{name} is off by {error:.1e} of its norm after 20 steps"
+
+
+def test_ratios_of_shards_would_not(ranks: Any) -> None:
+    """What the curves above can see: ratios of shards, as a naive LAMB under ZeRO-1 or tensor parallelism has them."""
+    for layout in ("tp2-dp2-sp-zero1", "dp2-zero1"):
+        world, sections = RUNS[layout]
+        losses, _ = ranks(world).run(train, sections, "plain", True)[0]
+        wanted, _ = curve("plain")
+        error = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
+        assert error > 1e-3, f"{layout}: the curve shows a wrong ratio only as {error:.1e}"
+
+
+def wire(name: str, tensor: int) -> tuple[dict[tuple[str, str], tuple[int, int]], int]:
+    """(bytes, calls) of the second step by group and kind, and the number of canonical tensors."""
+    config = make_config(parallel={"tensor": tensor, "sequence": True}, optimizer={"name": name})
+    mesh = Mesh(tensor=tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    trainer.step()
+    for group in mesh.groups:
+        for meter in group.meters.values():
+            meter.reset()
+    trainer.step()
+    sent = {
+        (axis, kind): (meter.bytes[kind], meter.calls[kind])
+        for group in mesh.groups
+        for axis, meter in group.meters.items()
+        for kind in meter.bytes
+    }
+    return sent, len({piece.name for _, _, record in placements(trainer.model) for piece in record.pieces})
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_it_sends_two_numbers_a_tensor(tensor: int, ranks: Any) -> None:
+    """One all-reduce over the world a step beyond AdamW's, of 2·T float32 numbers; nothing else."""
+    for (found, tensors), (wanted, _) in zip(
+        ranks(4).run(wire, "lamb", tensor), ranks(4).run(wire, "adamw", tensor), strict=True
+    ):
+        assert tensors == 21, "9 a block, embedding, norm and head"
+        sent, calls = wanted["world", "all_reduce"]
+        wanted["world", "all_reduce"] = (sent + 2 * (2 * 4 * tensors) * 3 // 4, calls + 1)
+        assert found == wanted
+
+
+# ---- ranks that hold different tensors
+
+
+class Stage(nn.Module):
+    """A pipeline stage: a layer of its own, one without a name, a plain norm, and a weight tied to another stage's."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.own = ColumnParallelLinear(
+            8, 12, group=mesh.tp, seed=1, name=f"layers.{mesh.pp.rank}", init=Init.normal(1.0 + mesh.pp.rank)
+        )
+        self.nameless = RowParallelLinear(12, 8, group=mesh.tp, init=Init.normal(1.0 + 2.0 * mesh.pp.rank))
+        self.plain = nn.Linear(5, 3)
+        piece = replace(rows("tied.weight", (6, 4), mesh.tp, Init.normal(0.1)), copies=mesh.pp, partial=True)
+        self.tied = make_parameter(piece.local.size, (piece,), mesh.tp, seed=1)
+
+
+def stage_errors(tensor: int, pipeline: int) -> dict[str, float]:
+    mesh = Mesh(tensor=tensor, pipeline=pipeline, device="cpu")
+    return errors_of_updates(Stage(mesh), mesh)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2), (1, 4)])
+def test_stages_of_a_pipeline(tensor: int, pipeline: int, ranks: Any) -> None:
+    """A tensor on two stages counts once; layers without a name are apart; what no record cuts counts once."""
+    for errors in ranks(4).run(stage_errors, tensor, pipeline):
+        assert len(errors) == 7
+        assert max(errors.values()) <= 2e-6, errors
+
+
+def plain_beside_cut() -> list[float]:
+    """Norms of a model with plain torch layers beside ours, and what they should be."""
+    mesh = Mesh(tensor=2, device="cpu")
+    model = nn.ModuleList([ColumnParallelLinear(8, 12, group=mesh.tp, seed=1, name="cut"), nn.LayerNorm(8)])
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, mesh=mesh, average=False)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    return [float(optimizer.norms()[0]), math.sqrt(12 * 8 + 12 + 8 + 8)]
+
+
+def test_plain_layers_beside_cut_ones_count_once(ranks: Any) -> None:
+    for found, wanted in ranks(4).run(plain_beside_cut):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def same_name_twice() -> str:
+    mesh = Mesh(pipeline=2, device="cpu")
+    layer = ColumnParallelLinear(8, 12, group=mesh.tp, seed=1, name="layers.0")
+    optimizer = ZeroRedundancyOptimizer(layer.parameters(), LAMB, mesh=mesh)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_tensor_held_twice_is_an_error_on_every_rank(ranks: Any) -> None:
+    for said in ranks(4).run(same_name_twice):
+        assert "must together hold each canonical tensor once" in said
+        assert "layers.0.weight of shape (12, 8): 192 of 96 elements" in said
+        assert said.endswith("Give mesh=, and each layer a name of its own")
+
+
+# ---- state
+
+
+def roundtrip(mode: str) -> list[Any]:
+    """Three steps, a file, three more; against the file read by a fresh optimizer. And this rank's state."""
+    config = make_config(
+        parallel={"tensor": 2, "sequence": True},
+        optimizer=LAMB_OPTIONS,
+        precision={"mode": mode},
+        log={"drift_every": 1},
+    )
+    mesh = Mesh(tensor=2, device="cpu")
+    made = [build_trainer(config, config.check(4), mesh, make_data()) for _ in range(2)]
+    for _ in range(3):
+        made[0].step()
+    state, weights = io.BytesIO(), {n: t.clone() for n, t in made[0].model.state_dict().items()}
+    torch.save(made[0].optimizer.state_dict(), state)
+    state.seek(0)
+    made[1].model.load_state_dict(weights)
+    made[1].optimizer.load_state_dict(torch.load(state, weights_only=True))
+    batches = [made[0].batches.local_batch(24 + 8 * i, 8, mesh.dp.rank, mesh.dp.size, 2) for i in range(3)]
+    for trainer in made:
+        for batch in batches:
+            trainer._forward_backward(batch, trainer._counted(batch))
+            trainer.optimizer.step()
+    same = [torch.equal(a, b) for a, b in zip(made[0].model.parameters(), made[1].model.parameters(), strict=True)]
+    sizes = made[0].optimizer.state_bytes()
+    return [all(same), sizes["state"] + sizes["masters"], sum(b.master.numel() for b in made[0].optimizer.buckets)]
+
+
+@pytest.mark.parametrize(("mode", "per_element"), [("float32", 8), ("mixed", 12)])
+def test_state_survives_a_file(mode: str, per_element: int, ranks: Any) -> None:
+    for same, held, owned in ranks(4).run(roundtrip, mode):
+        assert same
+        assert held == per_element * owned
