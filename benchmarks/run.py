@@ -20,6 +20,7 @@ SECTIONS = {
     "head_loss": "LM head and loss in chunks against whole logits",
     "collectives": "collectives on gloo",
     "matmul": "float32 matmuls by MKL and oneDNN",
+    "dropout": "dropout in both modes, and recompute: time and memory",
     "memory": "optimizer state and peak memory against their formulas",
     "precision": "the quickstart in float32, mixed and bfloat16 (slow: only when named)",
 }
