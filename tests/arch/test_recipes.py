@@ -1,40 +1,115 @@
-"""Every shipped recipe is valid, and quickly so."""
+"""Every shipped recipe is valid, and quickly so; the tutorials' recipes have the published numbers."""
 
+import json
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.quickstart_layout import overrides
-from shardwise.config import load_config
+from shardwise.config import Config, OwnConfig, load_config
+from shardwise.cost import parameter_count
+from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
+from tests.unit.config.hub import FILES
 
 RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
+TINY = [name for name in RECIPES if name.endswith("-tiny")]
+# Heads that no even degree divides, as in the model that it is named after.
+ODD_HEADED = {"gpt2-xl-tiny"}
+# Whose model is one of the hub, by the name of its file in tests/unit/config/hub.py.
+HUB_MODELS = {
+    "gpt2": "gpt2",
+    "gpt2-xl": "gpt2-xl",
+    "gpt-neox-6.9b": "pythia-6.9b",
+    "gpt-neox-20b": "gpt-neox-20b",
+    "llama2-7b": "Llama-2-7b",
+    "bert-large": "bert-large-uncased",
+    "bert-large-phase2": "bert-large-uncased",
+}
+
+DRY_RUN = """
+import sys, time
+sys.modules["torch"] = None
+from shardwise.cli import main
+code = main()
+print(time.process_time(), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def test_the_recipes_of_this_version_are_here() -> None:
-    assert {"quickstart", "llama2-tiny"} <= set(RECIPES)
+    tiny = {"llama2-tiny", "gpt-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny"}
+    assert set(RECIPES) == {"quickstart", *tiny, *PUBLISHED}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_is_valid(recipe: str) -> None:
-    start = time.perf_counter()
-    config = load_config(recipe, [])
+def test_recipe_fits_its_own_layout(recipe: str) -> None:
+    config = load_config(recipe)
     layout = config.check(config.parallel.tensor)
     assert layout.data == 1
-    assert time.perf_counter() - start < 1.0
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name.endswith("-tiny")])
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_recipe_has_the_published_numbers(recipe: str) -> None:
+    config, published = load_config(recipe), PUBLISHED[recipe]
+    assert {key: value(config, key) for key in published.keys} == published.keys
+    assert config.check(published.world).data == published.data
+    assert parameter_count(config.model) == published.parameters
+
+
+@pytest.mark.parametrize("recipe", HUB_MODELS)
+def test_recipe_has_the_model_of_the_hub(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FILES[HUB_MODELS[recipe]]))
+    assert load_config(recipe, [f"model.config={tmp_path}"]).model == load_config(recipe).model
+
+
+def test_phase_2_trains_the_model_of_phase_1() -> None:
+    first, second = load_config("bert-large"), load_config("bert-large-phase2")
+    assert first.model == second.model
+    assert second.checkpoint.load == f"runs/bert-large/checkpoints/step-{first.train.steps:08}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_dry_run_is_quick_and_torch_free(recipe: str, tmp_path: Path) -> None:
+    """Under 1 s of processor time from the start of Python on, whatever else the machine does meanwhile."""
+    published = PUBLISHED.get(recipe)
+    world = published.world if published else load_config(recipe).parallel.tensor
+    command = [sys.executable, "-c", DRY_RUN, "train", recipe, "--nproc", str(world), "--dry-run"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stderr) < 1.0
+    assert f"= {world} rank" in result.stdout
+    assert "FLOPs per token" in result.stdout
+    if published:
+        assert f"DP {published.data} =" in result.stdout
+        assert f"({published.parameters:,})" in result.stdout
+
+
+@pytest.mark.parametrize("recipe", TINY)
 def test_tiny_recipe_holds_its_promise(recipe: str) -> None:
     """Tiny recipes are compared across layouts at 1e-5 relative: above LR 1e-3 rounding alone would grow past that."""
-    config = load_config(recipe, [])
-    assert config.precision.resolved(accelerator=False).parameter == "float32"
+    config = load_config(recipe)
+    assert config.precision.resolved(accelerator=True).parameter == "float32"
     assert config.optimizer.lr <= 1e-3
-    assert config.model.num_attention_heads >= 4
-    assert config.model.num_hidden_layers >= 8
+    assert config.data.dataset == "tiny"
+    model = config.model
+    assert not isinstance(model, OwnConfig)
+    assert not model.has_dropout
+    assert model.num_attention_heads >= 4
+    assert model.num_hidden_layers >= 8
+    if recipe in ODD_HEADED:
+        assert model.num_attention_heads % 2
+        assert model.vocab_size % 2
+    else:
+        assert load_config(recipe, ["parallel.tensor=4", "parallel.sequence=true"]).check(4).tensor == 4
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

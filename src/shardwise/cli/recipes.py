@@ -23,8 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--write {target} needs the NAME of the recipe to copy: shardwise recipes NAME --write FILE"
             )
+        width = max(map(len, recipe_names()))
         for known in recipe_names():
-            output.line(f"{known:<16} {_summary(known)}")
+            output.line(f"{known:<{width}}  {_summary(known)}")
         return 0
     text = recipe_text(name)
     if target is None:

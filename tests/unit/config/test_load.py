@@ -6,8 +6,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from shardwise.config import Config, GPTConfig, config_from, dump_yaml, load_config, parse_yaml, recipe_name
-from shardwise.errors import ConfigError
+from shardwise.config import (
+    Config,
+    GPTConfig,
+    config_from,
+    dump_yaml,
+    load_config,
+    parse_yaml,
+    recipe_name,
+    recipe_names,
+)
+from shardwise.errors import ConfigError, listing
 from tests.arch.source import config_fields
 from tests.unit.config.hub import GPT2
 
@@ -116,7 +125,7 @@ def test_recipe_files(tmp_path: Path) -> None:
 def test_an_unknown_recipe_names_the_nearest() -> None:
     assert problems(recipe="quikstart") == [
         "unknown recipe 'quikstart': did you mean quickstart? "
-        "shipped recipes are llama2-tiny and quickstart; a path to your own ends with .yaml"
+        f"shipped recipes are {listing(recipe_names())}; a path to your own ends with .yaml"
     ]
 
 

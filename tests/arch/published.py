@@ -1,0 +1,190 @@
+"""The published numbers of the tutorials' models and runs, as their recipes must have them.
+
+From the tutorials and scripts of AWS Neuron (neuronx-distributed and aws-neuron-samples), the models' own files on the
+Hugging Face hub, and, where those disagree or are silent, the papers and configurations that the recipe names.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Published:
+    """One recipe: ranks, derived data-parallel degree, parameters, and the value of every key that was published."""
+
+    world: int
+    data: int
+    parameters: int
+    keys: dict[str, Any]
+
+
+def _keys(section: str, **values: Any) -> dict[str, Any]:
+    return {f"{section}.{key}": value for key, value in values.items()}
+
+
+def _sizes(layers: int, hidden: int, heads: int, feed_forward: int, vocabulary: int, positions: int) -> dict[str, Any]:
+    return _keys(
+        "model",
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=feed_forward,
+        vocab_size=vocabulary,
+        max_position_embeddings=positions,
+        initializer_range=0.02,
+    )
+
+
+def _layout(tensor: int, sequence: bool, zero: int) -> dict[str, Any]:
+    return {"parallel.tensor": tensor, "parallel.sequence": sequence, "optimizer.zero": zero, "precision.mode": "mixed"}
+
+
+def _batch(global_batch: int, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+    return _keys("train", global_batch=global_batch, micro_batch=micro_batch, sequence_length=sequence_length)
+
+
+def _rate(
+    lr: float, warmup_steps: int, steps: int, schedule: str, betas: tuple[float, float], decay: float = 0.01
+) -> dict[str, Any]:
+    optimizer = _keys(
+        "optimizer",
+        name="adamw",
+        lr=lr,
+        warmup_steps=warmup_steps,
+        schedule=schedule,
+        betas=betas,
+        weight_decay=decay,
+        max_norm=1.0,
+    )
+    return {"train.steps": steps, **optimizer}
+
+
+_NEOX = _keys(
+    "model",
+    rotary_pct=0.25,
+    rope_theta=10000.0,
+    layer_norm_eps=1e-5,
+    use_parallel_residual=True,
+    attention_bias=True,
+    tie_word_embeddings=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+_GPT2 = _keys(
+    "model",
+    activation_function="gelu_new",
+    layer_norm_epsilon=1e-5,
+    embd_pdrop=0.1,
+    resid_pdrop=0.1,
+    attn_pdrop=0.1,
+    tie_word_embeddings=True,
+)
+_BERT = _keys(
+    "model",
+    hidden_act="gelu",
+    layer_norm_eps=1e-12,
+    type_vocab_size=2,
+    hidden_dropout_prob=0.1,
+    attention_probs_dropout_prob=0.1,
+    tie_word_embeddings=True,
+)
+
+PUBLISHED = {
+    "llama2-7b": Published(
+        world=128,
+        data=16,
+        parameters=6_738_415_616,
+        keys={
+            **_sizes(32, 4096, 32, 11008, 32000, 4096),
+            **_keys("model", num_key_value_heads=32, rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=False),
+            **_layout(8, True, 1),
+            **_batch(256, 1, 4096),
+            **_rate(2e-5, 2000, 10000, "linear", (0.9, 0.999)),
+            "train.recompute": "selective",
+        },
+    ),
+    "gpt-neox-6.9b": Published(
+        world=128,
+        data=16,
+        parameters=6_857_302_016,
+        keys={
+            **_sizes(32, 4096, 32, 16384, 50432, 2048),
+            **_NEOX,
+            "model.hidden_act": "gelu",
+            **_layout(8, False, 1),
+            **_batch(256, 1, 2048),
+            **_rate(1.2e-4, 15, 1550, "linear", (0.9, 0.95)),
+            "train.recompute": "full",
+        },
+    ),
+    "gpt-neox-20b": Published(
+        world=128,
+        data=4,
+        parameters=20_554_567_680,
+        keys={
+            **_sizes(44, 6144, 64, 24576, 50432, 2048),
+            **_NEOX,
+            "model.hidden_act": "gelu_fast",
+            **_layout(32, True, 1),
+            **_batch(256, 1, 2048),
+            **_rate(0.97e-4, 100, 10000, "cosine", (0.9, 0.95)),
+            "optimizer.min_lr": 0.97e-5,
+            "train.recompute": "full",
+        },
+    ),
+    "bert-large": Published(
+        world=32,
+        data=4,
+        parameters=336_226_108,
+        keys={
+            **_sizes(24, 1024, 16, 4096, 30522, 512),
+            **_BERT,
+            **_layout(8, False, 0),
+            **_batch(16384, 64, 128),
+            **_rate(4e-4, 2000, 28125, "linear", (0.9, 0.999)),
+            "data.max_predictions": 20,
+            "data.masked_fraction": 0.15,
+        },
+    ),
+    "bert-large-phase2": Published(
+        world=32,
+        data=4,
+        parameters=336_226_108,
+        keys={
+            **_sizes(24, 1024, 16, 4096, 30522, 512),
+            **_BERT,
+            **_layout(8, False, 0),
+            **_batch(32768, 16, 512),
+            **_rate(2.8e-4, 781, 1563, "linear", (0.9, 0.999)),
+            "data.max_predictions": 80,
+            "data.masked_fraction": 0.15,
+            "checkpoint.load": "runs/bert-large/checkpoints/step-00028125",
+        },
+    ),
+    "gpt2": Published(
+        world=8,
+        data=8,
+        parameters=124_439_808,
+        keys={
+            **_sizes(12, 768, 12, 3072, 50257, 1024),
+            **_GPT2,
+            **_layout(1, False, 1),
+            **_batch(512, 8, 1024),
+            **_rate(6e-4, 715, 572205, "cosine", (0.9, 0.95), decay=0.1),
+            "optimizer.min_lr": 6e-5,
+        },
+    ),
+    "gpt2-xl": Published(
+        world=32,
+        data=32,
+        parameters=1_557_611_200,
+        keys={
+            **_sizes(48, 1600, 25, 6400, 50257, 1024),
+            **_GPT2,
+            **_layout(1, False, 1),
+            **_batch(32, 1, 1024),
+            **_rate(1.5e-4, 75, 100000, "cosine", (0.9, 0.999)),
+            "train.recompute": "full",
+        },
+    ),
+}
