@@ -34,6 +34,9 @@ class Batch:
     samples: IntArray
     """Each sample's number in the run, [B]: samples consumed before its global batch + its position in that batch."""
 
+    def __post_init__(self) -> None:
+        self.check()
+
     def check(self) -> None:
         """Refuses masked positions beyond the sequence: on a device they would crash, or predict another token.
 
