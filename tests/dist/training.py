@@ -9,6 +9,9 @@ import torch
 
 from shardwise.config import Config, config_from
 from shardwise.data import IGNORE, Batch, PreparedData
+from shardwise.data.sentences import Sentences
+from shardwise.data.split import Part
+from shardwise.data.tokenizer import PairTokens
 from shardwise.mesh import Mesh
 from shardwise.testing import canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
@@ -42,20 +45,34 @@ def make_config(**sections: dict[str, Any]) -> Config:
     return config_from(base)
 
 
-def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16) -> PreparedData:
-    """Tokens with structure to learn: each follows from its predecessor, with noise."""
+def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedData:
+    """Tokens with structure to learn: each follows from its predecessor, with noise. `pairs`: in sentences."""
     generator = np.random.default_rng(0)
     tokens = [1]
     for noise in generator.random(samples * length):
         tokens.append((tokens[-1] * 7 + 3) % vocabulary if noise < 0.8 else int(noise * 1000) % vocabulary)
     row = np.asarray(tokens, dtype=np.uint16)
-    return PreparedData(Path(), row, row[: 8 * length + 1], "test", vocabulary, "test")
+    evaluation = row[: 8 * length + 1]
+    data = PreparedData(Path(), row, evaluation, "test", vocabulary, "test")
+    if not pairs:
+        return data
+    parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
+    sentences = {part: _sentences(tokens) for part, tokens in parts}
+    return replace(data, sentences=sentences, pair_tokens=PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4))
+
+
+def _sentences(tokens: int) -> Sentences:
+    """Sentences of 5 tokens and documents of 10 sentences; what is left over makes the last ones longer."""
+    bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
+    documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
+    return Sentences(bounds, documents)
 
 
 @dataclass
 class Outcome:
     losses: list[float]
     norms: list[float]
+    before: tuple[float, float]
     evaluation: tuple[float, float]
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -64,9 +81,11 @@ class Outcome:
 def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = True) -> Outcome:
     """Run on this rank; rank 0's outcome holds the weights at step 0 and the gradients of step 1, in canonical form."""
     mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
+    data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
     if uneven:
         _uncount(trainer.batches)
+    before = trainer.evaluate()
     weights = {n: t.clone() for n, t in canonical_weights(trainer.model).items()}
     batch = config.train
     micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
@@ -74,7 +93,7 @@ def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = 
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()
     records = [trainer.step() for _ in range(steps)]
-    outcome = Outcome([r.loss for r in records], [r.grad_norm for r in records], trainer.evaluate())
+    outcome = Outcome([r.loss for r in records], [r.grad_norm for r in records], before, trainer.evaluate())
     if mesh.world.rank == 0 and bodies:
         outcome.weights, outcome.gradients = weights, gradients
     return outcome
