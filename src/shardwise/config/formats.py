@@ -53,6 +53,8 @@ INERT = frozenset({
     "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss", "low_cpu_mem_usage",
     "use_cache", "output_past", "chunk_size_feed_forward", "gradient_checkpointing",
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
+    # neuronx-distributed's; here parallel.sequence and train.recompute say it
+    "sequence_parallel_enabled", "selective_checkpoint_enabled", "move_model_to_device",
     # what a forward pass returns
     "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
     # classification heads

@@ -49,7 +49,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         ConfigError: with every field that makes another model than we have, its value and the supported one.
     """
     kind = values.get("model_type")
-    if kind not in FORMATS:
+    if not isinstance(kind, str) or kind not in FORMATS:
         shown = "is missing: it" if kind is None else f"({_shown(kind)})"
         raise ConfigError(f"{origin}: model_type {shown} must be {listing(FORMATS, 'or')}")
     form = FORMATS[kind]

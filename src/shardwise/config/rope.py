@@ -32,7 +32,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
 def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[str]:
     """What is wrong with a `rope_scaling` mapping; an empty list when nothing is."""
     rope_type = scaling.get("rope_type")
-    if rope_type not in _REQUIRED:
+    if not isinstance(rope_type, str) or rope_type not in _REQUIRED:
         shown = "is missing" if rope_type is None else f"({rope_type!r}) must be one of {listing(_REQUIRED, 'or')}"
         if rope_type is None:
             shown += f": one of {listing(_REQUIRED, 'or')}"

@@ -178,6 +178,11 @@ def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_pa
     assert read.rope_parameters == {**scaling, "rope_theta": theta, **part}
 
 
+def test_files_of_neuronx_distributed() -> None:
+    extra = {"sequence_parallel_enabled": False, "selective_checkpoint_enabled": True, "move_model_to_device": True}
+    assert model_of({**LLAMA2_7B, "pad_token_id": 0, **extra}) == model_of(LLAMA2_7B)
+
+
 def test_dtype_in_old_and_new_spelling() -> None:
     assert model_of({**GPT2, "torch_dtype": "float16"}) == model_of({**GPT2, "dtype": "bfloat16"}) == model_of(GPT2)
 
@@ -217,6 +222,7 @@ def test_every_unsupported_field_is_told() -> None:
     ("values", "problem"),
     [
         ({"model_type": "mistral"}, 'model_type ("mistral") must be llama, gpt2, gpt_neox or bert'),
+        ({"model_type": [1]}, "model_type ([1]) must be llama, gpt2, gpt_neox or bert"),
         ({"hidden_size": 8}, "model_type is missing: it must be llama, gpt2, gpt_neox or bert"),
         ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
         ({**LLAMA2_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),

@@ -54,6 +54,7 @@ def test_rope_scaling_as_hugging_face_writes_it(scaling: str) -> None:
     ("scaling", "problem"),
     [
         ("{factor: 2}", "rope_scaling.rope_type is missing: one of default, linear,"),
+        ("{rope_type: [linear]}", "rope_scaling.rope_type (['linear']) must be one of default, linear,"),
         ("{rope_type: ntk}", "rope_scaling.rope_type ('ntk') must be one of default, linear,"),
         ("{rope_type: linear}", "rope_scaling.factor is missing: rope_type linear needs it"),
         ("{rope_type: linear, factor: 0.5}", "rope_scaling.factor (0.5) must be at least 1"),
