@@ -1,0 +1,242 @@
+"""Faults of the tutorials' own code: each is shown to be visible, and not to be here.
+
+2: BERT's gradients divided by the world size in place of the data-parallel degree. 3: shards that start alike.
+5: GPT2-XL silently another model under ZeRO-1. 11: a fused QKV weight scrambled on import.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint import load_hugging_face
+from shardwise.config import Config, config_from, load_config
+from shardwise.cost import parameter_count
+from shardwise.data import prepare
+from shardwise.mesh import Group, Mesh
+from shardwise.models import build_model
+from shardwise.testing import canonical_weights
+from shardwise.train.build import build_trainer
+from tests.hugging_face import VOCABULARY, described, make, save
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    for recipe in ("bert-tiny", "gpt2-xl-tiny"):
+        prepare(load_config(recipe, []), folder)
+    return folder
+
+
+def worst(found: list[float], wanted: list[float]) -> float:
+    """The largest relative difference of two curves."""
+    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+
+
+# ---- fault 2
+
+
+# Clipping to a norm that some steps exceed and others do not.
+CLIP = 1.6
+UPDATES = {
+    "adamw, clipped": [f"optimizer.max_norm={CLIP}"],
+    "adamw, not clipped": ["optimizer.max_norm=null"],
+    "lamb, clipped": [f"optimizer.max_norm={CLIP}", "optimizer.name=lamb", "optimizer.lr=1e-2"],
+}
+DP4 = ["train.micro_batch=2"]
+TP2_DP2 = ["train.micro_batch=4", "parallel.tensor=2"]
+
+
+def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms on this rank. `divided_by`: of gradients alone, on top of what is right."""
+    torch.set_num_threads(1)
+    config = load_config(recipe, overrides)
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, prepare(config, cache))
+    counted = trainer._counted
+    trainer._counted = lambda batches: counted(batches) * divided_by  # type: ignore[method-assign]
+    records = [trainer.step() for _ in range(STEPS)]
+    return [record.loss * divided_by for record in records], [record.grad_norm for record in records]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_bert_has_the_same_curve_with_data_and_with_tensor_parallelism(update: str, ranks: Any, cache: Path) -> None:
+    """Gradient norms too: an optimizer that normalises its step hides a factor, so long as nothing clips."""
+    losses, norms = ranks(4).run(curve, "bert-tiny", [*UPDATES[update], *DP4], cache)[0]
+    found_losses, found_norms = ranks(4).run(curve, "bert-tiny", [*UPDATES[update], *TP2_DP2], cache)[0]
+    assert worst(found_losses, losses) <= 1e-5
+    assert worst(found_norms, norms) <= 1e-4
+    assert losses[-1] < 0.98 * losses[0], "a flat curve shows nothing"
+    assert min(norms) < CLIP < max(norms), "the curve must have steps that clip and steps that do not"
+
+
+def test_gradients_divided_by_the_world_size_would_be_seen(ranks: Any, cache: Path) -> None:
+    overrides = [*UPDATES["adamw, clipped"], *TP2_DP2]
+    losses, norms = ranks(4).run(curve, "bert-tiny", overrides, cache)[0]
+    found_losses, found_norms = ranks(4).run(curve, "bert-tiny", overrides, cache, 2)[0]
+    assert found_norms[0] == pytest.approx(norms[0] / 2, rel=1e-5)
+    assert worst(found_losses, losses) > 1e-4
+
+
+# ---- fault 3
+
+
+def initial(recipe: str, tensor: int) -> dict[str, Tensor]:
+    """The canonical weights that a model starts with, on rank 0."""
+    config = load_config(recipe, [f"parallel.tensor={tensor}", f"parallel.sequence={str(tensor > 1).lower()}"])
+    mesh = Mesh(tensor=tensor, device="cpu")
+    weights = canonical_weights(build_model(config, mesh.tp, sequence_parallel=tensor > 1))
+    return weights if mesh.world.rank == 0 else {}
+
+
+@pytest.mark.parametrize("recipe", ["bert-tiny", "gpt-neox-tiny", "gpt-tiny", "llama2-tiny"])
+def test_a_cut_model_starts_with_the_weights_of_the_whole(recipe: str, ranks: Any) -> None:
+    whole = build_model(load_config(recipe, []), Group(), sequence_parallel=False)
+    wanted = canonical_weights(whole)
+    cut = {degree: ranks(4).run(initial, recipe, degree)[0] for degree in (2, 4)}
+    std = load_config(recipe, []).model.initializer_range
+    layers = load_config(recipe, []).model.num_hidden_layers
+    for name, weight in wanted.items():
+        for degree, weights in cut.items():
+            assert torch.equal(weights[name], weight), f"{name} is another at TP {degree}"
+        if weight.dim() == 1:
+            continue
+        # GPT-2 draws what is added to the residual stream smaller by √(2 · layers), at any degree.
+        expected = std / math.sqrt(2 * layers) if name.endswith("c_proj.weight") else std
+        spread = float(weight.std()) / expected - 1
+        assert abs(spread) < 5 / math.sqrt(2 * weight.numel()), f"{name}: standard deviation off by {spread:+.1%}"
+        for degree, dim in ((2, 0), (2, 1), (4, 0), (4, 1)):
+            shards = weight.tensor_split(degree, dim)
+            alike = [shard for shard in shards[1:] if shard.shape == shards[0].shape and shard.equal(shards[0])]
+            assert not alike, f"{name}: shards of TP {degree} are copies of the first"
+
+
+# ---- fault 5
+
+
+def gpt2_xl() -> Config:
+    return load_config("gpt2-xl", [])
+
+
+def test_gpt2_xl_is_gpt2_xl() -> None:
+    """The published sizes, not the 24 heads, 1536 wide, and 50,304 tokens that the script trains under ZeRO-1."""
+    config = gpt2_xl()
+    model = config.model
+    sizes = (model.num_hidden_layers, model.num_attention_heads, model.hidden_size, model.intermediate_size)
+    assert sizes == (48, 25, 1600, 6400)
+    assert (model.vocab_size, model.max_position_embeddings) == (50257, 1024)
+    layout = config.check(32)
+    assert (layout.data, layout.tensor, config.optimizer.zero) == (32, 1, 1)
+    built = build_model(config, Group(), sequence_parallel=False, device="meta")
+    shapes = {name: tuple(p.shape) for name, p in built.named_parameters()}
+    assert (50257, 1600) in shapes.values()
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameter_count(model) == 1_557_611_200
+
+
+ODD = {"num_attention_heads": 25, "hidden_size": 50, "intermediate_size": 200, "num_hidden_layers": 2}
+
+
+def odd_config(zero: int) -> Config:
+    """GPT2-XL's own heads, vocabulary and positions; fewer layers and narrower heads."""
+    model = gpt2_xl().model.model_dump() | ODD | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    return config_from(
+        {
+            "model": model,
+            "train": {"steps": 4, "global_batch": 12, "micro_batch": 1, "sequence_length": 16},
+            "optimizer": {"lr": 1e-3, "zero": zero},
+            "precision": {"mode": "float32"},
+            "data": {"dataset": "tiny"},
+        }
+    )
+
+
+def train_odd(zero: int, cache: Path) -> tuple[list[float], dict[str, tuple[int, ...]], dict[str, int]]:
+    """Losses, the shapes of the canonical tensors, and the bytes of the optimizer's state on this rank."""
+    torch.set_num_threads(1)
+    config = odd_config(zero)
+    mesh = Mesh(device="cpu")
+    # The tokens of a small vocabulary: 50,257 would want more text than the tiny corpus has.
+    data = prepare(load_config("gpt2-xl-tiny", []), cache)
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+    losses = [trainer.step().loss for _ in range(4)]
+    shapes = {name: tuple(tensor.shape) for name, tensor in canonical_weights(trainer.model).items()}
+    return losses, shapes, trainer.optimizer.state_bytes()
+
+
+def test_odd_heads_and_an_odd_vocabulary_train_under_zero(ranks: Any, cache: Path) -> None:
+    """At four ranks, which divide neither; padding is no parameter, and no size is rounded."""
+    wanted, _, whole = train_odd(0, cache)
+    everyone = ranks(4).run(train_odd, 1, cache)
+    losses, shapes, _ = everyone[0]
+    assert worst(losses, wanted) <= 1e-5
+    assert shapes["transformer.wte.weight"] == (50257, 50)
+    assert shapes["transformer.h.0.attn.c_attn.weight"] == (50, 150)
+    parameters = parameter_count(odd_config(1).model)
+    assert parameters == sum(math.prod(shape) for shape in shapes.values())
+    held = sum(rank["state"] - rank["padding"] for _, _, rank in everyone)
+    assert held == whole["state"] - whole["padding"] == 8 * parameters, "two float32 moments a parameter, over all"
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_tiny_recipe_trains_alike_with_zero_and_without(zero: int, ranks: Any, cache: Path) -> None:
+    one, _ = curve("gpt2-xl-tiny", ["train.micro_batch=8"], cache)
+    four, _ = ranks(4).run(curve, "gpt2-xl-tiny", ["train.micro_batch=2", f"optimizer.zero={zero}"], cache)[0]
+    assert worst(four, one) <= 1e-5
+
+
+# ---- fault 11
+
+
+IDS = torch.arange(24).view(12, 2) * 7 % VOCABULARY
+
+
+def logits(folder: Path, tensor: int, sequence: bool) -> Tensor:
+    """Of a Hugging Face folder, cut over `tensor` ranks: [S, B, V]."""
+    sections = {
+        "model": described(folder).model_dump(),
+        "parallel": {"tensor": tensor},
+        "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
+        "optimizer": {"lr": 1e-3},
+    }
+    config, mesh = config_from(sections), Mesh(tensor=tensor, device="cpu")
+    model: Any = build_model(config, mesh.tp, sequence_parallel=sequence)
+    load_hugging_face(model, config.model, mesh, folder)
+    with torch.no_grad():
+        found: Tensor = model.logits(IDS)
+    return found
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize(("world", "sequence"), [(2, False), (2, True), (4, True)], ids=["tp2", "tp2-sp", "tp4-sp"])
+@pytest.mark.parametrize("case", ["neox", "neox-tied"])
+def test_an_imported_neox_computes_what_it_did(
+    case: str, world: int, sequence: bool, ranks: Any, tmp_path: Path
+) -> None:
+    theirs = save(case, tmp_path)
+    with torch.no_grad():
+        wanted = theirs(IDS.t()).logits.transpose(0, 1)
+    for found in ranks(world).run(logits, tmp_path, world, sequence):
+        assert difference(found, wanted) <= 1e-5
+
+
+def test_a_scrambled_qkv_would_be_seen() -> None:
+    """Rows kept head by head, [q, k, v] of each, but read as if all of Q came first."""
+    theirs = make("neox")
+    with torch.no_grad():
+        wanted = theirs(IDS.t()).logits
+        for layer in theirs.gpt_neox.layers:
+            scramble(layer.attention.query_key_value, theirs.config.num_attention_heads)
+        assert difference(theirs(IDS.t()).logits, wanted) > 0.1
+
+
+def scramble(qkv: nn.Linear, heads: int) -> None:
+    for tensor in (qkv.weight, qkv.bias):
+        tensor.copy_(tensor.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2).clone())
