@@ -14,7 +14,7 @@ from shardwise import comm
 from shardwise import device as devices
 from shardwise.config import Config, Layout
 from shardwise.data import Batch, Batches
-from shardwise.errors import RunError
+from shardwise.errors import ConfigError, RunError
 from shardwise.mesh import Mesh
 from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
 from shardwise.parallel import DropoutKey
@@ -143,9 +143,15 @@ class Trainer:
         if step is not None and self._draws_masks:
             train, samples_B = self.config.train, torch.from_numpy(batch.samples).to(device)
             key = DropoutKey(train.seed, step, samples_B, int(batch.samples[0]), train.dropout_mode)
-            sums: Tensor = self.model(**inputs, dropout=key)
+            sums: object = self.model(**inputs, dropout=key)
         else:
             sums = self.model(**inputs)
+        if not isinstance(sums, Tensor) or sums.numel() != len(batch.counts):
+            found = f"a tensor of shape {tuple(sums.shape)}" if isinstance(sums, Tensor) else f"a {type(sums).__name__}"
+            raise ConfigError(
+                f"model.family ({self.config.model.family}): forward must return the sum of its targets' losses "
+                f"({len(batch.counts)} in all), not {found}"
+            )
         return sums.reshape(-1)
 
     @torch.no_grad()
@@ -157,6 +163,7 @@ class Trainer:
         if self.evaluation is None:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
+        self.model.eval()
         train, objectives = self.config.train, len(self.evaluation.objectives)
         total = torch.zeros(2, objectives, dtype=torch.float64, device=self.mesh.device)
         for batch in self.evaluation.eval_batches(
@@ -164,6 +171,7 @@ class Trainer:
         ):
             total[0] += self._losses(batch)
             total[1] += torch.from_numpy(batch.counts).to(self.mesh.device)
+        self.model.train()
         sums_K, counted_K = comm.all_reduce_(total, self.mesh.dp)
         by_objective = (sums_K / counted_K.clamp(min=1.0)).tolist()
         loss = sum(by_objective)
