@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -144,10 +145,16 @@ def _from_cache(repository: str, revision: str | None) -> Path:
 def _fetch(repository: str, revision: str | None, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if announce is None or not sys.stderr.isatty():
+        disable_progress_bars()
     site = _site(constants.ENDPOINT)
     try:
-        weight_files(Path(_download(snapshot_download, repository, revision, local_files_only=True)))
+        folder = Path(_download(snapshot_download, repository, revision, local_files_only=True))
+        weight_files(folder)
+        if revision == folder.name:
+            return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:
             place = constants.HF_HUB_CACHE

@@ -1,16 +1,21 @@
-"""The end of a run: weights that `transformers` loads as they are, and that are the model we trained."""
+"""The ends of a run: it starts from weights that `transformers` saved, and leaves weights that `transformers` loads."""
 
 import json
 import math
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from shardwise.config import Config
-from shardwise.data import PreparedData, TokenBatches, prepare
-from tests.e2e.command import environment, metrics
+from shardwise.config import Config, load_config
+from shardwise.config.hugging_face import to_hugging_face
+from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, prepare
+from tests.e2e.command import UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
+from tests.loopback_hub import TOKEN, serve, user_of
 
 
 def weights(trained: Trained) -> Path:
@@ -21,23 +26,38 @@ def prepared(config: Config) -> PreparedData:
     return prepare(config, Path(environment()["SHARDWISE_CACHE"]))
 
 
-def evaluation_loss(folder: Path, config: Config) -> float:
-    """Of a Hugging Face folder on the held-out batches, by nothing but transformers and the data."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    data = prepared(config)
-    train = config.train
-    batches = TokenBatches(data.eval_tokens, train.sequence_length, train.seed)
+def loss_of(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
+    """Mean over the counted targets, by nothing but transformers and the data."""
     total, counted = 0.0, 0
     with torch.no_grad():
-        for batch in batches.eval_batches(train.eval_batches, train.global_batch, 0, 1, train.micro_batch):
+        for batch in batches:
             inputs, targets = batch.inputs["ids_SB"], batch.inputs["targets_SB"]
             logits = model(torch.from_numpy(inputs.T.copy())).logits
             losses = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), torch.from_numpy(targets.T.copy()).flatten(), reduction="sum"
+                logits.flatten(0, 1),
+                torch.from_numpy(targets.T.copy()).flatten(),
+                ignore_index=IGNORE,
+                reduction="sum",
             )
             total += float(losses)
             counted += int(batch.counts[0])
     return total / counted
+
+
+def evaluation_loss(folder: Path, config: Config) -> float:
+    """Of a Hugging Face folder on the held-out batches."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    train = config.train
+    batches = TokenBatches(prepared(config).eval_tokens, train.sequence_length, train.seed)
+    return loss_of(model, batches.eval_batches(train.eval_batches, train.global_batch, 0, 1, train.micro_batch))
+
+
+def first_loss(folder: Path, config: Config) -> float:
+    """Of a Hugging Face folder on the first global batch."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    train = config.train
+    batches = TokenBatches(prepared(config).train_tokens, train.sequence_length, train.seed)
+    return loss_of(model, batches.local_batch(0, train.global_batch, 0, 1, train.micro_batch))
 
 
 def test_transformers_gets_our_evaluation_loss(trained: Trained) -> None:
@@ -64,3 +84,110 @@ def test_generate_works(trained: Trained) -> None:
     model = AutoModelForCausalLM.from_pretrained(weights(trained))
     ids = torch.tensor([[1, 2, 3]])
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 6)
+
+
+GPT_TINY = ("parallel.tensor=2", "parallel.sequence=true", "train.stop_after=2", "log.sample_tokens=0")
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What transformers saved of a GPT-2 of gpt-tiny's size, whose weights are none that we would draw."""
+    folder = tmp_path_factory.mktemp("pretrained") / "gpt2"
+    torch.manual_seed(3)
+    fields = to_hugging_face(load_config("gpt-tiny").model)
+    config = GPT2Config(**{**fields, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None})
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_run_starts_from_what_transformers_saved(pretrained: Path, tmp_path: Path) -> None:
+    said = shardwise("train", "gpt-tiny", f"checkpoint.load={pretrained}", *GPT_TINY, at=tmp_path).succeeded()
+    assert f"weights: those of {pretrained}" in said.out
+    run = tmp_path / "runs/latest"
+    start, steps = metrics(run, "start")[0], metrics(run, "step")
+    assert start["loaded"] == str(pretrained)
+    assert steps[0]["step"] == 1
+    wanted = first_loss(pretrained, load_config("gpt-tiny"))
+    assert abs(steps[0]["loss"] - wanted) <= 1e-5 * wanted, (
+        f"transformers computes {wanted!r} on the first batch, the run starts at {steps[0]['loss']!r}"
+    )
+    assert wanted > math.log(512) + 0.1, "a freshly drawn model would do as well"
+    assert steps[1]["loss"] != steps[0]["loss"]
+
+
+def test_a_run_starts_from_a_revision_on_the_hub(pretrained: Path, tmp_path: Path) -> None:
+    """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
+    files = {path.name: path.read_bytes() for path in pretrained.iterdir()}
+    options = ["checkpoint.load=acme/gated", "checkpoint.revision=v1", *GPT_TINY]
+    with serve({"main": {}, "v1": files}) as site:
+        variables = {**user_of(site.address, str(tmp_path / "hf")), "HF_TOKEN": TOKEN}
+        said = shardwise("train", "gpt-tiny", *options, at=tmp_path, **variables)
+    assert said.code == 0, said.err
+    assert said.complaint.startswith(f"fetching acme/gated at revision v1 from {site.address}: once, then cached in ")
+    assert said.complaint.count("\n") == 1, said.complaint
+    assert sorted(site.fetched) == sorted(files), "each file is fetched once, whatever the number of ranks"
+    run = (tmp_path / "runs/latest").resolve()
+    assert metrics(run, "start")[0]["loaded"].endswith(f"/snapshots/{site.commit('v1')}")
+    wanted = first_loss(pretrained, load_config("gpt-tiny"))
+    assert abs(metrics(run, "step")[0]["loss"] - wanted) <= 1e-5 * wanted
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert not [path for path in written if TOKEN.encode() in path.read_bytes()], "the token is a secret"
+    assert TOKEN not in said.out + said.err
+
+
+def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) -> None:
+    """With the other layout, the same data and so the same tokenizer: no warning."""
+    folder = weights(trained)
+    options = [f"checkpoint.load={folder}", "train.steps=1", "train.eval_every=1", "optimizer.lr=1e-30"]
+    said = shardwise("train", miniature(tmp_path), *options, at=tmp_path).succeeded()
+    assert "warning" not in said.out
+    ours = metrics(tmp_path / "runs/latest", "eval")[-1]["loss"]
+    wanted = metrics(trained.run, "eval")[-1]["loss"]
+    assert abs(ours - wanted) <= 1e-5 * wanted
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_a_warning(trained: Trained, tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("\n".join(f"line {i} of another text {i * i}" for i in range(2000)))
+    folder = weights(trained)
+    options = [f"checkpoint.load={folder}", "data.path=own.txt", "train.stop_after=1", "log.sample_tokens=0"]
+    said = shardwise("train", miniature(tmp_path), *options, at=tmp_path).succeeded()
+    assert f"set data.tokenizer={folder}" in said.out
+    assert f"set data.tokenizer={folder}" in metrics(tmp_path / "runs/latest", "warning")[0]["text"]
+    said = shardwise("train", "miniature.yaml", *options, f"data.tokenizer={folder}", at=tmp_path).succeeded()
+    assert "warning" not in said.out
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_mismatch(pretrained: Path, tmp_path: Path) -> None:
+    other = ["model.num_hidden_layers=6", "model.intermediate_size=128"]
+    said = shardwise("train", "gpt-tiny", f"checkpoint.load={pretrained}", *GPT_TINY, *other, at=tmp_path)
+    text = said.failed(2)
+    for key, ours, theirs in (("num_hidden_layers", 6, 8), ("intermediate_size", 128, 256)):
+        assert f"model.{key} ({ours}) must be that of {pretrained}/config.json ({theirs})" in text
+    assert "has transformer.h.{6…7}.ln_1.weight [64], which the model has not" in text
+    assert "shape of transformer.h.{0…5}.mlp.c_fc.weight [64, 256] must be [64, 128]" in text
+    assert text.count("must be that of") == 2, f"both ranks told:\n{text}"
+    assert not metrics(tmp_path / "runs/latest", "step"), "no step may be taken"
+
+
+def refused(at: Path, load: str, *more: str, program: tuple[str, ...] | None = None) -> Outcome:
+    options = ["train", "gpt-tiny", f"checkpoint.load={load}", *more]
+    return shardwise(*options, at=at) if program is None else shardwise(*options, at=at, program=program)
+
+
+def test_pickled_weights_are_refused_and_nothing_starts(tmp_path: Path) -> None:
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
+    text = refused(tmp_path, "pickled").failed(2)
+    assert "its weights are pickled (pytorch_model.bin): opening a pickle can run any code" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    for load in ("./nowhere", "runs/latest/checkpoints/step-00000004"):
+        text = refused(tmp_path, load).failed(2)
+        assert f"checkpoint.load ({load}) must be a folder with weights: there is none of that name" in text
+    assert "checkpoint.revision (v1) must be left out" in refused(tmp_path, ".", "checkpoint.revision=v1").failed(2)
+    said = refused(tmp_path, "./nowhere", "parallel.tensor=2", program=UNDER_TORCHRUN)
+    assert said.code != 0
+    assert len(re.findall(r"shardwise: checkpoint\.load \(\./nowhere\)", said.err)) == 1
+    assert not (tmp_path / "runs").exists()

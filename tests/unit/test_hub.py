@@ -1,22 +1,18 @@
 """Hub ids are fetched once, through the hub's own protocol; what goes wrong is told in one sentence."""
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from shardwise import hub
 from shardwise.errors import ConfigError
+from tests.loopback_hub import TOKEN, Site, serve, user_of
 
-TOKEN = "hf_do_not_tell_anyone"
 FILES = {
     "main": {
         "config.json": b"{}",
@@ -29,83 +25,12 @@ FILES = {
     "v1": {"config.json": b"{}", "model.safetensors": b"first"},
     "pickled": {"config.json": b"{}", "pytorch_model.bin": b"a pickle"},
 }
-COMMITS = {revision: hashlib.sha1(revision.encode()).hexdigest() for revision in FILES}
-
-
-class Hub(BaseHTTPRequestHandler):
-    """What `huggingface_hub` asks of huggingface.co, for acme/tiny (open), acme/gated and acme/private."""
-
-    requests: list[str]
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        type(self).requests.append(f"{self.command} {path}")
-        token = self.headers.get("Authorization")
-        if path == "/api/agent-harnesses":  # the client's own affair, once a day
-            self.reply(200, {"Content-Type": "application/json"}, b'{"harnesses": {}}')
-        elif "acme/broken" in path:
-            self.reply(500)
-        elif token not in (None, f"Bearer {TOKEN}"):
-            self.reply(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
-        elif ("acme/private" in path and token is None) or not path.startswith(("/api/models/acme/", "/acme/")):
-            self.reply(401, {"X-Error-Code": "RepoNotFound"})
-        elif path.startswith("/api/models/"):
-            self.metadata(path.removeprefix("/api/models/").split("/"))
-        elif "acme/gated" in path and token is None:
-            self.reply(401, {"X-Error-Code": "GatedRepo"})
-        else:
-            self.file(path.removeprefix("/").split("/", 4))
-
-    def metadata(self, parts: list[str]) -> None:
-        repository, kind, revision = "/".join(parts[:2]), parts[2:3], "/".join(parts[3:]) or "main"
-        found = [name for name, commit in COMMITS.items() if revision in (name, commit)]
-        if not found:
-            self.reply(404, {"X-Error-Code": "RevisionNotFound"})
-        elif kind == ["tree"]:
-            entries = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in FILES[found[0]].items()
-            ]
-            self.reply(200, {"Content-Type": "application/json"}, json.dumps(entries).encode())
-        else:
-            siblings = [{"rfilename": name} for name in FILES[found[0]]]
-            facts = {"id": repository, "sha": COMMITS[found[0]], "siblings": siblings, "tags": [], "private": False}
-            self.reply(200, {"Content-Type": "application/json"}, json.dumps(facts).encode())
-
-    def file(self, parts: list[str]) -> None:
-        """`/owner/name/resolve/COMMIT/path`."""
-        commit, name = parts[3], parts[4]
-        content = next(FILES[revision][name] for revision in FILES if COMMITS[revision] == commit)
-        tag = hashlib.sha1(content).hexdigest()
-        self.reply(200, {"ETag": f'"{tag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}, content)
-
-    def reply(self, status: int, headers: dict[str, str] | None = None, content: bytes = b"") -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing on the terminal."""
 
 
 @pytest.fixture
-def site() -> Iterator[str]:
-    Hub.requests = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def site() -> Iterator[Site]:
+    with serve(FILES) as started:
+        yield started
 
 
 CALL = """
@@ -125,12 +50,10 @@ print(json.dumps(result | {"said": said, "torch": "torch" in sys.modules}))
 class User:
     """Calls `hub.resolve` in a process of its own: the hub's client reads its environment once."""
 
-    def __init__(self, at: Path, site: str) -> None:
+    def __init__(self, at: Path, site: Site) -> None:
         self.at, self.said = at, [""]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-        self.environment = {
-            **inherited, "HF_ENDPOINT": site, "HF_HOME": str(at / "hf"), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*",
-        }  # fmt: skip
+        self.environment = {**os.environ, **user_of(site.address, str(at / "hf"))}
+        self.environment.pop("HF_TOKEN", None)
 
     def resolve(self, load: str, revision: str | None = None, *, cached: bool = False, **variables: str) -> Path:
         """Raises ConfigError as the call did."""
@@ -139,6 +62,7 @@ class User:
             cwd=self.at, env={**self.environment, **variables}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+        assert done.stderr == "", "progress bars are for terminals"
         assert TOKEN not in done.stdout + done.stderr, "the token is a secret"
         result = json.loads(done.stdout)
         self.said = result["said"]
@@ -149,30 +73,29 @@ class User:
 
 
 @pytest.fixture
-def user(tmp_path: Path, site: str) -> User:
+def user(tmp_path: Path, site: Site) -> User:
     return User(tmp_path, site)
 
 
-def test_only_what_is_needed_is_fetched_and_once(user: User, site: str) -> None:
+def test_only_what_is_needed_is_fetched_and_once(user: User, site: Site) -> None:
     folder = user.resolve("acme/tiny")
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     assert (folder / "model.safetensors").read_bytes() == b"newest"
     assert len(user.said) == 1
-    assert f"fetching acme/tiny from {site}: once" in user.said[0]
-    fetched = [request for request in Hub.requests if request.startswith("GET /acme/")]
-    assert len(fetched) == 3, fetched
+    assert f"fetching acme/tiny from {site.address}: once" in user.said[0]
+    assert sorted(site.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert user.resolve("acme/tiny") == folder
     assert user.said == []
-    assert [request for request in Hub.requests if request.startswith("GET /acme/")] == fetched
+    assert len(site.fetched) == 3
 
 
-def test_ranks_ask_nobody(user: User) -> None:
+def test_ranks_ask_nobody(user: User, site: Site) -> None:
     folder = user.resolve("acme/tiny", "v1")
     assert (folder / "model.safetensors").read_bytes() == b"first"
-    asked = len(Hub.requests)
+    asked = len(site.requests)
     assert user.resolve("acme/tiny", "v1", cached=True) == folder
-    assert user.resolve("acme/tiny", COMMITS["v1"]) == folder
-    assert Hub.requests[asked:] == [], "a rank, or a commit that is here, needs no network"
+    assert user.resolve("acme/tiny", site.commit("v1")) == folder
+    assert site.requests[asked:] == [], "a rank, or a commit that is here, needs no network"
     with pytest.raises(ConfigError, match=r"acme/tiny at revision main.*must be in the cache of this machine"):
         user.resolve("acme/tiny", "main", cached=True)
 
@@ -188,8 +111,10 @@ def test_without_a_network_the_cache_serves(user: User) -> None:
     assert "password" not in str(caught.value)
 
 
-def test_gated_missing_and_refused(user: User, site: str) -> None:
-    with pytest.raises(ConfigError, match=f"acme/gated.* is gated: accept its licence on {site}/acme/gated") as caught:
+def test_gated_missing_and_refused(user: User, site: Site) -> None:
+    with pytest.raises(
+        ConfigError, match=f"acme/gated.* is gated: accept its licence on {site.address}/acme/gated"
+    ) as caught:
         user.resolve("acme/gated")
     assert "HF_TOKEN" in str(caught.value)
     assert user.resolve("acme/gated", HF_TOKEN=TOKEN).is_dir()
@@ -203,10 +128,10 @@ def test_gated_missing_and_refused(user: User, site: str) -> None:
         user.resolve("acme/broken")
 
 
-def test_a_repository_of_pickles_is_refused(user: User) -> None:
+def test_a_repository_of_pickles_is_refused(user: User, site: Site) -> None:
     with pytest.raises(ConfigError, match=r"pickled \(pytorch_model.bin\): opening a pickle can run any code"):
         user.resolve("acme/tiny", "pickled")
-    assert not [request for request in Hub.requests if "pytorch_model.bin" in request]
+    assert "pytorch_model.bin" not in site.fetched
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.cli import output
+from shardwise.cli.inputs import prepare_inputs
 from shardwise.config import Config
 from shardwise.errors import ConfigError, RunError, ShardwiseError
 from shardwise.launch import guard, stdio
@@ -43,9 +44,7 @@ def run_rank(config: Config, recipe: str, run_path: Path | None, place: Rank) ->
     """Train as one rank of a launched job. A rank that fails leaves at once: its peers may never answer again."""
     guard.die_with_parent()
     if not is_launched():
-        from shardwise.data import prepare
-
-        prepare(config, announce=output.progress if place.local_rank == 0 else None)
+        prepare_inputs(config, output.progress if place.local_rank == 0 else None)
     elif run_path is not None:
         stdio.redirect(place.rank, RunDirectory(run_path).log(place.rank))
     failure = _train(config, recipe, run_path, place.rank)

@@ -74,14 +74,14 @@ def _default_nproc(config: Config, count: int) -> int:
 
 
 def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_dir: Path | None) -> int:
-    """Prepare the data and the run directory, then train: in this process on one rank, through torchrun on several."""
-    from shardwise.data import prepare
+    """Prepare inputs and run directory, then train: in this process on one rank, through torchrun on several."""
+    from shardwise.cli.inputs import prepare_inputs
     from shardwise.launch.local import launch
     from shardwise.runlog import RunDirectory, new_run_path
 
     if run_dir is not None:
         RunDirectory(run_dir).require_free()
-    prepare(config, announce=output.progress)
+    prepare_inputs(config, output.progress)
     run_path = run_dir if run_dir is not None else new_run_path(recipe)
     RunDirectory(run_path).create()
     if nproc == 1:

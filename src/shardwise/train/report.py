@@ -29,6 +29,7 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.cost import MemoryEstimate, flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.runlog import JsonLines, RunDirectory
+from shardwise.train.own import StateMemory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -110,7 +111,8 @@ class Reporter:
     Args:
         run: the run's folder. rank: of this process in the world; rank 0 prints and writes the shared files.
         device_name: product name of a rank's device, from which its peak is looked up. precision: as resolved.
-        parameters: of the whole model. memory: expected on each rank.
+        parameters: of the whole model. memory: expected on each rank. Both are set before `start` where they are None
+        here, as for a model of the user's own, which is counted when it is built.
         steps_before: steps that earlier runs of this training took.
         stream: where rank 0 prints; default: standard output.
     """
@@ -124,14 +126,15 @@ class Reporter:
         *,
         device_name: str,
         precision: Precision,
-        parameters: int,
-        memory: MemoryEstimate,
+        parameters: int | None,
+        memory: MemoryEstimate | None,
         steps_before: int = 0,
         stream: IO[str] | None = None,
     ) -> None:
         self.run, self.config, self.layout, self.rank = run, config, layout, rank
         self.device_name, self.precision = device_name, precision
-        self.parameters, self.memory = parameters, memory
+        self.parameters = parameters
+        self.memory: MemoryEstimate | StateMemory | None = memory
         train = config.train
         self._end = train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
         self._token_flops = flops_per_token(config.model, train.sequence_length)
@@ -148,8 +151,8 @@ class Reporter:
         self._started = time.perf_counter()
         self._stopped = False
 
-    def start(self) -> None:
-        """Print the summary and begin the progress line."""
+    def start(self, *, loaded: Path | None = None) -> None:
+        """Print the summary and begin the progress line. `loaded`: where weights came from that were not drawn."""
         self._started = time.perf_counter()
         if self._metrics is None:
             return
@@ -163,8 +166,9 @@ class Reporter:
             layout=self._layout(),
             device=self.device_name,
             precision=asdict(self.precision),
-            memory_expected_bytes=dict(self.memory.rows()),
+            memory_expected_bytes=dict(self.memory.rows()) if self.memory else None,
             steps=self.config.train.steps,
+            loaded=None if loaded is None else str(loaded),
         )
         for console, progress in zip(self._consoles, self._progress, strict=True):
             _print_summary(console, self._summary())
@@ -324,11 +328,11 @@ class Reporter:
 
     def _summary(self) -> list[tuple[str, str]]:
         config, layout, train = self.config, self.layout, self.config.train
+        assert self.parameters is not None
         samples = train.steps * train.global_batch
         stop = "" if self._end == train.steps else f", this run stops at {self._end:,}"
         sequence = " + sequence" if layout.sequence else ""
         ranks = f"{layout.world} rank{'s' if layout.world > 1 else ''}"
-        parts = ", ".join(f"{name} {units.size(size)}" for name, size in self.memory.rows() if size)
         precision = self.precision
         dtypes = {role: dtype for role, dtype in asdict(precision).items() if dtype != precision.parameter}
         finer = "".join(f", {role} {dtype}" for role, dtype in dtypes.items())
@@ -347,9 +351,15 @@ class Reporter:
                 f"ZeRO-{config.optimizer.zero}",
             ),
             ("device", f"{self.device_name}, {precision.parameter}{finer}"),
-            ("memory", f"{units.size(self.memory.total)} expected on each rank, beside Python and torch: {parts}"),
+            ("memory", self._memory_text()),
             ("run", str(self.run.path)),
         ]
+
+    def _memory_text(self) -> str:
+        assert self.memory is not None
+        parts = ", ".join(f"{name} {units.size(size)}" for name, size in self.memory.rows() if size)
+        text = f"{units.size(self.memory.total)} expected on each rank, beside Python and torch: {parts}"
+        return f"{text}; activations are not known" if isinstance(self.memory, StateMemory) else text
 
 
 class _Progress:

@@ -1,0 +1,21 @@
+"""What a run reads, made ready before the first rank needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise.config import Config
+
+
+def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> None:
+    """Fetch the weights of `checkpoint.load`, where it is a hub id, and tokenize the data; each once.
+
+    Raises:
+        ConfigError: there are no such weights or data, or they cannot be read.
+    """
+    from shardwise import hub
+    from shardwise.data import prepare
+
+    if config.checkpoint.load is not None:
+        hub.resolve(config.checkpoint.load, config.checkpoint.revision, announce=announce)
+    prepare(config, announce=announce)
