@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shardwise.checkpoint import canonical, differ_in_tokens, load_hugging_face
-from shardwise.config import FamilyConfig, config_from
+from shardwise.checkpoint import canonical, differ_in_tokens, export_hugging_face, load_hugging_face
+from shardwise.config import FamilyConfig, OwnConfig, config_from
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
@@ -323,3 +323,26 @@ def test_tokenizers_are_compared_by_their_ids(tmp_path: Path) -> None:
 def test_all_families(case: str, tmp_path: Path) -> None:
     save(case, tmp_path)
     assert_equal(load(tmp_path), load_file(tmp_path / "model.safetensors"))
+
+
+class Own(nn.Module):
+    """A user's model, of plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_model_of_ones_own_has_its_own_names(tmp_path: Path) -> None:
+    config = OwnConfig(family="my.package:Own", vocab_size=5, width=4)
+    mesh, model, again = Mesh(device="cpu"), Own(), Own()
+    export_hugging_face(model, config, mesh, tmp_path / "own")
+    assert set(load_file(tmp_path / "own/model.safetensors")) == {"embedding.weight"}
+    assert json.loads((tmp_path / "own/config.json").read_text())["width"] == 4
+    load_hugging_face(again, config, mesh, tmp_path / "own")
+    assert torch.equal(again.embedding.weight, model.embedding.weight)
+    rewrite(tmp_path / "own", lambda weights: {"model.embedding.weight": weights["embedding.weight"]})
+    with pytest.raises(ConfigError, match=r"lacks embedding\.weight"):
+        load_hugging_face(again, config, mesh, tmp_path / "own")
