@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,7 +57,11 @@ class OptimizerConfig(Section):
     schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="the two averaging factors")
-    eps: float = Field(default=1e-8, gt=0, description="added to the denominator")
+    eps: float = Field(
+        default_factory=lambda data: 1e-6 if data.get("name") == "lamb" else 1e-8,
+        gt=0,
+        description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
+    )
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1] = Field(default=1, description="1 shards optimizer state over data parallelism (ZeRO-1)")
     bucket_mib: float = Field(default=25.0, gt=0, description="size of a gradient-reduction bucket in MiB")
@@ -75,6 +80,11 @@ class OptimizerConfig(Section):
             problems.append(f"optimizer.min_lr ({self.min_lr}) must be at most optimizer.lr ({self.lr})")
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
+        if self.name == "lamb" and not self.weight_decay:
+            problems.append(
+                f"optimizer.weight_decay ({self.weight_decay}) must be greater than 0 with optimizer.name lamb, which "
+                "gives a trust ratio to what decays: set 0.01, or optimizer.name=adamw"
+            )
         reject(problems)
         return self
 
@@ -147,6 +157,10 @@ class DataConfig(Section):
             else [f"data.split ({self.split!r}) must be two weights, training (above 0) and evaluation, such as 95,5"]
         )
         return self
+
+    def predictions(self, sequence_length: int) -> int:
+        """Most tokens of a sequence that BERT predicts."""
+        return self.max_predictions or math.ceil(self.masked_fraction * sequence_length)
 
     @property
     def split_weights(self) -> tuple[float, float]:

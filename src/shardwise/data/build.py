@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from shardwise.config import Config
 from shardwise.data.batch import Batches
 from shardwise.data.pairs import SentencePairBatches, chunk_room
@@ -22,7 +20,6 @@ def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | No
     sentences = data.sentences[part]
     if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
         return None
-    fraction = config.data.masked_fraction
     return SentencePairBatches(
         tokens,
         sentences,
@@ -30,6 +27,6 @@ def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | No
         seed,
         special=data.pair_tokens,
         vocab_size=data.vocab_size,
-        masked_fraction=fraction,
-        max_predictions=config.data.max_predictions or math.ceil(fraction * length),
+        masked_fraction=config.data.masked_fraction,
+        max_predictions=config.data.predictions(length),
     )

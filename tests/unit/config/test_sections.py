@@ -84,3 +84,19 @@ def test_rope_scaling_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("llama2-tiny", [f"model.rope_scaling={scaling}"])
     assert len(caught.value.problems) == 3
+
+
+def test_lamb_has_its_own_epsilon_and_needs_decay() -> None:
+    assert load_config("llama2-tiny").optimizer.eps == 1e-8
+    assert load_config("llama2-tiny", ["optimizer.name=lamb"]).optimizer.eps == 1e-6
+    assert load_config("llama2-tiny", ["optimizer.name=lamb", "optimizer.eps=1e-7"]).optimizer.eps == 1e-7
+    with pytest.raises(ConfigError, match=r"optimizer.weight_decay \(0.0\) must be greater than 0 with optimizer.name"):
+        load_config("llama2-tiny", ["optimizer.name=lamb", "optimizer.weight_decay=0.0"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length", "expected"),
+    [([], 128, 20), ([], 512, 77), (["data.max_predictions=80"], 512, 80), (["data.masked_fraction=0.5"], 16, 8)],
+)
+def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected: int) -> None:
+    assert load_config("bert-tiny", overrides).data.predictions(length) == expected
