@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from shardwise.cli import output
-from shardwise.config import Config, load_config, recipe_name
+from shardwise.config import Config, Layout, OwnConfig, load_config, recipe_name
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import joined, unjoined
@@ -45,11 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         if nproc is not None and nproc != place.world:
             raise ConfigError(f"--nproc ({nproc}) must be left out inside torchrun: the world size is {place.world}")
-        config.check(place.world)
+        _check(config, place.world)
         return run_rank(config, recipe_name(recipe), arguments.run_dir, place)
     kind, count = accelerators()
     world = place.world if place is not None else _default_nproc(config, count) if nproc is None else nproc
-    layout = config.check(world)
+    layout = _check(config, world)
     if arguments.dry_run:
         from shardwise.cli.summary import dry_run
 
@@ -58,6 +58,16 @@ def run(arguments: argparse.Namespace) -> int:
     if 0 < count < world:
         raise ConfigError(f"--nproc ({world}) must be at most the number of accelerators ({count})")
     return _start(config, recipe, arguments.overrides, world, arguments.run_dir)
+
+
+def _check(config: Config, world: int) -> Layout:
+    """The layout, once everything agrees with it that can be asked before a rank starts."""
+    layout = config.check(world)
+    if isinstance(config.model, OwnConfig):
+        from shardwise.models import check_own
+
+        check_own(config)
+    return layout
 
 
 def _default_nproc(config: Config, count: int) -> int:

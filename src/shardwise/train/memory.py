@@ -20,32 +20,40 @@ def out_of_memory_text(
     """Phase, rank, bytes by kind, and the settings that would help, the most effective first."""
     accelerator = device.type != "cpu"
     expected = expected_memory(config, layout, accelerator)
-    parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
+    known = "not known for a model of your own"
+    if expected is not None:
+        parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
+        known = f"{size(expected.total)} beside Python and torch: {parts}"
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     remedies = _remedies(config, layout, accelerator) or ["a smaller model"]
     return (
         f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after step "
         f"{progress.step:,}\nheld at most so far: {size(devices.peak_memory(device))}\n"
-        f"expected: {size(expected.total)} beside Python and torch: {parts}\n"
+        f"expected: {known}\n"
         f"what would help: {'; '.join(remedies)}\ncause: {cause}"
     )
 
 
 def _remedies(config: Config, layout: Layout, accelerator: bool) -> list[str]:
-    """Settings under which the same model and batch would need less, with how much less, by the formulas of `cost`."""
-    total = expected_memory(config, layout, accelerator).total
+    """Settings under which the same model and batch would need less, with how much less, by the formulas of `cost`.
+
+    Of a model of the user's own no formula knows how much.
+    """
+    now = expected_memory(config, layout, accelerator)
     found = []
-    for setting, other, world in _alternatives(config, layout):
+    for setting, other, world in _alternatives(config, layout, accelerator):
         try:
-            saved = total - expected_memory(other, other.check(world), accelerator).total
+            then = expected_memory(other, other.check(world), accelerator)
         except ConfigError:
             continue
-        if saved > 0:
-            found.append((saved, f"{setting} ({size(saved)} less)"))
-    return [text for _, text in sorted(found, reverse=True)]
+        if now is None or then is None:
+            found.append((0, setting))
+        elif then.total < now.total:
+            found.append((now.total - then.total, f"{setting} ({size(now.total - then.total)} less)"))
+    return [text for _, text in sorted(found, key=lambda one: -one[0])]
 
 
-def _alternatives(config: Config, layout: Layout) -> Iterator[tuple[str, Config, int]]:
+def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator[tuple[str, Config, int]]:
     """(what to set, the configuration then, the number of ranks then); some may not be valid."""
 
     def changed(section: str, **values: object) -> Config:
@@ -55,8 +63,11 @@ def _alternatives(config: Config, layout: Layout) -> Iterator[tuple[str, Config,
     if micro > 1:
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
-    yield "parallel.sequence=true", changed("parallel", sequence=True), world
-    yield "optimizer.zero=1", changed("optimizer", zero=1), world
-    yield "precision.mode=mixed", changed("precision", mode="mixed"), world
+    if tensor > 1 and not layout.sequence:
+        yield "parallel.sequence=true", changed("parallel", sequence=True), world
+    if layout.data > 1 and not config.optimizer.zero:
+        yield "optimizer.zero=1", changed("optimizer", zero=1), world
+    if config.precision.resolved(accelerator).parameter == "float32":
+        yield "precision.mode=mixed", changed("precision", mode="mixed"), world
     yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
     yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

@@ -358,8 +358,9 @@ class Reporter:
     def _memory_text(self) -> str:
         assert self.memory is not None
         parts = ", ".join(f"{name} {units.size(size)}" for name, size in self.memory.rows() if size)
-        text = f"{units.size(self.memory.total)} expected on each rank, beside Python and torch: {parts}"
-        return f"{text}; activations are not known" if isinstance(self.memory, StateMemory) else text
+        if isinstance(self.memory, StateMemory):
+            return f"{parts} on each rank; activations are not known for a model of your own"
+        return f"{units.size(self.memory.total)} expected on each rank, beside Python and torch: {parts}"
 
 
 class _Progress:
