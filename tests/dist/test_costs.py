@@ -16,40 +16,85 @@ RANKS = 4
 EVAL_BATCHES = 2
 STATE_BYTES = {"float32": 8, "mixed": 12, "bfloat16": 4}
 
-# (TP, sequence parallelism, ZeRO, key/value heads, precision, more): every two values meet in some row.
-CASES: list[tuple[int, bool, int, int, str, dict[str, Any]]] = [
-    (1, False, 0, 1, "float32", {}),
-    (1, False, 1, 2, "mixed", {}),
-    (1, True, 1, 1, "float32", {"optimizer": {"bucket_mib": 0.02}}),
-    (2, False, 0, 2, "mixed", {}),
-    (2, True, 1, 1, "mixed", {"model": {"attention_bias": True, "mlp_bias": True}}),
-    (2, True, 0, 2, "float32", {"train": {"micro_batch": 1}}),
-    (2, False, 1, 1, "float32", {"model": {"tie_word_embeddings": True}}),
-    (4, False, 1, 1, "mixed", {}),
-    (4, True, 0, 1, "float32", {"model": {"attention_bias": True}}),
-    (4, True, 1, 2, "float32", {"model": {"tie_word_embeddings": True, "mlp_bias": True}}),
-    (4, False, 0, 2, "mixed", {}),
-    (2, True, 1, 2, "bfloat16", {"optimizer": {"bucket_mib": 0.02}}),
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,  # odd: the vocabulary is padded at every degree
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "shared": {"family": "llama", "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "gpt": {"family": "gpt"},
+    "untied": {"family": "gpt", "tie_word_embeddings": False},
+    "neox": {"family": "gpt_neox"},
+    "serial": {"family": "gpt_neox", "use_parallel_residual": False, "attention_bias": False},
+    "bert": {"family": "bert"},
+}
+DROPOUT: dict[str, tuple[str, ...]] = {
+    "llama": ("attention_dropout",),
+    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
+    "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
+
+Case = tuple[str, int, bool, int, str, str, str, str | None]
+# (model, TP, sequence parallelism, ZeRO, precision, recompute, optimizer, dropout): every two values meet in some row.
+CASES: list[Case] = [
+    ("llama", 1, False, 0, "mixed", "none", "adamw", None),
+    ("llama", 2, False, 0, "float32", "full", "adamw", "invariant"),
+    ("llama", 4, True, 1, "float32", "selective", "lamb", "fast"),
+    ("shared", 1, False, 0, "float32", "selective", "adamw", "fast"),
+    ("shared", 2, False, 0, "float32", "none", "lamb", None),
+    ("shared", 2, True, 1, "bfloat16", "none", "adamw", None),
+    ("shared", 4, True, 1, "mixed", "full", "adamw", "invariant"),
+    ("gpt", 1, False, 0, "float32", "selective", "adamw", "invariant"),
+    ("gpt", 2, False, 0, "float32", "full", "adamw", "fast"),
+    ("gpt", 2, True, 1, "float32", "full", "adamw", None),
+    ("gpt", 4, True, 1, "mixed", "none", "lamb", None),
+    ("untied", 1, True, 1, "float32", "selective", "lamb", None),
+    ("untied", 2, False, 0, "mixed", "none", "adamw", "invariant"),
+    ("untied", 2, True, 1, "float32", "full", "lamb", "fast"),
+    ("untied", 4, False, 0, "float32", "full", "adamw", "fast"),
+    ("neox", 1, False, 0, "mixed", "full", "adamw", "invariant"),
+    ("neox", 2, True, 1, "float32", "none", "lamb", "fast"),
+    ("neox", 2, True, 1, "float32", "full", "adamw", None),
+    ("neox", 4, False, 0, "float32", "selective", "adamw", None),
+    ("neox", 4, True, 1, "float32", "full", "adamw", "invariant"),
+    ("serial", 1, True, 1, "mixed", "none", "adamw", "fast"),
+    ("serial", 2, False, 0, "float32", "full", "adamw", None),
+    ("serial", 4, False, 0, "float32", "selective", "lamb", "invariant"),
+    ("bert", 1, False, 1, "float32", "full", "lamb", None),
+    ("bert", 2, True, 0, "mixed", "selective", "adamw", "fast"),
+    ("bert", 2, True, 1, "float32", "full", "adamw", "fast"),
+    ("bert", 4, True, 1, "float32", "full", "lamb", None),
+    ("bert", 4, False, 0, "float32", "none", "adamw", "invariant"),
 ]
 
 
-def case_config(case: tuple[int, bool, int, int, str, dict[str, Any]]) -> Config:
-    tensor, sequence, zero, kv_heads, mode, more = case
-    chosen: dict[str, dict[str, Any]] = {
-        "model": {"num_key_value_heads": kv_heads, "num_hidden_layers": 2},
-        "parallel": {"tensor": tensor, "sequence": sequence},
-        "train": {"eval_batches": EVAL_BATCHES},
-        "optimizer": {"zero": zero},
-        "precision": {"mode": mode},
-    }
-    for section, values in more.items():
-        chosen[section] = chosen[section] | values
-    return make_config(**chosen)
+def case_config(case: Case) -> Config:
+    model, tensor, sequence, zero, mode, recompute, optimizer, dropout = case
+    p = dict.fromkeys(DROPOUT[MODELS[model]["family"]], 0.1 if dropout else 0.0)
+    return make_config(
+        model=SIZES | MODELS[model] | p,
+        parallel={"tensor": tensor, "sequence": sequence},
+        train={
+            "eval_batches": EVAL_BATCHES,
+            "recompute": recompute,
+            "dropout_mode": dropout or "fast",
+            "micro_batch": tensor,  # two micro-batches a step
+        },
+        # Several buckets, but for models that are cut in four: one.
+        optimizer={"zero": zero, "name": optimizer, "bucket_mib": 25.0 if tensor == 4 else 0.02},
+        precision={"mode": mode},
+    )
 
 
-def name(case: tuple[int, bool, int, int, str, dict[str, Any]]) -> str:
-    tensor, sequence, zero, kv_heads, mode, _ = case
-    return f"tp{tensor}{'-sp' if sequence else ''}-zero{zero}-kv{kv_heads}-{mode}"
+def name(case: Case) -> str:
+    model, tensor, sequence, zero, mode, recompute, optimizer, dropout = case
+    return f"{model}-tp{tensor}{'-sp' if sequence else ''}-zero{zero}-{mode}-{recompute}-{optimizer}-{dropout}"
 
 
 @dataclass
@@ -81,8 +126,9 @@ def count(mesh: Mesh) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]
 
 def measure(config: Config) -> Measured:
     mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
-    data = make_data(config.model.vocab_size)
-    data = replace(data, eval_tokens=data.train_tokens)
+    data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
+    sentences = dict.fromkeys(data.sentences, data.sentences["train"]) if data.sentences else data.sentences
+    data = replace(data, eval_tokens=data.train_tokens, sentences=sentences)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
     trainer.step()
     count(mesh)
@@ -115,24 +161,27 @@ def compare(
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
-def test_costs_are_what_happens(case: tuple[int, bool, int, int, str, dict[str, Any]], ranks: Any) -> None:
+def test_costs_are_what_happens(case: Case, ranks: Any) -> None:
     config = case_config(case)
     layout = config.check(RANKS)
-    memory = expected_memory(config, layout)
+    memory, evaluated = expected_memory(config, layout), bytes_per_evaluation_batch(config, layout)
+    assert memory is not None
+    assert evaluated is not None
     everyone: list[Measured] = ranks(RANKS).run(measure, config)
     for rank, found in enumerate(everyone):
-        compare(
-            found.step, bytes_per_step(config, layout, data_rank=found.data_rank), found.calls, f"step, rank {rank}"
-        )
-        evaluation = {key: EVAL_BATCHES * sent for key, sent in bytes_per_evaluation_batch(config, layout).items()}
-        if layout.data > 1:  # at the end the sum of losses and the number of targets, in float64
-            key = ("dp", "all_reduce")
-            evaluation[key] = evaluation.get(key, 0.0) + 2 * 16 * (layout.data - 1) / layout.data
+        step = bytes_per_step(config, layout, data_rank=found.data_rank)
+        assert step is not None
+        compare(found.step, step, found.calls, f"step, rank {rank}")
+        evaluation = {key: EVAL_BATCHES * sent for key, sent in evaluated.items()}
+        if layout.data > 1:  # at the end each objective's sum of losses and number of targets, in float64
+            key, size = ("dp", "all_reduce"), 2 * 8 * len(config.model.objectives)
+            evaluation[key] = evaluation.get(key, 0.0) + 2 * size * (layout.data - 1) / layout.data
         compare(found.evaluation, evaluation, found.calls, f"evaluation, rank {rank}")
         assert (found.parameters, found.gradients) == (memory.parameters, memory.gradients)
         assert found.optimizer == memory.optimizer, f"rank {rank} holds other optimizer state than cost has"
     mode, local = config.precision.mode, local_parameter_count(config.model, layout.tensor)
     assert mode is not None
+    assert local is not None
     sharers = layout.data if config.optimizer.zero else 1
     for tensor_rank in range(layout.tensor):
         replica = everyone[tensor_rank :: layout.tensor][:sharers]
@@ -141,7 +190,10 @@ def test_costs_are_what_happens(case: tuple[int, bool, int, int, str, dict[str, 
 
 
 def test_pairs_are_covered() -> None:
-    values = [(1, 2, 4), (False, True), (0, 1), (1, 2), ("float32", "mixed")]
+    values = [
+        tuple(MODELS), (1, 2, 4), (False, True), (0, 1), ("float32", "mixed"), ("none", "selective", "full"),
+        ("adamw", "lamb"), (None, "fast", "invariant"),
+    ]  # fmt: skip
     for first in range(len(values)):
         for second in range(first):
             met = {(case[first], case[second]) for case in CASES}

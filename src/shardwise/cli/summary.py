@@ -5,23 +5,28 @@ from __future__ import annotations
 from shardwise import cost, units
 from shardwise.config import Config, Layout, dump_yaml
 
+_UNKNOWN = "not known for a model of your own"
+
+_Rows = list[tuple[str, str]]
+
 
 def dry_run(recipe: str, config: Config, layout: Layout, device: str, accelerator: bool) -> str:
     """The resolved configuration as YAML, what follows from it as comments: the whole can be saved as a recipe."""
     rows = [
         *_work(config, layout, device, accelerator),
+        *_compute(config),
+        *_dropout(config, layout, accelerator),
         *_needs(config, layout, accelerator),
     ]
     comments = "\n".join(f"# {name:<14} {value}" for name, value in rows)
     return f"# {recipe}, as resolved; nothing was started\n{dump_yaml(config.model_dump())}\n{comments}"
 
 
-def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> list[tuple[str, str]]:
+def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
     parameters = cost.parameter_count(config.model)
     local = cost.local_parameter_count(config.model, layout.tensor)
-    token_flops = cost.flops_per_token(config.model, train.sequence_length)
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
     return [
@@ -38,24 +43,74 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> lis
         ),
         ("steps", f"{train.steps:,}{stop}"),
         ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),
-        ("parameters", f"{units.count(parameters)} ({parameters:,}), {units.count(local)} held by each rank"),
+        (
+            "parameters",
+            _UNKNOWN
+            if parameters is None or local is None
+            else f"{units.count(parameters)} ({parameters:,}), {units.count(local)} held by each rank",
+        ),
         (
             "precision",
             f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
             f"optimizer {precision.optimizer}",
         ),
+        ("optimizer", _optimizer(config)),
+    ]
+
+
+def _optimizer(config: Config) -> str:
+    if config.optimizer.name == "adamw":
+        return "AdamW"
+    tensors = cost.canonical_tensor_count(config.model)
+    each = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
+    return f"LAMB: the ranks agree on two norms of {each}, whole whatever the layout"
+
+
+def _compute(config: Config) -> _Rows:
+    train = config.train
+    token_flops = cost.flops_per_token(config.model, train.sequence_length, cost.predictions(config))
+    again = cost.recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
+    if token_flops is None or again is None:
+        return [("compute", _UNKNOWN)]
+    tokens = train.global_batch * train.sequence_length * train.steps
+    rows = [
+        ("compute", f"{units.count(token_flops)} FLOPs per token, {units.count(token_flops * tokens)} FLOPs in all"),
+    ]
+    if train.recompute != "none":
+        what = "the attention core" if train.recompute == "selective" else "each block"
+        share = again / token_flops
+        rows.append(("recompute", f"{what}: {units.count(again)} FLOPs per token more ({share:+.1%})"))
+    return rows
+
+
+def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
+    """The price of masks that no layout changes, where there are any."""
+    masks = cost.invariant_dropout(config, layout, accelerator)
+    if masks is None or config.train.dropout_mode != "invariant" or not config.model.has_dropout:
+        return []
+    fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
+    totals = [cost.expected_memory(chosen, layout, accelerator) for chosen in (config, fast)]
+    more = totals[0].total - totals[1].total if totals[0] and totals[1] else 0
+    return [
         (
-            "compute",
-            f"{units.count(token_flops)} FLOPs per token, "
-            f"{units.count(token_flops * step_tokens * train.steps)} FLOPs in all",
+            "dropout",
+            f"layout-invariant: {units.size(masks.bytes_held)} of attention probabilities and masks on each rank; "
+            f"its peak is {units.size(more)} above that of fast dropout",
+        ),
+        (
+            "  time",
+            f"{units.count(masks.elements_hashed)} elements of masks hashed by each rank per step"
+            + ("; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""),
         ),
     ]
 
 
-def _needs(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
+def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     memory = cost.expected_memory(config, layout, accelerator)
     wire = cost.bytes_per_step(config, layout, accelerator)
     weights = cost.final_weights_bytes(config, accelerator)
+    if memory is None or wire is None or weights is None:
+        return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
     rows = [("memory", f"{units.size(memory.total)} expected on each rank, beside Python and torch")]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
     rows.append(("disk", f"{units.size(weights)} for the final weights"))

@@ -1,8 +1,11 @@
 """Closed forms of what a run needs: parameters, FLOPs, bytes of state and bytes on the wire, each from one place.
 
-Planner, training and tests call these functions; none of them imports torch or measures anything.
+Planner, training and tests call these functions; none of them imports torch or measures anything. Of a model of your
+own nothing is known before it is built: there they return None.
 """
 
+from shardwise.cost.activations import DropoutMasks
+from shardwise.cost.case import predictions
 from shardwise.cost.comm import (
     Transfer,
     bytes_per_evaluation_batch,
@@ -10,22 +13,27 @@ from shardwise.cost.comm import (
     evaluation_transfers,
     step_transfers,
 )
-from shardwise.cost.flops import flops_per_token, model_flops_utilization
-from shardwise.cost.memory import MemoryEstimate, expected_memory, final_weights_bytes
-from shardwise.cost.params import local_parameter_count, matmul_parameter_count, parameter_count
+from shardwise.cost.flops import flops_per_token, model_flops_utilization, recomputed_flops_per_token
+from shardwise.cost.memory import MemoryEstimate, expected_memory, final_weights_bytes, invariant_dropout
+from shardwise.cost.params import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
 
 __all__ = [
+    "DropoutMasks",
     "MemoryEstimate",
     "Transfer",
     "bytes_per_evaluation_batch",
     "bytes_per_step",
+    "canonical_tensor_count",
     "evaluation_transfers",
     "expected_memory",
     "final_weights_bytes",
     "flops_per_token",
+    "invariant_dropout",
     "local_parameter_count",
     "matmul_parameter_count",
     "model_flops_utilization",
     "parameter_count",
+    "predictions",
+    "recomputed_flops_per_token",
     "step_transfers",
 ]

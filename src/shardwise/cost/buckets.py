@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.config import Config, Layout
+from shardwise.cost.case import Case
 from shardwise.cost.params import DTYPE_BYTES, LocalParameter, local_parameters
 
 ALIGNMENT = 32
@@ -31,15 +31,16 @@ class BucketShape:
         )
 
 
-def bucket_shapes(config: Config, layout: Layout, accelerator: bool = False) -> list[BucketShape]:
+def bucket_shapes(case: Case) -> list[BucketShape]:
     """Buckets of at most `optimizer.bucket_mib` of gradients, matrices (which decay) apart from vectors.
 
     Filled from the last parameter to the first; a larger parameter has a bucket to itself.
     """
-    cap = config.optimizer.bucket_mib * _MIB
-    gradient = DTYPE_BYTES[config.precision.resolved(accelerator).gradient]
-    slices = layout.data if config.optimizer.zero else 1
-    stored = list(local_parameters(config.model, layout.tensor, layout.sequence))
+    optimizer, layout = case.config.optimizer, case.layout
+    cap = optimizer.bucket_mib * _MIB
+    gradient = DTYPE_BYTES[case.precision.gradient]
+    slices = layout.data if optimizer.zero else 1
+    stored = list(local_parameters(case.model, layout.tensor, layout.sequence))
     shapes = []
     for matrices in (True, False):
         bucket: list[LocalParameter] = []
@@ -50,11 +51,6 @@ def bucket_shapes(config: Config, layout: Layout, accelerator: bool = False) -> 
             bucket.append(parameter)
         shapes.append(_shape(bucket, slices))
     return shapes
-
-
-def padded_elements(config: Config, layout: Layout, accelerator: bool = False) -> int:
-    """Elements of all buckets of one rank: its parameters and the padding between and after them."""
-    return sum(bucket.elements for bucket in bucket_shapes(config, layout, accelerator))
 
 
 def _shape(parameters: Iterable[LocalParameter], slices: int) -> BucketShape:

@@ -1,20 +1,22 @@
 """Bytes that one rank puts on the wire in an optimizer step, collective by collective.
 
-Legend: S sequence length, B micro batch, H hidden size, L blocks, t tensor-parallel degree, d data-parallel degree. A
-collective over n ranks on a whole tensor of b bytes costs each rank 2·b·(n-1)/n (all-reduce) or b·(n-1)/n (all-gather,
-reduce-scatter): the ring algorithm's volume, whatever the backend really does.
+Legend: see `cost/case.py`. A collective over n ranks on a whole tensor of b bytes costs each rank 2·b·(n-1)/n
+(all-reduce) or b·(n-1)/n (all-gather, reduce-scatter): the ring algorithm's volume, whatever the backend really does.
 
 Axes are named as the groups in `comm.py`: "tp", "dp", "world", and "tp/c" for the c neighbouring ranks that hold the
 same key/value heads.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.config import Config, Layout
+from shardwise.config import BertConfig, Config, GPTNeoXConfig, Layout
 from shardwise.cost.buckets import bucket_shapes
-from shardwise.cost.params import DTYPE_BYTES, LocalWidths
+from shardwise.cost.case import Case
+from shardwise.cost.params import DTYPE_BYTES, local_parameters
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -45,115 +47,200 @@ class Transfer:
         return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
 
 
-def step_transfers(config: Config, layout: Layout, accelerator: bool = False, *, data_rank: int = 0) -> list[Transfer]:
+def step_transfers(
+    config: Config, layout: Layout, accelerator: bool = False, *, data_rank: int = 0
+) -> list[Transfer] | None:
     """Every collective of one optimizer step: forward and backward of all micro-batches, reduction, update, agreement.
 
     Drift checks (`log.drift_every`) come on top in the steps that make them. `accelerator`: whether the run is on one,
     which settles the dtypes where `precision.mode` leaves them open. `data_rank`: with ZeRO, what a rank owns of the
-    gradients that are partial over tensor parallelism depends on its place in data parallelism.
+    gradients that are partial over tensor parallelism depends on its place in data parallelism. None for a model of
+    your own.
     """
-    micro_batches = layout.accumulation(config.train)
-    forward_and_backward = _forward(config, layout, accelerator) + _backward(config, layout, accelerator)
-    transfers = [replace(one, count=one.count * micro_batches) for one in forward_and_backward]
-    transfers += _update(config, layout, accelerator, data_rank)
-    return [one for one in transfers if one.ranks > 1 and one.bytes and one.count]
+    case = Case.of(config, layout, accelerator)
+    if case is None:
+        return None
+    micro_batch = _embedding(case) + _blocks(case) + _head(case) + _backward(case)
+    return _happening(_repeated(case, micro_batch) + _update(case, data_rank))
 
 
-def evaluation_transfers(config: Config, layout: Layout, accelerator: bool = False) -> list[Transfer]:
-    """The collectives of one global batch of evaluation, without the final sum of losses over data parallelism."""
-    micro_batches = layout.accumulation(config.train)
-    transfers = [replace(one, count=one.count * micro_batches) for one in _forward(config, layout, accelerator)]
-    return [one for one in transfers if one.ranks > 1]
+def evaluation_transfers(config: Config, layout: Layout, accelerator: bool = False) -> list[Transfer] | None:
+    """The collectives of one global batch of evaluation, without the final sum of losses over data parallelism.
+
+    None for a model of your own.
+    """
+    case = Case.of(config, layout, accelerator)
+    if case is None:
+        return None
+    return _happening(_repeated(case, _embedding(case) + _blocks(case) + _head(case)))
 
 
 def bytes_per_step(
     config: Config, layout: Layout, accelerator: bool = False, *, data_rank: int = 0
-) -> dict[tuple[str, str], float]:
-    """Wire bytes of one rank in one optimizer step, by (axis, kind)."""
+) -> dict[tuple[str, str], float] | None:
+    """Wire bytes of one rank in one optimizer step, by (axis, kind). None for a model of your own."""
     return _sum(step_transfers(config, layout, accelerator, data_rank=data_rank))
 
 
 def bytes_per_evaluation_batch(
     config: Config, layout: Layout, accelerator: bool = False
-) -> dict[tuple[str, str], float]:
-    """Wire bytes of one rank in one global batch of evaluation, by (axis, kind)."""
+) -> dict[tuple[str, str], float] | None:
+    """Wire bytes of one rank in one global batch of evaluation, by (axis, kind). None for a model of your own."""
     return _sum(evaluation_transfers(config, layout, accelerator))
 
 
-def _sum(transfers: list[Transfer]) -> dict[tuple[str, str], float]:
+def _sum(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
+    if transfers is None:
+        return None
     total: dict[tuple[str, str], float] = defaultdict(float)
     for one in transfers:
         total[one.axis, one.kind] += one.wire_bytes
     return dict(total)
 
 
-def _hidden_bytes(config: Config, accelerator: bool) -> int:
-    """Bytes of a whole x_SBH of one micro-batch."""
-    tokens = config.train.sequence_length * config.train.micro_batch
-    return tokens * config.model.hidden_size * DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
+def _repeated(case: Case, transfers: list[Transfer]) -> list[Transfer]:
+    """One micro-batch's transfers in all micro-batches of a global batch."""
+    micro_batches = case.layout.accumulation(case.config.train)
+    return [replace(one, count=one.count * micro_batches) for one in transfers]
 
 
-def _forward(config: Config, layout: Layout, accelerator: bool) -> list[Transfer]:
-    """One micro-batch forward.
+def _happening(transfers: list[Transfer]) -> list[Transfer]:
+    return [one for one in transfers if one.ranks > 1 and one.bytes and one.count]
 
-    A block enters two column-parallel regions (QKV, gate and up) and leaves two row-parallel ones. With sequence
-    parallelism entering gathers and leaving reduce-scatters; without, only leaving communicates. The loss exchanges the
-    largest logit of a token, then the sum of exponentials and the target's logit, in float32.
+
+# ---- one micro-batch
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Collectives of all blocks, by what they are for.
+
+    Attributes:
+        entered, left: column-parallel regions that the blocks enter, and row-parallel ones that they leave, forward.
+        entered_again, left_again: those that full recompute repeats.
     """
-    tensor, blocks = layout.tensor, 2 * config.model.num_hidden_layers
-    hidden = _hidden_bytes(config, accelerator)
-    tokens = config.train.sequence_length * config.train.micro_batch
-    loss = [
-        Transfer("tp", "all_reduce", tensor, _FLOAT32 * tokens, 1, "largest logit of each token"),
-        Transfer("tp", "all_reduce", tensor, 2 * _FLOAT32 * tokens, 1, "sum of exponentials and target logit"),
-    ]
-    if not layout.sequence:
-        return [
-            Transfer("tp", "all_reduce", tensor, hidden, 1, "embedding output"),
-            Transfer("tp", "all_reduce", tensor, hidden, blocks, "outputs of attention and MLP"),
-            *loss,
-        ]
+
+    entered: int
+    left: int
+    entered_again: int
+    left_again: int
+
+    @staticmethod
+    def of(case: Case) -> _Blocks:
+        """Attention and MLP are one region each; GPT-NeoX's parallel residual sums both outputs before it leaves, but
+        not with dropout on each of them.
+
+        Recompute ends with the last tensor that a block saves. Where that is the input of its last matrix product, the
+        sum behind it is not repeated; it is where dropout's mask or BERT's norm comes after it.
+        """
+        model, layers = case.model, case.model.num_hidden_layers
+        joined = isinstance(model, GPTNeoXConfig) and model.use_parallel_residual and not case.drops_hidden
+        left = 1 if joined else 2
+        if case.config.train.recompute != "full":
+            return _Blocks(2 * layers, left * layers, 0, 0)
+        ends_with_sum = not (case.drops_hidden or isinstance(model, BertConfig))
+        return _Blocks(2 * layers, left * layers, 2 * layers, (left - ends_with_sum) * layers)
+
+
+def _hidden_bytes(case: Case) -> int:
+    """Bytes of a whole x_SBH of one micro-batch."""
+    return case.a * case.tokens * case.model.hidden_size
+
+
+def _embedding(case: Case) -> list[Transfer]:
+    kind: Kind = "reduce_scatter" if case.layout.sequence else "all_reduce"
+    return [Transfer("tp", kind, case.layout.tensor, _hidden_bytes(case), 1, "embedding output")]
+
+
+def _blocks(case: Case) -> list[Transfer]:
+    """All blocks forward. With sequence parallelism entering gathers and leaving reduce-scatters; without, only leaving
+    communicates."""
+    blocks = _Blocks.of(case)
+    return _regions(case, blocks.entered, blocks.left, "")
+
+
+def _regions(case: Case, entered: int, left: int, again: str) -> list[Transfer]:
+    tensor, hidden = case.layout.tensor, _hidden_bytes(case)
+    if not case.layout.sequence:
+        return [Transfer("tp", "all_reduce", tensor, hidden, left, f"outputs of attention and MLP{again}")]
     return [
-        Transfer("tp", "reduce_scatter", tensor, hidden, 1, "embedding output"),
-        Transfer("tp", "all_gather", tensor, hidden, blocks, "inputs of attention and MLP"),
-        Transfer("tp", "reduce_scatter", tensor, hidden, blocks, "outputs of attention and MLP"),
-        Transfer("tp", "all_gather", tensor, hidden, 1, "input of the head, in chunks"),
-        *loss,
+        Transfer("tp", "all_gather", tensor, hidden, entered, f"inputs of attention and MLP{again}"),
+        Transfer("tp", "reduce_scatter", tensor, hidden, left, f"outputs of attention and MLP{again}"),
     ]
 
 
-def _backward(config: Config, layout: Layout, accelerator: bool) -> list[Transfer]:
-    """One micro-batch backward: the mirror image of the forward pass, and the gradient of the head's input."""
-    tensor, blocks = layout.tensor, 2 * config.model.num_hidden_layers
-    hidden = _hidden_bytes(config, accelerator)
-    if not layout.sequence:
+def _head(case: Case) -> list[Transfer]:
+    """Head and loss forward.
+
+    The loss exchanges the largest logit of each token that is predicted, then the sum of exponentials and the target's
+    logit, in float32. BERT gathers what its two heads' first layers return, [P·B, H] and [B, H].
+    """
+    tensor, hidden, predicted = case.layout.tensor, _hidden_bytes(case), case.predicted
+    transfers = [
+        Transfer("tp", "all_reduce", tensor, _FLOAT32 * predicted, 1, "largest logit of each token"),
+        Transfer("tp", "all_reduce", tensor, 2 * _FLOAT32 * predicted, 1, "sum of exponentials and target logit"),
+    ]
+    if case.layout.sequence:
+        transfers.append(Transfer("tp", "all_gather", tensor, hidden, 1, "input of the head"))
+    if isinstance(case.model, BertConfig):
+        rows = predicted + case.config.train.micro_batch
+        size = case.a * rows * case.model.hidden_size
+        transfers.append(Transfer("tp", "all_gather", tensor, size, 1, "inputs of the decoder and of the classifier"))
+    return transfers
+
+
+def _backward(case: Case) -> list[Transfer]:
+    """Backward: the mirror image of the forward pass, what full recompute repeats, and gradients of the head's input.
+
+    BERT's decoder sums the gradient of its own input, [P·B, H], and its heads that of theirs, as every head's input.
+    """
+    tensor, hidden, blocks = case.layout.tensor, _hidden_bytes(case), _Blocks.of(case)
+    transfers = _regions(case, blocks.entered_again, blocks.left_again, ", recomputed")
+    if isinstance(case.model, BertConfig):
+        size = case.a * case.predicted * case.model.hidden_size
+        transfers.append(Transfer("tp", "all_reduce", tensor, size, 1, "gradient of the decoder's input"))
+    if not case.layout.sequence:
         return [
+            *transfers,
             Transfer("tp", "all_reduce", tensor, hidden, 1, "gradient of the head's input"),
-            Transfer("tp", "all_reduce", tensor, hidden, blocks, "gradients of the inputs of attention and MLP"),
+            Transfer(
+                "tp", "all_reduce", tensor, hidden, blocks.entered, "gradients of the inputs of attention and MLP"
+            ),
         ]
+    outputs = "gradients of the outputs of attention and MLP"
     return [
-        Transfer("tp", "reduce_scatter", tensor, hidden, 1, "gradient of the head's input, in chunks"),
-        Transfer("tp", "all_gather", tensor, hidden, blocks, "gradients of the outputs of attention and MLP"),
-        Transfer("tp", "reduce_scatter", tensor, hidden, blocks, "gradients of the inputs of attention and MLP"),
+        *transfers,
+        Transfer("tp", "reduce_scatter", tensor, hidden, 1, "gradient of the head's input"),
+        Transfer("tp", "all_gather", tensor, hidden, blocks.left, outputs),
+        Transfer(
+            "tp", "reduce_scatter", tensor, hidden, blocks.entered, "gradients of the inputs of attention and MLP"
+        ),
         Transfer("tp", "all_gather", tensor, hidden, 1, "gradient of the embedding output"),
     ]
 
 
-def _update(config: Config, layout: Layout, accelerator: bool, data_rank: int) -> list[Transfer]:
+# ---- one update
+
+
+def _update(case: Case, data_rank: int) -> list[Transfer]:
     """Once a step: gradients over data parallelism, partial ones over TP, agreement on scalars, parameters back.
 
     Partial gradients are summed after the reduction over data parallelism, in the gradient dtype: each rank exchanges
-    only what its slice holds of them.
+    only what its slice holds of them. LAMB agrees on two norms of each canonical tensor.
     """
-    precision, tensor, data = config.precision.resolved(accelerator), layout.tensor, layout.data
-    buckets = bucket_shapes(config, layout, accelerator)
+    precision, config, layout = case.precision, case.config, case.layout
+    tensor, data, objectives = layout.tensor, layout.data, len(case.model.objectives)
+    buckets = bucket_shapes(case)
     elements = sum(bucket.elements for bucket in buckets)
     gradients = DTYPE_BYTES[precision.reduce] * elements
     transfers = [
-        Transfer("dp", "all_reduce", data, _FLOAT64, 1, "number of counted targets"),
-        Transfer("dp", "all_reduce", data, _FLOAT32, 1, "loss"),
+        Transfer("dp", "all_reduce", data, _FLOAT64 * objectives, 1, "number of counted targets"),
+        Transfer("dp", "all_reduce", data, _FLOAT32 * objectives, 1, "loss"),
         Transfer("world", "all_reduce", layout.world, 2 * _FLOAT32, 1, "squared norms of gradients and parameters"),
     ]
+    if config.optimizer.name == "lamb":
+        size = 2 * _FLOAT32 * sum(one.tensors for one in local_parameters(case.model, 1))
+        transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if config.optimizer.zero:
         parameters = DTYPE_BYTES[precision.parameter] * elements
         transfers += [
@@ -162,7 +249,7 @@ def _update(config: Config, layout: Layout, accelerator: bool, data_rank: int) -
         ]
     else:
         transfers.append(Transfer("dp", "all_reduce", data, gradients, 1, "gradients"))
-    for ranks in sorted({tensor, LocalWidths.of(config.model, tensor).key_value_copies}):
+    for ranks in sorted({tensor, case.local.key_value_copies}):
         partial = sum(bucket.partial(ranks, data_rank) for bucket in buckets) if ranks > 1 else 0
         axis = "tp" if ranks == tensor else f"tp/{ranks}"
         size = DTYPE_BYTES[precision.gradient] * partial

@@ -1,15 +1,17 @@
 """Bytes that one rank needs at its peak, and bytes of the weights that a run leaves on disk.
 
-Legend: S sequence length, B micro batch, T = S·B tokens, H hidden size, F intermediate size, V vocabulary, L blocks,
-h heads, q = h · head_dim, kv = key/value heads · head_dim, t tensor-parallel degree, s = t under sequence parallelism,
-else 1, d data-parallel degree, a bytes of an activation (those of a parameter).
+Legend: see `cost/case.py`.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shardwise.config import Config, Layout
-from shardwise.cost.buckets import bucket_shapes, padded_elements
-from shardwise.cost.params import DTYPE_BYTES, LocalWidths, parameter_count
+from shardwise.config import BertConfig, Config, Layout, LlamaConfig
+from shardwise.cost.activations import DropoutMasks, block_stack, invariant_masks, layer_norm_bytes, rms_norm_bytes
+from shardwise.cost.buckets import bucket_shapes
+from shardwise.cost.case import Case
+from shardwise.cost.params import DTYPE_BYTES, parameter_count
 
 LOSS_CHUNK_ELEMENTS_CPU = 2**21
 """Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
@@ -31,11 +33,12 @@ class MemoryEstimate:
     Attributes:
         parameters: the local shards, with the padding of the vocabulary and of the flat buckets they lie in.
         gradients: one for each of these elements, in the gradient dtype.
-        optimizer: AdamW's two moments, and a master where the optimizer's dtype is not the parameters'; 1/d with ZeRO.
-        activations: what the backward pass of one micro-batch keeps.
+        optimizer: AdamW's or LAMB's two moments, and a master where the optimizer's dtype is not the parameters'; 1/d
+        with ZeRO.
+        activations: what one micro-batch keeps for its backward pass.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
-        buffers: rotary tables, and what the backward pass works in or the reduction sends from, as far as it does not
-        fit into memory that others have left by then.
+        buffers: rotary tables, and what the backward pass computes again and works in, or the reduction sends from, as
+        far as it does not fit into memory that others have left by then.
     """
 
     parameters: int
@@ -54,26 +57,32 @@ class MemoryEstimate:
         return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
-def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -> MemoryEstimate:
-    """Peak bytes per rank of training `config` without recompute, eagerly executed."""
-    precision = config.precision.resolved(accelerator)
-    elements = padded_elements(config, layout, accelerator)
+def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -> MemoryEstimate | None:
+    """Peak bytes per rank of training `config`, eagerly executed. None for a model of your own."""
+    case = Case.of(config, layout, accelerator)
+    if case is None:
+        return None
+    elements = sum(bucket.elements for bucket in bucket_shapes(case))
     shard = elements // layout.data if config.optimizer.zero else elements
-    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
-    activations, loss = _activations(config, layout, accelerator), _loss(config, layout, accelerator)
+    moments_and_master = 2 if case.precision.parameter == case.precision.optimizer else 3
+    blocks, loss = block_stack(case), _loss(case)
+    embedding, last = _embedding_activations(case), _last_activations(case)
+    activations = blocks.kept + embedding + last
+    later = max(blocks.peak + embedding, _table_gradient(case), _reduction(case))
     return MemoryEstimate(
-        parameters=elements * DTYPE_BYTES[precision.parameter],
-        gradients=elements * DTYPE_BYTES[precision.gradient],
-        optimizer=moments_and_master * shard * DTYPE_BYTES[precision.optimizer],
+        parameters=elements * DTYPE_BYTES[case.precision.parameter],
+        gradients=elements * DTYPE_BYTES[case.precision.gradient],
+        optimizer=moments_and_master * shard * DTYPE_BYTES[case.precision.optimizer],
         activations=activations,
         loss=loss,
-        buffers=_rotary_tables(config, accelerator)
-        + max(
-            _backward_working_set(config, layout, accelerator) - loss,
-            _reduction(config, layout, accelerator) - activations - loss,
-            0,
-        ),
+        buffers=_rotary_tables(case) + max(later - activations - loss, 0),
     )
+
+
+def invariant_dropout(config: Config, layout: Layout, accelerator: bool = False) -> DropoutMasks | None:
+    """What the masks of `train.dropout_mode: invariant` cost one rank. None for a model of your own."""
+    case = Case.of(config, layout, accelerator)
+    return None if case is None else invariant_masks(case)
 
 
 def loss_chunk_elements(rows: int, accelerator: bool) -> int:
@@ -82,91 +91,78 @@ def loss_chunk_elements(rows: int, accelerator: bool) -> int:
     return max(limit, LOSS_CHUNK_TOKENS * rows)
 
 
-def final_weights_bytes(config: Config, accelerator: bool = False) -> int:
-    """Disk that the final Hugging Face folder's weights take, in the dtype that the model computes in."""
-    return parameter_count(config.model) * DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
+def final_weights_bytes(config: Config, accelerator: bool = False) -> int | None:
+    """Disk that the final Hugging Face folder's weights take, in the dtype that the model computes in.
 
-
-def _activations(config: Config, layout: Layout, accelerator: bool) -> int:
-    """What autograd saves of one micro-batch: L blocks, and the final norm with its output.
-
-    A block's terms, in order:
-
-    | saved                                         | elements            |
-    |-----------------------------------------------|---------------------|
-    | input of the attention norm, its 1/rms        | T·H/s, T/s float32  |
-    | input of QKV (gathered, or the norm's output) | T·H                 |
-    | QKV output: the values are a view of it       | T·(q + 2kv)/t       |
-    | queries and keys after rotation               | T·(q + kv)/t        |
-    | attention output, which is o_proj's input     | T·q/t               |
-    | its log-sum-exp                               | T·h/t float32       |
-    | input of the MLP norm, its 1/rms              | T·H/s, T/s float32  |
-    | input of gate and up                          | T·H                 |
-    | gate and up                                   | T·2F/t              |
-    | silu(gate)                                    | T·F/t               |
-    | silu(gate)·up, which is down_proj's input     | T·F/t               |
-
-    RMSNorm saves its input as it is. In bfloat16 on a CPU it is made of single operations that save its input and the
-    normalised input, both in float32. A key/value projection that is replicated beyond its heads has kv/t = head_dim.
+    None for a model of your own.
     """
-    model, dtype = config.model, config.precision.resolved(accelerator).parameter
-    local, a = LocalWidths.of(model, layout.tensor), DTYPE_BYTES[dtype]
-    tokens = config.train.sequence_length * config.train.micro_batch
-    tokens_between = tokens // (layout.tensor if layout.sequence else 1)
-    norm = tokens_between * (model.hidden_size * (a if accelerator or a == _FLOAT32 else 2 * _FLOAT32) + _FLOAT32)
-    heads = model.num_attention_heads // layout.tensor
-    attention = model.hidden_size + (local.query + 2 * local.key_value) + (local.query + local.key_value) + local.query
-    mlp = model.hidden_size + 4 * local.intermediate
-    block = 2 * norm + tokens * (a * (attention + mlp) + _FLOAT32 * heads)
-    return model.num_hidden_layers * block + norm + a * tokens_between * model.hidden_size
+    parameters = parameter_count(config.model)
+    if parameters is None:
+        return None
+    return parameters * DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
 
 
-def _loss(config: Config, layout: Layout, accelerator: bool) -> int:
-    """Head and loss: dW in float32 [V/t, H], dx [T/s, H], and a chunk's logits and gathered input with its gradient.
+def _embedding_activations(case: Case) -> int:
+    """What the embedding saves: the mask of its dropout, one byte each, and BERT's norm."""
+    mask = case.tokens_between * case.model.hidden_size if case.model.embedding_dropout_p else 0
+    return mask + (layer_norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
+
+
+def _last_activations(case: Case) -> int:
+    """What the blocks' output is while the loss is made: the last norm with its output, or BERT's x, gathered."""
+    match case.model:
+        case BertConfig():
+            return case.a * case.tokens * case.model.hidden_size
+        case LlamaConfig():
+            norm = rms_norm_bytes(case)
+        case _:
+            norm = layer_norm_bytes(case)
+    return norm + case.a * case.tokens_between * case.model.hidden_size
+
+
+def _loss(case: Case) -> int:
+    """Head and loss: dW in float32 [V/t, H], the gradient of their input, and a chunk's logits and gathered input.
 
     A chunk's logits are float32; in bfloat16 the matrix product's own output and the gradient handed to the next one
-    stand beside them.
+    stand beside them. BERT's masked-token head takes P·B rows, and keeps the input of its transform, of its activation
+    and of its norm, and the output of that.
     """
-    a = DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
-    hidden, rows = config.model.hidden_size, LocalWidths.of(config.model, layout.tensor).vocabulary
-    tokens = config.train.sequence_length * config.train.micro_batch
-    limit = loss_chunk_elements(rows, accelerator)
-    tokens_a_row = config.train.micro_batch * (layout.tensor if layout.sequence else 1)
-    chunk = min(tokens, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
+    a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
+    limit = loss_chunk_elements(rows, case.accelerator)
+    is_bert = isinstance(case.model, BertConfig)
+    scattered = case.layout.sequence and not is_bert
+    tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
+    chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + 2 * a
-    input_gradient = a * tokens // (layout.tensor if layout.sequence else 1) * hidden
-    return _FLOAT32 * rows * hidden + input_gradient + chunk * (rows * per_logit + 2 * a * hidden)
+    gradient = a * hidden * (case.tokens_between if not is_bert else case.predicted)
+    head = 4 * a * hidden * case.predicted if is_bert else 0
+    return _FLOAT32 * rows * hidden + gradient + chunk * (rows * per_logit + 2 * a * hidden) + head
 
 
-def _rotary_tables(config: Config, accelerator: bool) -> int:
-    """Cosines and sines, [S, head_dim / 2] each."""
-    dtype = config.precision.resolved(accelerator).parameter
-    return DTYPE_BYTES[dtype] * config.train.sequence_length * config.model.head_dim
+def _rotary_tables(case: Case) -> int:
+    """Cosines and sines, [S, rotary dimensions / 2] each."""
+    return case.a * case.config.train.sequence_length * case.model.rotary_dim
 
 
-def _backward_working_set(config: Config, layout: Layout, accelerator: bool) -> int:
-    """What a block's backward pass holds beyond what was saved; the loss's memory is free by then.
-
-    The largest weight's gradient before it is added up, the gradient of the MLP's input, and those of gate and up,
-    apart and joined, less what was saved for them and is free by then: T·(H + 2F/t).
-    """
-    model, local = config.model, LocalWidths.of(config.model, layout.tensor)
-    tokens = config.train.sequence_length * config.train.micro_batch
-    largest = max(local.vocabulary, 2 * local.intermediate, local.query + 2 * local.key_value) * model.hidden_size
-    elements = largest + tokens * (2 * local.intermediate + model.hidden_size)
-    return DTYPE_BYTES[config.precision.resolved(accelerator).parameter] * elements
+def _table_gradient(case: Case) -> int:
+    """The embedding's gradient before it is added up, and that of its output; all else is free by then."""
+    return (
+        case.gradient_bytes(case.local.vocabulary * case.model.hidden_size)
+        + case.a * case.tokens * case.model.hidden_size
+    )
 
 
-def _reduction(config: Config, layout: Layout, accelerator: bool) -> int:
+def _reduction(case: Case) -> int:
     """Copies of gradients on their way over data parallelism; activations and loss are free by then.
 
     Two neighbouring buckets may be under way at once. A copy is made where gradients are reduced in another dtype, and
     on a CPU one for the slices that arrive, which are summed there.
     """
-    precision = config.precision.resolved(accelerator)
-    if layout.data == 1:
+    precision = case.precision
+    if case.layout.data == 1:
         return 0
-    sizes = [bucket.elements for bucket in bucket_shapes(config, layout, accelerator)]
+    sizes = [bucket.elements for bucket in bucket_shapes(case)]
     under_way = max(a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True))
-    copies = int(precision.reduce != precision.gradient) + int(not accelerator and config.optimizer.zero == 1)
+    sums_slices = not case.accelerator and case.config.optimizer.zero == 1
+    copies = int(precision.reduce != precision.gradient) + int(sums_slices)
     return copies * under_way * DTYPE_BYTES[precision.reduce]

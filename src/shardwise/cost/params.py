@@ -1,15 +1,29 @@
-"""How many numbers a Llama has: whole, and parameter by parameter on one rank.
+"""How many numbers a model has: whole, and parameter by parameter on one rank.
 
 Legend: V vocabulary, H hidden size, F intermediate size, L blocks, q = heads · head_dim, kv = key/value heads ·
 head_dim, t tensor-parallel degree.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from shardwise.config import ModelConfig
+from shardwise.config import (
+    BertConfig,
+    FamilyConfig,
+    GPTConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    ModelConfig,
+    OwnConfig,
+)
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+Per = Literal["token", "prediction", "sequence"]
+"""What is multiplied with a matrix: each token in the blocks, each one predicted in the head, or one of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +45,7 @@ class LocalWidths:
     key_value_copies: int
 
     @staticmethod
-    def of(model: ModelConfig, tensor: int) -> "LocalWidths":
+    def of(model: FamilyConfig, tensor: int) -> LocalWidths:
         return LocalWidths(
             vocabulary=-(-model.vocab_size // tensor),
             query=model.num_attention_heads * model.head_dim // tensor,
@@ -47,63 +61,202 @@ class LocalParameter:
 
     Attributes:
         elements: stored here, padding included. matrix: its canonical tensors are matrices, so that it decays.
+        tensors: canonical tensors that it holds a part of.
+        per: what it is multiplied with; None: it is a vector, or a table that is only looked up.
         partial_from: the elements from here to the end have a gradient that is still to be summed over `partial_over`
         ranks (1: none has).
     """
 
     elements: int
     matrix: bool = True
+    tensors: int = 1
+    per: Per | None = None
     partial_from: int = 0
     partial_over: int = 1
 
 
-def local_parameters(model: ModelConfig, tensor: int, sequence: bool = False) -> Iterator[LocalParameter]:
-    """What one of t ranks stores, in the order of the model's parameters.
-
-    Partial are, under sequence parallelism, what is replicated between the cut layers (norms and the biases of
-    row-parallel layers), and key/value projections of which several ranks hold a copy.
-    """
-    hidden, local = model.hidden_size, LocalWidths.of(model, tensor)
-    replicated = LocalParameter(hidden, matrix=False, partial_over=tensor if sequence else 1)
-    qkv = local.query + 2 * local.key_value
-    table = LocalParameter(local.vocabulary * hidden)
-    yield table
-    for _ in range(model.num_hidden_layers):
-        yield replicated
-        yield LocalParameter(qkv * hidden, True, local.query * hidden, local.key_value_copies)
-        if model.attention_bias:
-            yield LocalParameter(qkv, False, local.query, local.key_value_copies)
-        yield LocalParameter(hidden * local.query)
-        if model.attention_bias:
-            yield replicated
-        yield replicated
-        yield LocalParameter(2 * local.intermediate * hidden)
-        if model.mlp_bias:
-            yield LocalParameter(2 * local.intermediate, matrix=False)
-        yield LocalParameter(hidden * local.intermediate)
-        if model.mlp_bias:
-            yield replicated
-    yield replicated
-    if not model.tie_word_embeddings:
-        yield table
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the whole model; a tied embedding counts once, padding never.
-
-    Embedding V·H, head V·H unless tied, L blocks of H·(q + 2kv) + q·H + 3·H·F + 2H (norms), final norm H; biases where
-    the model has them.
-    """
+def parameter_count(model: ModelConfig) -> int | None:
+    """Parameters of the whole model; a tied embedding counts once, padding never. None for a model of your own."""
     return local_parameter_count(model, 1)
 
 
-def local_parameter_count(model: ModelConfig, tensor: int) -> int:
-    """Elements that one of t ranks holds: its cuts, what is replicated, and the vocabulary's padding."""
+def local_parameter_count(model: ModelConfig, tensor: int) -> int | None:
+    """Elements that one of t ranks holds: its cuts, what is replicated, and the vocabulary's padding.
+
+    None for a model of your own.
+    """
+    if isinstance(model, OwnConfig):
+        return None
     return sum(parameter.elements for parameter in local_parameters(model, tensor))
 
 
-def matmul_parameter_count(model: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: matrices and the head, tied or not; not the embedding's look-up."""
-    matrices = sum(parameter.elements for parameter in local_parameters(model, 1) if parameter.matrix)
-    look_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    return matrices - look_up
+def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
+    """Parameters in matrix products: those with tokens, with predicted ones, with one of a sequence, or all.
+
+    A head counts whether or not it is tied, a table that is only looked up does not.
+    """
+    wanted = ("token", "prediction", "sequence") if per is None else (per,)
+    return sum(parameter.elements for parameter in local_parameters(model, 1) if parameter.per in wanted)
+
+
+def canonical_tensor_count(model: ModelConfig) -> int | None:
+    """Tensors of the whole model as Hugging Face names them; a tied one counts once. None for a model of your own."""
+    if isinstance(model, OwnConfig):
+        return None
+    return sum(parameter.tensors for parameter in local_parameters(model, 1))
+
+
+def local_parameters(model: FamilyConfig, tensor: int, sequence: bool = False) -> Iterator[LocalParameter]:
+    """What one of t ranks stores, in the order of the model's parameters.
+
+    Partial are, under sequence parallelism, what is replicated between the cut layers (norms, biases of row-parallel
+    layers, tables of positions and token types), and key/value projections of which several ranks hold a copy.
+    """
+    part = _Part(model, LocalWidths.of(model, tensor), tensor, sequence)
+    match model:
+        case LlamaConfig():
+            return _llama(model, part)
+        case GPTConfig():
+            return _gpt(model, part)
+        case GPTNeoXConfig():
+            return _gpt_neox(model, part)
+        case BertConfig():
+            return _bert(model, part)
+
+
+# ---- the families, parameter by parameter
+
+
+def _llama(model: LlamaConfig, part: _Part) -> Iterator[LocalParameter]:
+    """V·H twice unless tied, L blocks of H·(q + 2kv) + q·H + 3·H·F + 2H, and H."""
+    yield part.embedding()
+    for _ in range(model.num_hidden_layers):
+        yield part.vector()  # input_layernorm
+        yield from part.query_key_value(model.attention_bias)
+        yield from part.attention_output(model.attention_bias)
+        yield part.vector()  # post_attention_layernorm
+        yield from part.columns(2 * model.intermediate_size, model.mlp_bias, tensors=2)  # gate_proj and up_proj
+        yield from part.mlp_output(model.mlp_bias)
+    yield part.vector()  # norm
+    yield from part.untied_head()
+
+
+def _gpt(model: GPTConfig, part: _Part) -> Iterator[LocalParameter]:
+    """V·H (twice where untied), positions · H, L blocks of 4H² + 2·H·F + 9H + F, and 2H."""
+    yield part.embedding()  # wte
+    yield part.table(model.max_position_embeddings)  # wpe
+    for _ in range(model.num_hidden_layers):
+        yield from part.layer_norm()  # ln_1
+        yield from part.query_key_value(bias=True, tensors=1)  # c_attn
+        yield from part.attention_output(bias=True)  # attn.c_proj
+        yield from part.layer_norm()  # ln_2
+        yield from part.columns(model.intermediate_size, bias=True)  # c_fc
+        yield from part.mlp_output(bias=True)  # mlp.c_proj
+    yield from part.layer_norm()  # ln_f
+    yield from part.untied_head()
+
+
+def _gpt_neox(model: GPTNeoXConfig, part: _Part) -> Iterator[LocalParameter]:
+    """V·H twice unless tied, L blocks of 4H² + 2·H·F + 9H + F (4H less without attention biases), and 2H."""
+    yield part.embedding()  # embed_in
+    for _ in range(model.num_hidden_layers):
+        yield from part.layer_norm()  # input_layernorm
+        yield from part.layer_norm()  # post_attention_layernorm
+        yield from part.query_key_value(model.attention_bias, tensors=1)
+        yield from part.attention_output(model.attention_bias)  # dense
+        yield from part.columns(model.intermediate_size, bias=True)  # dense_h_to_4h
+        yield from part.mlp_output(bias=True)  # dense_4h_to_h
+    yield from part.layer_norm()  # final_layer_norm
+    yield from part.untied_head()
+
+
+def _bert(model: BertConfig, part: _Part) -> Iterator[LocalParameter]:
+    """(V + positions + token types)·H + 2H, L layers of 4H² + 2·H·F + 9H + F, and the heads' 2H² + 6H + V + 2.
+
+    What follows the heads' first layers lies behind a gather of their outputs: no gradient is partial there.
+    """
+    hidden = model.hidden_size
+    yield part.embedding()
+    yield part.table(model.max_position_embeddings)
+    yield part.table(model.type_vocab_size)
+    yield from part.layer_norm()  # embeddings.LayerNorm
+    for _ in range(model.num_hidden_layers):
+        yield from part.query_key_value(bias=True)
+        yield from part.attention_output(bias=True)
+        yield from part.layer_norm()  # attention.output.LayerNorm
+        yield from part.columns(model.intermediate_size, bias=True)  # intermediate.dense
+        yield from part.mlp_output(bias=True)
+        yield from part.layer_norm()  # output.LayerNorm
+    yield from part.columns(hidden, bias=True, per="sequence")  # pooler.dense
+    yield from part.columns(hidden, bias=True, per="prediction")  # transform.dense
+    yield LocalParameter(hidden, matrix=False)  # transform.LayerNorm
+    yield LocalParameter(hidden, matrix=False)
+    yield LocalParameter(part.local.vocabulary, matrix=False)  # the decoder's bias
+    yield LocalParameter(2 * hidden, per="sequence")  # seq_relationship
+    yield LocalParameter(2, matrix=False)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Makes the parameters of one of t ranks."""
+
+    model: FamilyConfig
+    local: LocalWidths
+    tensor: int
+    sequence: bool
+
+    @property
+    def _between(self) -> int:
+        """Ranks over which a gradient is partial where the parameter is replicated between the cut layers."""
+        return self.tensor if self.sequence else 1
+
+    def embedding(self) -> LocalParameter:
+        """[V/t, H], looked up; a tied one is the head as well."""
+        per: Per | None = "prediction" if self.model.tie_word_embeddings else None
+        return LocalParameter(self.local.vocabulary * self.model.hidden_size, per=per)
+
+    def untied_head(self) -> Iterator[LocalParameter]:
+        """[V/t, H], where the model does not tie it."""
+        if not self.model.tie_word_embeddings:
+            yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction")
+
+    def table(self, rows: int) -> LocalParameter:
+        """[rows, H] on every rank, looked up."""
+        return LocalParameter(rows * self.model.hidden_size, partial_over=self._between)
+
+    def vector(self) -> LocalParameter:
+        """[H] on every rank: a norm's weight or bias, the bias of a row-parallel layer."""
+        return LocalParameter(self.model.hidden_size, matrix=False, partial_over=self._between)
+
+    def layer_norm(self) -> Iterator[LocalParameter]:
+        """Weight and bias."""
+        yield self.vector()
+        yield self.vector()
+
+    def query_key_value(self, bias: bool, tensors: int = 3) -> Iterator[LocalParameter]:
+        """[(q + 2kv)/t, H], and [(q + 2kv)/t] with a bias. Where K/V heads are shared, queries come first."""
+        query, copies = self.local.query, self.local.key_value_copies
+        outputs, hidden = query + 2 * self.local.key_value, self.model.hidden_size
+        yield LocalParameter(outputs * hidden, True, tensors, "token", query * hidden, copies)
+        if bias:
+            yield LocalParameter(outputs, False, tensors, None, query, copies)
+
+    def columns(self, outputs: int, bias: bool, tensors: int = 1, per: Per = "token") -> Iterator[LocalParameter]:
+        """[outputs/t, H], and [outputs/t] with a bias."""
+        outputs //= self.tensor
+        yield LocalParameter(outputs * self.model.hidden_size, tensors=tensors, per=per)
+        if bias:
+            yield LocalParameter(outputs, matrix=False, tensors=tensors)
+
+    def attention_output(self, bias: bool) -> Iterator[LocalParameter]:
+        """[H, q/t], and [H] with a bias."""
+        return self._rows(self.local.query, bias)
+
+    def mlp_output(self, bias: bool) -> Iterator[LocalParameter]:
+        """[H, F/t], and [H] with a bias."""
+        return self._rows(self.local.intermediate, bias)
+
+    def _rows(self, inputs: int, bias: bool) -> Iterator[LocalParameter]:
+        yield LocalParameter(self.model.hidden_size * inputs, per="token")
+        if bias:
+            yield self.vector()

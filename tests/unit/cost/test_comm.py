@@ -1,15 +1,20 @@
 """Bytes on the wire of one rank, against sums made by hand."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from shardwise.comm import Group
 from shardwise.config import Config, Layout, config_from
-from shardwise.cost import Transfer, bytes_per_evaluation_batch, bytes_per_step, step_transfers
-from shardwise.cost.buckets import bucket_shapes, padded_elements
-from shardwise.models import Llama
+from shardwise.cost import Transfer, bytes_per_evaluation_batch, bytes_per_step, evaluation_transfers, step_transfers
+from shardwise.cost.buckets import bucket_shapes
+from shardwise.cost.case import Case
+from shardwise.mesh import Group
+from shardwise.models import build_model
 from shardwise.optim.buckets import Dtypes, make_buckets
 from shardwise.train.build import decay_groups
+from tests.unit.cost.families import MODELS, make_config, section
 
 S, B, H, F, V, L, HEADS, KV_HEADS = 16, 2, 32, 48, 50, 3, 4, 2
 HIDDEN = 4 * S * B * H
@@ -22,24 +27,26 @@ LOSS_AND_COUNT = 4 + 8
 """Bytes of the loss and of the number of counted targets, summed over data parallelism."""
 
 
-def config(*, zero: int = 1, mode: str = "float32", bucket_mib: float = 25.0, **model: object) -> Config:
-    sizes = {
-        "family": "llama",
-        "vocab_size": V,
-        "hidden_size": H,
-        "intermediate_size": F,
-        "num_hidden_layers": L,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-    }
-    return config_from(
-        {
-            "model": sizes | model,
-            "train": {"steps": 1, "global_batch": 8, "micro_batch": B, "sequence_length": S},
-            "optimizer": {"lr": 1e-3, "zero": zero, "bucket_mib": bucket_mib},
-            "precision": {"mode": mode},
-        }
+def config(*, zero: int = 1, mode: str = "float32", bucket_mib: float = 25.0, **model: Any) -> Config:
+    """A Llama with shared key/value heads."""
+    return make_config(
+        section("llama", num_key_value_heads=KV_HEADS, **model),
+        optimizer={"zero": zero, "bucket_mib": bucket_mib},
+        precision={"mode": mode},
     )
+
+
+def sent(config: Config, layout: Layout) -> dict[tuple[str, str], float]:
+    found = bytes_per_step(config, layout)
+    assert found is not None
+    return found
+
+
+def by_tensor(config: Config, layout: Layout) -> dict[str, float]:
+    """Wire bytes of a step over tensor parallelism, by what is sent."""
+    transfers = step_transfers(config, layout)
+    assert transfers is not None
+    return {one.what: one.wire_bytes for one in transfers if one.axis == "tp"}
 
 
 def bucket_elements(t: int, slices: int) -> int:
@@ -79,14 +86,16 @@ def test_row_biases_are_partial_under_sequence_parallelism_only() -> None:
     layout = Layout(2, tensor=2, sequence=True)
     biased = config(attention_bias=True, mlp_bias=True)
     key = ("tp", "all_reduce")
-    assert bytes_per_step(biased, layout)[key] - bytes_per_step(config(), layout)[key] == 4 * 2 * L * H
+    assert sent(biased, layout)[key] - sent(config(), layout)[key] == 4 * 2 * L * H
     plain = Layout(2, tensor=2)
-    assert bytes_per_step(biased, plain)[key] == bytes_per_step(config(), plain)[key]
+    assert sent(biased, plain)[key] == sent(config(), plain)[key]
 
 
 @pytest.mark.parametrize(("kv_heads", "axis"), [(2, "tp/2"), (1, "tp")])
 def test_shared_key_value_heads_are_summed_over_the_ranks_that_hold_them(kv_heads: int, axis: str) -> None:
-    transfers = step_transfers(config(num_key_value_heads=kv_heads), Layout(4, tensor=4))
+    chosen = section("llama", num_key_value_heads=kv_heads)
+    transfers = step_transfers(make_config(chosen), Layout(4, tensor=4))
+    assert transfers is not None
     gradient = 4 * L * 2 * (H // HEADS) * H
     assert [one for one in transfers if one.what == "partial gradients"] == [
         Transfer(axis, "all_reduce", 4 // kv_heads, gradient, 1, "partial gradients")
@@ -100,7 +109,9 @@ def test_the_slices_partial_gradients_add_up(sequence: bool, bucket_mib: float) 
     expected = {"tp/2": 4 * L * 2 * (H // HEADS) * (H + 1)} | ({"tp": 4 * (3 * L + 1) * H} if sequence else {})
     found = dict.fromkeys(expected, 0)
     for rank in range(4):
-        for one in step_transfers(chosen, Layout(16, tensor=4, sequence=sequence), data_rank=rank):
+        transfers = step_transfers(chosen, Layout(16, tensor=4, sequence=sequence), data_rank=rank)
+        assert transfers is not None
+        for one in transfers:
             if one.what == "partial gradients":
                 found[one.axis] += one.bytes
     assert found == expected
@@ -118,34 +129,35 @@ def test_zero_scatters_gradients_and_gathers_parameters(mode: str, gradient: int
 
 
 def test_without_zero_one_all_reduce() -> None:
-    found = bytes_per_step(config(zero=0), Layout(2))
+    found = sent(config(zero=0), Layout(2))
     assert found["dp", "all_reduce"] == 2 * (4 * bucket_elements(1, 1) + LOSS_AND_COUNT) / 2
     assert ("dp", "all_gather") not in found
 
 
 def test_data_parallelism_reduces_the_padded_local_parameters() -> None:
-    found = bytes_per_step(config(), Layout(8, tensor=4))
+    found = sent(config(), Layout(8, tensor=4))
     assert found["dp", "reduce_scatter"] == 4 * bucket_elements(4, 2) / 2
 
 
 @pytest.mark.parametrize(("bucket_mib", "zero"), [(25.0, 1), (0.01, 1), (0.01, 0)])
-@pytest.mark.parametrize("tied", [False, True])
-def test_buckets_are_those_of_the_optimizer(bucket_mib: float, zero: int, tied: bool) -> None:
-    chosen = config(mode="mixed", zero=zero, bucket_mib=bucket_mib, attention_bias=True, tie_word_embeddings=tied)
-    model = Llama(chosen.model, seed=1, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", MODELS)
+def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float, zero: int) -> None:
+    chosen = make_config(section(name), optimizer={"zero": zero, "bucket_mib": bucket_mib}, precision={"mode": "mixed"})
+    model: nn.Module = build_model(chosen, Group(), sequence_parallel=False, dtype=torch.bfloat16)
     made = [
         bucket.numel
         for group in decay_groups(model.parameters(), 0.1)
         for bucket in make_buckets(
-            group["params"],
+            group["params"],  # type: ignore[arg-type]
             Group(),
             bucket_mib * 2**20,
             shard=bool(zero),
             dtypes=Dtypes(torch.float32, torch.float32, torch.float32),
         )
     ]
-    assert [bucket.elements for bucket in bucket_shapes(chosen, Layout(1))] == made
-    assert padded_elements(chosen, Layout(1)) == sum(made)
+    case = Case.of(chosen, Layout(1), False)
+    assert case is not None
+    assert [bucket.elements for bucket in bucket_shapes(case)] == made
 
 
 def test_evaluation_goes_forward_only() -> None:
@@ -155,3 +167,76 @@ def test_evaluation_goes_forward_only() -> None:
         ("tp", "reduce_scatter"): 4 * HIDDEN * (2 * L + 1) / 2,
         ("tp", "all_reduce"): 2 * 4 * STATS / 2,
     }
+
+
+# ---- what the families do otherwise
+
+OUTPUTS, INPUTS = "outputs of attention and MLP", "inputs of attention and MLP"
+SEQUENCE = Layout(2, tensor=2, sequence=True)
+
+
+def test_a_parallel_residual_leaves_once_unless_each_part_is_dropped() -> None:
+    parallel, serial = (by_tensor(make_config(section(name)), SEQUENCE) for name in MODELS if "neox" in name)
+    n = 4  # micro-batches
+    assert parallel[OUTPUTS] == parallel[f"gradients of the {OUTPUTS}"] == n * L * HIDDEN / 2
+    assert parallel[INPUTS] == parallel[f"gradients of the {INPUTS}"] == n * 2 * L * HIDDEN / 2
+    assert serial[OUTPUTS] == serial[INPUTS] == parallel[INPUTS]
+    dropped = by_tensor(make_config(section("gpt_neox", hidden_dropout=0.1)), SEQUENCE)
+    assert dropped[OUTPUTS] == serial[OUTPUTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "left"),
+    [("llama", 0.0, 1), ("llama", 0.1, 1), ("gpt", 0.0, 1), ("gpt", 0.1, 2), ("gpt_neox", 0.0, 0), ("gpt_neox", 0.1, 2),
+     ("gpt_neox, serial, tied", 0.0, 1), ("bert", 0.0, 2), ("bert", 0.1, 2)],
+)  # fmt: skip
+def test_full_recompute_repeats_what_comes_before_the_last_saved_tensor(name: str, p: float, left: int) -> None:
+    """The sum behind the last matrix product only where dropout or a norm follows it."""
+    found = by_tensor(make_config(section(name, p), train={"recompute": "full"}), SEQUENCE)
+    plain = by_tensor(make_config(section(name, p)), SEQUENCE)
+    again = {what: amount for what, amount in found.items() if what not in plain}
+    expected = {f"{INPUTS}, recomputed": 2, f"{OUTPUTS}, recomputed": left}
+    assert again == {what: 4 * times * L * HIDDEN / 2 for what, times in expected.items() if times}
+    assert {what: amount for what, amount in found.items() if what in plain} == plain
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_selective_recompute_repeats_nothing(name: str) -> None:
+    plain, selective = (make_config(section(name), train={"recompute": how}) for how in ("none", "selective"))
+    assert sent(plain, SEQUENCE) == sent(selective, SEQUENCE)
+
+
+def test_berts_heads_see_masked_positions_only() -> None:
+    n, predicted = 4, 5 * B
+    found = by_tensor(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
+    assert found["largest logit of each token"] == n * 4 * predicted
+    assert found["inputs of the decoder and of the classifier"] == n * 4 * (predicted + B) * H / 2
+    assert found["gradient of the decoder's input"] == n * 4 * predicted * H
+    assert found["input of the head"] == found["gradient of the head's input"] == n * HIDDEN / 2
+    evaluated = evaluation_transfers(make_config(section("bert"), data={"max_predictions": 5}), SEQUENCE)
+    assert evaluated is not None
+    assert "gradient of the decoder's input" not in {one.what for one in evaluated}
+
+
+def test_berts_two_objectives_are_counted_apart() -> None:
+    found = sent(make_config(section("bert")), Layout(2))
+    assert found["dp", "all_reduce"] == 2 * LOSS_AND_COUNT
+    assert found["world", "all_reduce"] == NORMS
+
+
+def test_lamb_agrees_on_two_norms_of_each_tensor() -> None:
+    lamb = sent(make_config(section("llama"), optimizer={"name": "lamb"}), Layout(4, tensor=2))
+    adamw = sent(make_config(section("llama")), Layout(4, tensor=2))
+    world = ("world", "all_reduce")
+    assert lamb.pop(world) - adamw.pop(world) == 2 * (2 * 4 * (9 * L + 3)) * 3 / 4
+    assert lamb == adamw
+
+
+def test_of_a_model_of_your_own_nothing_is_known() -> None:
+    own: dict[str, Any] = {
+        "model": {"family": "package.module:Own", "vocab_size": 50},
+        "train": {"steps": 1, "global_batch": 2, "sequence_length": 16},
+        "optimizer": {"lr": 1e-3},
+    }
+    assert bytes_per_step(config_from(own), Layout(2)) is None
+    assert bytes_per_evaluation_batch(config_from(own), Layout(2)) is None

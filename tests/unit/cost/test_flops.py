@@ -1,9 +1,18 @@
 """FLOPs against hand-made counts."""
 
+from typing import Any
+
 import pytest
 
-from shardwise.config import LlamaConfig
-from shardwise.cost import flops_per_token, matmul_parameter_count, model_flops_utilization
+from shardwise.config import BertConfig, GPTConfig, LlamaConfig, OwnConfig
+from shardwise.cost import (
+    flops_per_token,
+    matmul_parameter_count,
+    model_flops_utilization,
+    predictions,
+    recomputed_flops_per_token,
+)
+from tests.unit.cost.families import make_config, section
 
 LLAMA2_7B = LlamaConfig(
     family="llama",
@@ -13,6 +22,18 @@ LLAMA2_7B = LlamaConfig(
     num_hidden_layers=32,
     num_attention_heads=32,
 )
+GPT2_XL = GPTConfig(
+    family="gpt", vocab_size=50257, hidden_size=1600, num_hidden_layers=48, num_attention_heads=25,
+)  # fmt: skip
+BERT_LARGE = BertConfig(
+    family="bert",
+    vocab_size=30522,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+)
+OWN = OwnConfig(family="package.module:Own", vocab_size=50)
 
 
 def test_matmuls_and_causal_attention() -> None:
@@ -21,15 +42,42 @@ def test_matmuls_and_causal_attention() -> None:
     attention = 3 * (2 + 2) * 4096 * 4096 * 32 / 2
     assert matmul_parameter_count(LLAMA2_7B) == 6_607_077_376
     assert flops_per_token(LLAMA2_7B, 4096) == matmuls + attention
-    assert flops_per_token(LLAMA2_7B, 4096, causal=False) == matmuls + 2 * attention
+    assert flops_per_token(LLAMA2_7B, 4096, count_masked=True) == matmuls + 2 * attention
 
 
 def test_attention_counts_the_heads_width_not_the_hidden_size() -> None:
     wide = LLAMA2_7B.model_copy(update={"head_dim": 256})
-    difference = flops_per_token(wide, 2048) - 6 * matmul_parameter_count(wide)
-    assert difference == 12 * 32 * (32 * 256) * 1024
+    found = flops_per_token(wide, 2048)
+    assert found is not None
+    assert found - 6 * matmul_parameter_count(wide) == 12 * 32 * (32 * 256) * 1024
+
+
+def test_positions_are_looked_up() -> None:
+    matmuls = 48 * 12 * 1600**2 + 50257 * 1600
+    assert flops_per_token(GPT2_XL, 1024) == 6 * matmuls + 12 * 48 * 1600 * 512
+
+
+def test_bert_attends_to_all_tokens_and_predicts_few() -> None:
+    layers, attention = 24 * 12 * 1024**2, 12 * 24 * 1024 * 128
+    masked, once = (30522 + 1024) * 1024, (1024 + 2) * 1024
+    assert flops_per_token(BERT_LARGE, 128, 20) == 6 * (layers + masked * 20 / 128 + once / 128) + attention
+    assert flops_per_token(BERT_LARGE, 128) == flops_per_token(BERT_LARGE, 128, 20)  # ⌈0.15 · 128⌉
+
+
+@pytest.mark.parametrize(("data", "expected"), [({}, 3), ({"masked_fraction": 0.5}, 8), ({"max_predictions": 5}, 5)])
+def test_predictions_are_those_of_the_data(data: dict[str, Any], expected: int) -> None:
+    assert predictions(make_config(section("bert"), data=data)) == expected
+
+
+def test_recompute_repeats_the_forward_pass() -> None:
+    core, blocks = 4 * 32 * 4096 * 2048, 2 * (6_607_077_376 - 32000 * 4096)
+    assert recomputed_flops_per_token(LLAMA2_7B, 4096, "none") == 0
+    assert recomputed_flops_per_token(LLAMA2_7B, 4096, "selective") == core
+    assert recomputed_flops_per_token(LLAMA2_7B, 4096, "full") == core + blocks
 
 
 def test_utilization_is_a_share_of_all_ranks_peak_and_never_invented() -> None:
     assert model_flops_utilization(1e9, 4000.0, 8, 1e12) == pytest.approx(0.5)
     assert model_flops_utilization(1e9, 4000.0, 8, None) is None
+    assert model_flops_utilization(flops_per_token(OWN, 128), 4000.0, 8, 1e12) is None
+    assert recomputed_flops_per_token(OWN, 128, "full") is None

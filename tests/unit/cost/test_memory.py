@@ -1,92 +1,208 @@
 """Memory formulas against the bytes per parameter that are promised and against what autograd really keeps."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from shardwise.config import Config, Layout, config_from
-from shardwise.cost import expected_memory, final_weights_bytes, local_parameter_count, parameter_count
-from shardwise.cost.buckets import padded_elements
-from shardwise.models.llama import Llama
+from shardwise.cost import (
+    MemoryEstimate,
+    expected_memory,
+    final_weights_bytes,
+    invariant_dropout,
+    local_parameter_count,
+    parameter_count,
+)
+from shardwise.cost.activations import BlockStack, block_stack
+from shardwise.cost.buckets import bucket_shapes
+from shardwise.cost.case import Case
+from shardwise.mesh import Group
+from shardwise.models import build_model
+from shardwise.parallel import DropoutKey
+from tests.unit.cost.families import MODELS, make_config, section
+
+VOCABULARY, HIDDEN, LAYERS = 500, 64, 3
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 176,
+    "num_hidden_layers": LAYERS,
+}
 
 
 def config(
-    *, mode: str = "float32", kv_heads: int = 4, micro_batch: int = 2, length: int = 64, zero: int = 1
+    model: str = "llama",
+    *,
+    mode: str = "float32",
+    micro_batch: int = 2,
+    length: int = 64,
+    zero: int = 1,
+    p: float = 0.0,
+    dropout_mode: str = "fast",
+    recompute: str = "none",
+    **sizes: object,
 ) -> Config:
-    return config_from(
-        {
-            "model": {
-                "family": "llama",
-                "vocab_size": 500,
-                "hidden_size": 64,
-                "intermediate_size": 176,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": kv_heads,
-            },
-            "train": {"steps": 1, "global_batch": 8, "micro_batch": micro_batch, "sequence_length": length},
-            "optimizer": {"lr": 1e-3, "zero": zero},
-            "precision": {"mode": mode},
-        }
+    return make_config(
+        section(model, p, **SIZES, **sizes),
+        train={
+            "micro_batch": micro_batch,
+            "sequence_length": length,
+            "dropout_mode": dropout_mode,
+            "recompute": recompute,
+        },
+        optimizer={"zero": zero},
+        precision={"mode": mode},
     )
+
+
+def estimate(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> MemoryEstimate:  # noqa: B008
+    found = expected_memory(config, layout, accelerator)
+    assert found is not None
+    return found
+
+
+def case(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> Case:  # noqa: B008
+    found = Case.of(config, layout, accelerator)
+    assert found is not None
+    return found
+
+
+def stack(config: Config, accelerator: bool = False) -> BlockStack:
+    return block_stack(case(config, accelerator=accelerator))
+
+
+def parameters(config: Config, tensor: int = 1) -> int:
+    found = local_parameter_count(config.model, tensor)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
     ("mode", "parameter", "gradient", "state"), [("float32", 4, 4, 8), ("mixed", 2, 4, 12), ("bfloat16", 2, 2, 4)]
 )
 @pytest.mark.parametrize("data", [1, 4])
-def test_bytes_per_parameter(mode: str, parameter: int, gradient: int, state: int, data: int) -> None:
-    chosen = config(mode=mode)
-    elements = padded_elements(chosen, Layout(data))
-    assert 0 <= elements - parameter_count(chosen.model) < 2 * 32 * data
-    memory = expected_memory(chosen, Layout(data))
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_bytes_per_parameter(optimizer: str, mode: str, parameter: int, gradient: int, state: int, data: int) -> None:
+    chosen = make_config(section("llama"), optimizer={"name": optimizer}, precision={"mode": mode})
+    elements = sum(bucket.elements for bucket in bucket_shapes(case(chosen, Layout(data))))
+    assert 0 <= elements - parameters(chosen) < 2 * 32 * data
+    memory = estimate(chosen, Layout(data))
     assert (memory.parameters, memory.gradients) == (parameter * elements, gradient * elements)
     assert memory.optimizer == state * elements // data
 
 
 def test_without_zero_every_rank_keeps_all_state() -> None:
     chosen = config(zero=0)
-    assert expected_memory(chosen, Layout(4)).optimizer == 8 * parameter_count(chosen.model)
+    assert estimate(chosen, Layout(4)).optimizer == 8 * parameters(chosen)
 
 
 def test_tensor_parallelism_counts_local_elements() -> None:
-    chosen = config(kv_heads=2)
-    memory = expected_memory(chosen, Layout(4, tensor=4))
-    assert memory.parameters == 4 * local_parameter_count(chosen.model, 4)
+    chosen = config(num_key_value_heads=2)
+    assert estimate(chosen, Layout(4, tensor=4)).parameters == 4 * parameters(chosen, 4)
 
 
 def test_rows_add_up() -> None:
-    memory = expected_memory(config(), Layout(2))
+    memory = estimate(config(), Layout(2))
     assert [name for name, _ in memory.rows()] == [
         "parameters", "gradients", "optimizer", "activations", "loss", "buffers",
     ]  # fmt: skip
     assert memory.total == sum(size for _, size in memory.rows())
 
 
+class Saved:
+    """What autograd saves of a model's last hidden states, and these: bytes beside parameters and inputs."""
+
+    def __init__(self, config: Config) -> None:
+        train, dtype = config.train, getattr(torch, config.precision.resolved(False).parameter)
+        model: Any = build_model(config, Group(), sequence_parallel=False, dtype=dtype)
+        ids = torch.zeros(train.sequence_length, train.micro_batch, dtype=torch.int64)
+        inputs = {"ids_SB": ids}
+        if not config.model.causal:
+            inputs |= {"token_types_SB": ids.clone(), "mask_SB": torch.ones_like(ids)}
+        if hasattr(model.config, "rope_theta"):  # the tables are buffers
+            self.seen(model, inputs, None)
+        key = None
+        if config.model.has_dropout:
+            key = DropoutKey(1, 1, torch.arange(train.micro_batch), 0, train.dropout_mode)
+        self.bytes = self.seen(model, inputs, key)
+
+    @staticmethod
+    def seen(model: Any, inputs: dict[str, torch.Tensor], key: DropoutKey | None) -> int:
+        owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs.values())}
+        saved: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage().data_ptr()
+            if storage not in owned:
+                saved[storage] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = model.hidden(**inputs, dropout=key)
+        saved[hidden.untyped_storage().data_ptr()] = hidden
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+def beside(config: Config) -> int:
+    """Small tensors that are no activations: rotary tables, or the numbers of learned positions."""
+    rotary = case(config).a * case(config).model.rotary_dim
+    return config.train.sequence_length * (rotary or 8)
+
+
 @pytest.mark.parametrize("mode", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("kv_heads", "micro_batch", "length"), [(4, 2, 64), (2, 2, 64), (1, 1, 128)])
-def test_activations_are_what_autograd_saves(mode: str, kv_heads: int, micro_batch: int, length: int) -> None:
-    chosen = config(mode=mode, kv_heads=kv_heads, micro_batch=micro_batch, length=length)
-    model = Llama(chosen.model, seed=1, dtype=getattr(torch, mode))
-    owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}
+def test_activations_of_shared_heads(mode: str, kv_heads: int, micro_batch: int, length: int) -> None:
+    chosen = config(mode=mode, num_key_value_heads=kv_heads, micro_batch=micro_batch, length=length)
+    assert estimate(chosen).activations == Saved(chosen).bytes - beside(chosen)
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in owned:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
 
-    ids = torch.zeros(length, micro_batch, dtype=torch.int64)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model.hidden(ids)
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) + hidden.nbytes
-    rotary = hidden.element_size() * length * chosen.model.head_dim  # counted as a buffer
-    assert expected_memory(chosen, Layout(1)).activations == measured - rotary - ids.nbytes
+@pytest.mark.parametrize("p", [0.0, 0.1], ids=["no dropout", "dropout"])
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("mode", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_activations_are_what_autograd_saves(model: str, mode: str, micro_batch: int, p: float) -> None:
+    chosen = config(model, mode=mode, micro_batch=micro_batch, p=p)
+    assert estimate(chosen).activations == Saved(chosen).bytes - beside(chosen)
+
+
+def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
+    fast, invariant, none = (
+        stack(config("gpt", p=p, dropout_mode=mode), accelerator=True).kept
+        for p, mode in ((0.1, "fast"), (0.1, "invariant"), (0.0, "fast"))
+    )
+    tokens, heads, length = 128, 4, 64
+    masks = 2 * tokens * HIDDEN
+    assert fast - none == LAYERS * masks
+    probabilities = tokens * heads * length * (4 + 1 + 4)
+    log_sum_exp = 4 * tokens * heads
+    # Queries, keys and values are copied, and their joint source is free: as many bytes.
+    assert invariant - fast == LAYERS * (probabilities + length**2 - log_sum_exp)
+
+
+def test_recompute_keeps_less() -> None:
+    none, selective, full = (
+        stack(config("gpt", p=0.1, recompute=recompute)) for recompute in ("none", "selective", "full")
+    )
+    assert full.kept == LAYERS * 4 * 128 * HIDDEN
+    assert full.kept < selective.kept < none.kept
+    assert full.peak < selective.peak < none.peak
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_peak_is_the_largest_of_all_moments(model: str, recompute: str) -> None:
+    chosen = config(model, p=0.1, recompute=recompute)
+    memory = estimate(chosen)
+    state = memory.parameters + memory.gradients + memory.optimizer
+    assert memory.total >= state + stack(chosen).peak
+    assert memory.total >= state + memory.activations + memory.loss
 
 
 def test_sequence_parallelism_divides_what_lies_between_the_blocks() -> None:
-    chosen = config()
-    tensor = expected_memory(chosen, Layout(4, tensor=4)).activations
-    sequence = expected_memory(chosen, Layout(4, tensor=4, sequence=True)).activations
+    chosen = config(num_attention_heads=4)
+    tensor = estimate(chosen, Layout(4, tensor=4)).activations
+    sequence = estimate(chosen, Layout(4, tensor=4, sequence=True)).activations
     tokens, norms = 128, 7
     between = norms * tokens * (64 * 4 + 4) + tokens * 64 * 4  # norms' inputs and 1/rms; the output
     assert tensor - sequence == between * 3 // 4
@@ -94,16 +210,61 @@ def test_sequence_parallelism_divides_what_lies_between_the_blocks() -> None:
 
 def test_an_accelerators_fused_norm_keeps_less() -> None:
     chosen = config(mode="bfloat16")
-    difference = expected_memory(chosen, Layout(1)).activations - expected_memory(chosen, Layout(1), True).activations
+    difference = estimate(chosen).activations - estimate(chosen, accelerator=True).activations
     assert difference == 7 * 128 * 64 * (2 * 4 - 2)
 
 
 def test_the_loss_holds_a_chunk_of_logits_however_many_tokens() -> None:
-    few, many = (expected_memory(config(length=length, micro_batch=8), Layout(1)).loss for length in (1024, 8192))
+    few, many = (estimate(config(length=length, micro_batch=8)).loss for length in (1024, 8192))
     assert many - few == 4 * 64 * 8 * (8192 - 1024)  # only the gradient of the input grows
+
+
+def test_berts_loss_grows_with_what_it_predicts() -> None:
+    few, many = (
+        estimate(make_config(section("bert", **SIZES), data={"max_predictions": number})).loss for number in (2, 4)
+    )
+    logits_and_rows = VOCABULARY + 2 * HIDDEN
+    assert many - few == 4 * 2 * 2 * (logits_and_rows + HIDDEN + 4 * HIDDEN)  # its gradient, and the head's own rows
+
+
+def test_a_large_table_gives_its_gradient_in_two_dtypes() -> None:
+    chosen = make_config(
+        section("bert", **SIZES | {"vocab_size": 500_000}),
+        data={"max_predictions": 1},
+        precision={"mode": "mixed"},
+    )
+    memory = estimate(chosen)
+    assert memory.activations + memory.loss + memory.buffers == (2 + 4) * 500_000 * HIDDEN + 2 * 32 * HIDDEN
+
+
+def test_masks_cost_what_they_hash_and_hold() -> None:
+    masks = invariant_dropout(config("gpt", p=0.1, dropout_mode="invariant"), Layout(1))
+    assert masks is not None
+    tokens, probabilities, hidden = 128, 128 * 4 * 64, 128 * HIDDEN
+    assert masks.attends_step_by_step
+    assert masks.elements_hashed == 4 * (LAYERS * (probabilities + 2 * hidden) + hidden)  # four micro-batches
+    assert masks.bytes_held == LAYERS * (9 * probabilities + 2 * hidden) + tokens * HIDDEN
+    again = invariant_dropout(config("gpt", p=0.1, dropout_mode="invariant", recompute="full"), Layout(1))
+    assert again is not None
+    assert again.elements_hashed == 4 * (2 * LAYERS * (probabilities + 2 * hidden) + hidden)
+    assert again.bytes_held == 9 * probabilities + 2 * hidden + hidden
 
 
 def test_final_weights_follow_the_parameter_dtype_and_the_device() -> None:
     chosen = config(mode="mixed")
-    assert final_weights_bytes(chosen) == 2 * parameter_count(chosen.model)
-    assert final_weights_bytes(config()) == 4 * parameter_count(chosen.model)
+    assert final_weights_bytes(chosen) == 2 * parameters(chosen)
+    assert final_weights_bytes(config()) == 4 * parameters(config())
+
+
+def test_of_a_model_of_your_own_nothing_is_known() -> None:
+    own = config_from(
+        {
+            "model": {"family": "package.module:Own", "vocab_size": 50},
+            "train": {"steps": 1, "global_batch": 2, "sequence_length": 16},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+    assert parameter_count(own.model) is None
+    assert expected_memory(own, Layout(1)) is None
+    assert final_weights_bytes(own) is None
+    assert invariant_dropout(own, Layout(1)) is None

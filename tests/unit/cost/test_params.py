@@ -1,25 +1,28 @@
-"""Parameter counts against published models and hand-counted shards."""
+"""Parameter counts against published models, the models that are trained, and hand-counted shards."""
+
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from shardwise.config import LlamaConfig
-from shardwise.cost import local_parameter_count, matmul_parameter_count, parameter_count
+from shardwise.config import config_from, load_config, recipe_names
+from shardwise.cost import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
+from shardwise.cost.params import LocalParameter, local_parameters
+from shardwise.mesh import Group
+from shardwise.models import build_model
+from shardwise.placement import placements
+from tests.unit.cost.families import MODELS, family, make_config, meta_model, section
 
-
-def llama(**changes: object) -> LlamaConfig:
-    sizes: dict[str, object] = {
-        "family": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    }
-    return LlamaConfig.model_validate(sizes | changes)
-
-
-LLAMA3_8B = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
-LLAMA32_1B = {
+LLAMA2_7B: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+LLAMA3_8B = LLAMA2_7B | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+LLAMA32_1B = LLAMA2_7B | {
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -27,43 +30,164 @@ LLAMA32_1B = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": True,
 }
+GPT2: dict[str, Any] = {"family": "gpt", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}
+GPT2_XL = GPT2 | {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+PYTHIA_69B: dict[str, Any] = {
+    "family": "gpt_neox",
+    "vocab_size": 50432,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+GPT_NEOX_20B = PYTHIA_69B | {
+    "hidden_size": 6144,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 44,
+    "num_attention_heads": 64,
+}
+BERT_LARGE: dict[str, Any] = {
+    "family": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+}
+
+
+def model(sizes: dict[str, Any], **changes: object) -> Any:
+    return family(make_config(sizes | changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "published"),
-    [({}, 6_738_415_616), (LLAMA3_8B, 8_030_261_248), (LLAMA32_1B, 1_235_814_400)],
-    ids=["Llama-2 7B", "Llama-3 8B", "Llama-3.2 1B"],
+    ("sizes", "published"),
+    [
+        (LLAMA2_7B, 6_738_415_616),
+        (LLAMA3_8B, 8_030_261_248),
+        (LLAMA32_1B, 1_235_814_400),
+        (GPT2, 124_439_808),
+        (GPT2_XL, 1_557_611_200),
+        (PYTHIA_69B, 6_857_302_016),
+        (GPT_NEOX_20B, 20_554_567_680),
+        (BERT_LARGE, 336_226_108),
+    ],
+    ids=["Llama-2 7B", "Llama-3 8B", "Llama-3.2 1B", "GPT-2", "GPT-2 XL", "Pythia 6.9B", "GPT-NeoX 20B", "BERT-large"],
 )
-def test_published_models(changes: dict[str, object], published: int) -> None:
-    assert parameter_count(llama(**changes)) == published
+def test_published_models(sizes: dict[str, Any], published: int) -> None:
+    assert parameter_count(model(sizes)) == published
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipes_count_what_their_models_have(recipe: str) -> None:
+    config = load_config(recipe)
+    assert parameter_count(config.model) == sum(p.numel() for p in meta_model(config).parameters())
+
+
+def as_stored(name: str, tensor: int, sequence: bool) -> list[LocalParameter]:
+    """What rank 1 of the model that is trained stores, by its placements."""
+    config = make_config(section(name))
+    group = Group(dist.new_group(list(range(tensor)))) if tensor > 1 else Group()
+    stored = []
+    for _, parameter, record in placements(build_model(config, group, sequence_parallel=sequence, device="meta")):
+        partial = [piece for piece in record.pieces if piece.partial]
+        offset = min((piece.local.start[0] for piece in partial), default=0)
+        stored.append(
+            LocalParameter(
+                parameter.numel(),
+                matrix=len(record.pieces[0].shape) > 1,
+                tensors=len({piece.name for piece in record.pieces}),
+                partial_from=offset * (parameter.numel() // parameter.shape[0]),
+                partial_over=partial[0].copies.size if partial else 1,
+            )
+        )
+    return stored
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True), (4, True)])
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_the_models_in_its_order(name: str, tensor: int, sequence: bool) -> None:
+    dist.init_process_group("fake", rank=1, world_size=4)
+    try:
+        stored = as_stored(name, tensor, sequence)
+    finally:
+        dist.destroy_process_group()
+    chosen = family(make_config(section(name)))
+    found = list(local_parameters(chosen, tensor, sequence))
+    assert [(one.elements, one.matrix, one.tensors) for one in found] == [
+        (one.elements, one.matrix, one.tensors) for one in stored
+    ]
+    for ours, real in zip(found, stored, strict=True):
+        assert ours.partial_over == real.partial_over
+        if real.partial_over > 1:
+            assert ours.partial_from == real.partial_from
+    assert local_parameter_count(chosen, tensor) == sum(one.elements for one in stored)
 
 
 def test_one_rank_of_eight_holds_an_eighth_and_the_norms() -> None:
     norms = 65 * 4096
-    assert local_parameter_count(llama(), 8) == (6_738_415_616 - norms) // 8 + norms
+    assert local_parameter_count(model(LLAMA2_7B), 8) == (6_738_415_616 - norms) // 8 + norms
 
 
 def test_replicated_heads_and_padded_vocabulary_count_as_stored() -> None:
-    model = llama(
-        vocab_size=10, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4,
+    tiny = model(
+        LLAMA2_7B, vocab_size=10, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
     tables = 2 * 3 * 8  # ceil(10 / 4) = 3 rows
     attention = 8 * (2 + 2 * 2) + 2 * 8  # one query head and one whole key/value head of width 2
     mlp = 3 * 8 * 3
-    assert local_parameter_count(model, 4) == tables + attention + mlp + 3 * 8
+    assert local_parameter_count(tiny, 4) == tables + attention + mlp + 3 * 8
 
 
 def test_biases_are_cut_with_columns_and_whole_with_rows() -> None:
-    plain = llama(num_hidden_layers=1)
-    biased = llama(num_hidden_layers=1, attention_bias=True, mlp_bias=True)
-    whole = 3 * 4096 + 4096 + 2 * 11008 + 4096
-    assert parameter_count(biased) - parameter_count(plain) == whole
-    cut = (3 * 4096 + 2 * 11008) // 4 + 2 * 4096
-    assert local_parameter_count(biased, 4) - local_parameter_count(plain, 4) == cut
+    plain = model(LLAMA2_7B, num_hidden_layers=1)
+    biased = model(LLAMA2_7B, num_hidden_layers=1, attention_bias=True, mlp_bias=True)
+    counts = {t: (local_parameter_count(plain, t), local_parameter_count(biased, t)) for t in (1, 4)}
+    columns, rows = 3 * 4096 + 2 * 11008, 2 * 4096
+    for t, (without, having) in counts.items():
+        assert having is not None
+        assert without is not None
+        assert having - without == columns // t + rows
 
 
-def test_the_head_is_multiplied_even_when_tied_and_the_embedding_never() -> None:
+def test_the_head_is_multiplied_even_when_tied_and_tables_never() -> None:
     for tied in (False, True):
-        model = llama(tie_word_embeddings=tied)
-        assert matmul_parameter_count(model) == 6_738_415_616 - 65 * 4096 - 32000 * 4096
+        llama = model(LLAMA2_7B, tie_word_embeddings=tied)
+        assert matmul_parameter_count(llama) == 6_738_415_616 - 65 * 4096 - 32000 * 4096
+        assert matmul_parameter_count(llama, "prediction") == 32000 * 4096
+    blocks = 48 * 12 * 1600**2
+    assert matmul_parameter_count(model(GPT2_XL)) == blocks + 50257 * 1600
+    assert matmul_parameter_count(model(GPT2_XL), "token") == blocks
+
+
+def test_berts_heads_are_multiplied_with_what_they_see() -> None:
+    bert = model(BERT_LARGE)
+    assert matmul_parameter_count(bert, "token") == 24 * 12 * 1024**2
+    assert matmul_parameter_count(bert, "prediction") == (30522 + 1024) * 1024
+    assert matmul_parameter_count(bert, "sequence") == (1024 + 2) * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors"),
+    [
+        ("llama", 3 * 9 + 3),
+        ("llama, shared heads, tied, biased", 3 * 16 + 2),
+        ("gpt", 3 * 12 + 4),
+        ("gpt_neox", 3 * 12 + 4),
+        ("bert", 3 * 16 + 5 + 9),
+    ],
+)
+def test_tensors_by_their_hugging_face_names(name: str, tensors: int) -> None:
+    assert canonical_tensor_count(model(section(name))) == tensors
+
+
+def test_of_a_model_of_your_own_nothing_is_known() -> None:
+    own = config_from(
+        {
+            "model": {"family": "package.module:Own", "vocab_size": 50},
+            "train": {"steps": 1, "global_batch": 1, "sequence_length": 16},
+            "optimizer": {"lr": 1e-3},
+        }
+    ).model
+    assert (parameter_count(own), local_parameter_count(own, 2), canonical_tensor_count(own)) == (None, None, None)

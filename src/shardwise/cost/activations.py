@@ -1,0 +1,269 @@
+"""Bytes that a stack of blocks keeps for its backward pass, with and without recompute, and holds at its peak.
+
+Legend: see `cost/case.py`. What stands in brackets in a table is a tensor's elements; it takes `a` bytes each, or as
+many as are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
+from shardwise.cost.case import Case
+
+_FLOAT32, _INT64 = 4, 8
+
+MASK_CHUNK_ELEMENTS = 2**20
+"""Elements of a layout-invariant mask that are hashed at once."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes that autograd saves of one block, from its input on.
+
+    Attributes:
+        input: x, [T/s, H]. saves_input: whether it is one of the tensors counted below.
+        attention: around the core: what its norm, QKV, output projection and dropout save.
+        core_input: what keeps q, k and v as they are handed to the core, `softmax(q kᵀ) v`. core_input_saved: the part
+        of it that the core saves; of the rest it saves copies.
+        core: what the core saves inside.
+        mlp: what the MLP with its norm and dropout saves.
+    """
+
+    input: int
+    saves_input: bool
+    attention: int
+    core_input: int
+    core_input_saved: int
+    core: int
+    mlp: int
+
+    @property
+    def saved(self) -> int:
+        """All of the block."""
+        return self.attention + self.core_input_saved + self.core + self.mlp
+
+
+@dataclass(frozen=True)
+class BlockStack:
+    """Bytes of all blocks of one micro-batch, and of the gradients that their backward pass works with.
+
+    Attributes:
+        kept: at the end of the forward pass. peak: at most, during the backward pass.
+    """
+
+    kept: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class DropoutMasks:
+    """What layout-invariant dropout costs one rank.
+
+    Attributes:
+        bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
+        elements_hashed: of all masks of a step, recompute included.
+        attends_step_by_step: whether attention, too, drops something, which no fused kernel can do with these masks.
+    """
+
+    bytes_held: int
+    elements_hashed: int
+    attends_step_by_step: bool
+
+
+def invariant_masks(case: Case) -> DropoutMasks:
+    """Masks of the probabilities, of both outputs that a block adds to x, and of the embedding.
+
+    Recompute holds the probabilities of one block only, and hashes their masks twice; full recompute all in the blocks.
+    """
+    model, recompute, layers = case.model, case.config.train.recompute, case.model.num_hidden_layers
+    core = case.probabilities if model.attention_dropout_p else 0
+    hidden = 2 * case.tokens_between * model.hidden_size if case.drops_hidden else 0
+    embedding = case.tokens_between * model.hidden_size if model.embedding_dropout_p else 0
+    core_again, hidden_again = recompute != "none", recompute == "full"
+    held = (1 if core_again else layers) * core * (_FLOAT32 + 1 + case.a) + (1 if hidden_again else layers) * hidden
+    hashed = layers * (core * (1 + core_again) + hidden * (1 + hidden_again)) + embedding
+    return DropoutMasks(held + embedding, hashed * case.layout.accumulation(case.config.train), core > 0)
+
+
+def block_stack(case: Case) -> BlockStack:
+    """What the blocks of one micro-batch hold.
+
+    | recompute | kept                                    | computed again, a block at a time |
+    |-----------|-----------------------------------------|-----------------------------------|
+    | none      | L blocks                                |                                   |
+    | selective | L blocks without the inside of the core | the inside of the core            |
+    | full      | L inputs                                | the block, beside its input       |
+
+    The backward pass of a block begins with the MLP, whose part is free when that of the core begins.
+    """
+    block, layers = block_activations(case), case.model.num_hidden_layers
+    x, query = block.input, case.a * case.tokens * case.local.query
+    mlp, core = _mlp_gradients(case), _core_gradients(case)
+    core_mask, hidden_mask = _mask_hashing(case)
+    match case.config.train.recompute:
+        case "none":
+            kept = layers * block.saved
+            work = max(mlp, core - block.mlp, core_mask - block.mlp, hidden_mask)
+        case "selective":
+            kept = layers * (block.attention + block.core_input + block.mlp)
+            work = max(mlp, block.core + max(core, core_mask + x + query) - block.mlp, hidden_mask)
+        case "full":
+            kept = layers * x
+            again = block.saved - (x if block.saves_input else 0)
+            work = again + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
+    return BlockStack(kept, kept + work)
+
+
+def block_activations(case: Case) -> Block:
+    """What a block saves, family by family.
+
+    | part      | saved                                                | elements          |
+    |-----------|------------------------------------------------------|-------------------|
+    | attention | input of QKV, gathered or not                        | T·H               |
+    |           | attention output, the output projection's input      | T·q/t             |
+    | core      | q, k and v, and what the core saves beside them      | see `_core`       |
+    | MLP       | input of the first layer, gathered or not            | T·H               |
+    |           | Llama: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
+    |           | others: input and output of the activation           | 2·T·F/t           |
+    | both      | the norm: its input and a statistic or two           | T·H/s, …          |
+    |           | mask of dropout on what is added to x, one byte each | T·H/s             |
+
+    Norms come first, so that x itself is the input of the first one; BERT's come last, where x is QKV's input unless it
+    had to be gathered. Both norms of a parallel residual (GPT-NeoX) have the same input. ReLU saves its output only.
+    """
+    model, local, a = case.model, case.local, case.a
+    x = a * case.tokens_between * model.hidden_size
+    mask = case.tokens_between * model.hidden_size if case.drops_hidden else 0
+    entered, feed = a * case.tokens * model.hidden_size, a * case.tokens * local.intermediate
+    attention = entered + a * case.tokens * local.query + mask
+    core_input, core_input_saved, core = _core(case)
+    saves_input = True
+    match model:
+        case LlamaConfig():
+            norms = (rms_norm_bytes(case), rms_norm_bytes(case))
+            mlp = entered + 4 * feed
+            saves_input = case.accelerator or a == _FLOAT32
+        case BertConfig():
+            norms = (layer_norm_bytes(case), layer_norm_bytes(case))
+            mlp = entered + 2 * feed + mask
+            saves_input = not case.layout.sequence
+        case _:
+            shared = isinstance(model, GPTNeoXConfig) and model.use_parallel_residual
+            norms = (layer_norm_bytes(case), layer_norm_bytes(case) - (x if shared else 0))
+            mlp = entered + 2 * feed + mask
+    if model.activation == "relu":
+        mlp -= feed
+    return Block(
+        input=x,
+        saves_input=saves_input,
+        attention=attention + norms[0],
+        core_input=core_input,
+        core_input_saved=core_input_saved,
+        core=core,
+        mlp=mlp + norms[1],
+    )
+
+
+def layer_norm_bytes(case: Case) -> int:
+    """LayerNorm: its input, mean and 1/deviation, both float32 on an accelerator."""
+    statistic = _FLOAT32 if case.accelerator else case.a
+    return case.tokens_between * (case.a * case.model.hidden_size + 2 * statistic)
+
+
+def rms_norm_bytes(case: Case) -> int:
+    """RMSNorm: its input, and 1/rms in float32.
+
+    In bfloat16 on a CPU it is made of single operations that save its input and the normalised input, both in float32.
+    """
+    single = case.a if case.accelerator or case.a == _FLOAT32 else 2 * _FLOAT32
+    return case.tokens_between * (single * case.model.hidden_size + _FLOAT32)
+
+
+def _core(case: Case) -> tuple[int, int, int]:
+    """Of the attention core: what its input keeps alive, the part of that which it saves, what it saves beside.
+
+    The input is the QKV output, [T·(q + 2kv)/t], with v as a view of it, and q and k too where nothing rotates them;
+    else these are [T·(q + kv)/t] more. A key/value projection that is replicated beyond its heads has kv/t = head_dim.
+    Fused kernels save the input, and the log-sum-exp, [T·h/t] in float32. Step by step, the core saves
+
+    | saved                                             | elements            |
+    |---------------------------------------------------|---------------------|
+    | P = softmax(q kᵀ)                                 | B·h/t·S² in float32 |
+    | mask of dropout, one byte each                    | B·h/t·S²            |
+    | P after dropout                                   | B·h/t·S²            |
+    | causal mask, one byte each                        | S²                  |
+    | q, scaled                                         | T·q/t               |
+    | k and v, copied or as they are in the core's input | 2·T·q/t             |
+
+    Copied are those that several queries share, and those whose batches and heads do not lie behind one another. Where
+    they are not, all of the QKV output stays.
+    """
+    model, local, a = case.model, case.local, case.a
+    query, key_value = (a * case.tokens * width for width in (local.query, local.key_value))
+    qkv, rotated = query + 2 * key_value, (query + key_value if model.rotary_dim else 0)
+    if not case.attends_step_by_step:
+        log_sum_exp = _FLOAT32 * case.tokens * local.query // model.head_dim
+        padding_mask = a * case.tokens if isinstance(model, BertConfig) else 0
+        return qkv + rotated, qkv + rotated, log_sum_exp + padding_mask
+    masks = case.config.train.sequence_length**2 if model.causal else case.tokens
+    inside = (_FLOAT32 + 1 + a) * case.probabilities + masks + query
+    rotated_key = key_value if model.rotary_dim else 0
+    if local.query != local.key_value:
+        return qkv + rotated, 0, inside + 2 * query
+    if case.config.train.micro_batch == 1 or isinstance(model, GPTNeoXConfig):
+        return qkv + rotated, qkv + rotated_key, inside
+    return qkv + rotated, rotated_key, inside + 2 * key_value - rotated_key
+
+
+# ---- gradients, beyond what was saved and is not free yet
+
+
+def _mlp_gradients(case: Case) -> int:
+    """At the MLP's largest moment: the gradient of x, [T/s, H], and one of two.
+
+    At the last layer: the gradient of its input, [T·F/t], that of its weight, [H·F/t], and that of its output where it
+    is not x's, [T·H] gathered or [T·H/s] behind dropout, whose mask is free. At Llama's silu(gate)·up and at ReLU:
+    two gradients, [2·T·F/t].
+    """
+    model, layout, a = case.model, case.layout, case.a
+    x, feed = a * case.tokens_between * model.hidden_size, a * case.tokens * case.local.intermediate
+    weight = case.gradient_bytes(case.local.intermediate * model.hidden_size)
+    last = feed + weight
+    if layout.sequence:
+        last += a * case.tokens * model.hidden_size
+    if case.drops_hidden:
+        last += (0 if layout.sequence else x) - x // a
+    if isinstance(model, BertConfig):
+        last -= layer_norm_bytes(case)
+    behind_product = isinstance(model, LlamaConfig) or model.activation == "relu"
+    return x + (max(last, 2 * feed) if behind_product else last)
+
+
+def _core_gradients(case: Case) -> int:
+    """At the core's largest moment, step by step: the gradients of x, of the values and of a matrix [B, h/t, S, S].
+
+    The core's output and the mask of dropout behind it, and BERT's norm, are free by then, as the MLP's part is. In
+    bfloat16 the matrix is in float32, and one more is there in place of the probabilities after dropout.
+    """
+    a = case.a
+    x, query = (a * n for n in (case.tokens_between * case.model.hidden_size, case.tokens * case.local.query))
+    matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * case.probabilities
+    work = x + query + (matrix if case.attends_step_by_step else 0)
+    if case.drops_hidden:
+        work -= x // a
+    return work - (layer_norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
+
+
+def _mask_hashing(case: Case) -> tuple[int, int]:
+    """64-bit integers that layout-invariant masks are made with, of the probabilities and between the cut layers.
+
+    A chunk of a mask's elements has three at a time, and one for all its samples: the element's number in a sample.
+    """
+    if case.config.train.dropout_mode != "invariant":
+        return 0, 0
+    core = case.probabilities if case.model.attention_dropout_p else 0
+    hidden = case.tokens_between * case.model.hidden_size if case.drops_hidden else 0
+    chunks = (min(core, MASK_CHUNK_ELEMENTS), min(hidden, MASK_CHUNK_ELEMENTS))
+    of_core, of_hidden = (_INT64 * (3 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
+    return of_core, of_hidden

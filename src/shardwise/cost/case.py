@@ -1,0 +1,91 @@
+"""One configuration on one layout, in the letters that the formulas are written in.
+
+Legend: S sequence length, B micro batch, T = S·B tokens, P predicted positions of a sequence, H hidden size, F
+intermediate size, V vocabulary, L blocks, h heads, q = h · head_dim, kv = key/value heads · head_dim, t tensor-parallel
+degree, s = t under sequence parallelism, else 1, d data-parallel degree, a bytes of an activation (those of a
+parameter).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.config import BertConfig, Config, FamilyConfig, Layout, OwnConfig, Precision
+from shardwise.cost.params import DTYPE_BYTES, LocalWidths
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the formulas read.
+
+    Attributes:
+        model: of a family whose shapes are known. precision: as resolved. local: widths of one rank's part.
+        accelerator: whether the run is on one.
+    """
+
+    config: Config
+    layout: Layout
+    model: FamilyConfig
+    precision: Precision
+    local: LocalWidths
+    accelerator: bool
+
+    @staticmethod
+    def of(config: Config, layout: Layout, accelerator: bool) -> Case | None:
+        """None for a model of your own, of which nothing is known before it is built."""
+        model = config.model
+        if isinstance(model, OwnConfig):
+            return None
+        local = LocalWidths.of(model, layout.tensor)
+        return Case(config, layout, model, config.precision.resolved(accelerator), local, accelerator)
+
+    @property
+    def a(self) -> int:
+        """Bytes of an activation."""
+        return DTYPE_BYTES[self.precision.parameter]
+
+    def gradient_bytes(self, elements: int) -> int:
+        """Of a weight's gradient until it is added up: as computed, and cast to the gradients' dtype if it differs."""
+        cast = DTYPE_BYTES[self.precision.gradient]
+        return elements * (self.a + (cast if cast != self.a else 0))
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.config.train.sequence_length * self.config.train.micro_batch
+
+    @property
+    def tokens_between(self) -> int:
+        """T/s: of the residual stream, between the cut layers."""
+        return self.tokens // self.layout.tensor if self.layout.sequence else self.tokens
+
+    @property
+    def probabilities(self) -> int:
+        """B·h/t·S²: elements of one block's attention probabilities on one rank."""
+        heads = self.local.query // self.model.head_dim
+        return heads * self.tokens * self.config.train.sequence_length
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that the head sees: T, or the P·B masked ones of BERT."""
+        if not isinstance(self.model, BertConfig):
+            return self.tokens
+        return predictions(self.config) * self.config.train.micro_batch
+
+    @property
+    def drops_hidden(self) -> bool:
+        """Whether training drops parts of what attention and MLP add to the residual stream."""
+        return self.model.hidden_dropout_p > 0
+
+    @property
+    def attends_step_by_step(self) -> bool:
+        """Whether attention holds its probabilities: with dropout of them that no fused kernel does."""
+        invariant = self.config.train.dropout_mode == "invariant"
+        return self.model.attention_dropout_p > 0 and (invariant or not self.accelerator)
+
+
+def predictions(config: Config) -> int:
+    """P: positions of a sequence that BERT predicts, at most."""
+    data = config.data
+    return data.max_predictions or math.ceil(data.masked_fraction * config.train.sequence_length)
