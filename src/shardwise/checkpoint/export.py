@@ -64,10 +64,13 @@ def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path
     """The model's `config.json`; of a user's own model its `model` section, which only its class reads.
 
     The ids that begin and end a text are the tokenizer's, or null: left out, transformers would take those of its own
-    default tokenizer, which are letters in most vocabularies, and generation would stop there.
+    default tokenizer, which are letters in most vocabularies, and generation would stop there. A model that generates
+    nothing has none.
     """
     fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
-    special = special_token_ids(tokenizer) if tokenizer else {"bos_token_id": None, "eos_token_id": None}
+    special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    if tokenizer is not None and config.causal:
+        special = special_token_ids(tokenizer)
     return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
 
 

@@ -68,7 +68,8 @@ def _optimizer(config: Config) -> str:
 
 def _compute(config: Config) -> _Rows:
     train = config.train
-    token_flops = cost.flops_per_token(config.model, train.sequence_length, cost.predictions(config))
+    predictions = config.data.predictions(train.sequence_length)
+    token_flops = cost.flops_per_token(config.model, train.sequence_length, predictions)
     again = cost.recomputed_flops_per_token(config.model, train.sequence_length, train.recompute)
     if token_flops is None or again is None:
         return [("compute", _UNKNOWN)]

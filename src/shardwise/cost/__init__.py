@@ -5,7 +5,6 @@ own nothing is known before it is built: there they return None.
 """
 
 from shardwise.cost.activations import DropoutMasks
-from shardwise.cost.case import predictions
 from shardwise.cost.comm import (
     Transfer,
     bytes_per_evaluation_batch,
@@ -33,7 +32,6 @@ __all__ = [
     "matmul_parameter_count",
     "model_flops_utilization",
     "parameter_count",
-    "predictions",
     "recomputed_flops_per_token",
     "step_transfers",
 ]

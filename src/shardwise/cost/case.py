@@ -8,7 +8,6 @@ parameter).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from shardwise.config import BertConfig, Config, FamilyConfig, Layout, OwnConfig, Precision
@@ -71,7 +70,7 @@ class Case:
         """Tokens that the head sees: T, or the P·B masked ones of BERT."""
         if not isinstance(self.model, BertConfig):
             return self.tokens
-        return predictions(self.config) * self.config.train.micro_batch
+        return self.config.data.predictions(self.config.train.sequence_length) * self.config.train.micro_batch
 
     @property
     def drops_hidden(self) -> bool:
@@ -83,9 +82,3 @@ class Case:
         """Whether attention holds its probabilities: with dropout of them that no fused kernel does."""
         invariant = self.config.train.dropout_mode == "invariant"
         return self.model.attention_dropout_p > 0 and (invariant or not self.accelerator)
-
-
-def predictions(config: Config) -> int:
-    """P: positions of a sequence that BERT predicts, at most."""
-    data = config.data
-    return data.max_predictions or math.ceil(data.masked_fraction * config.train.sequence_length)

@@ -137,7 +137,8 @@ class Reporter:
         self.memory: MemoryEstimate | StateMemory | None = memory
         train = config.train
         self._end = train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
-        self._token_flops = flops_per_token(config.model, train.sequence_length)
+        length = train.sequence_length
+        self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
         self._throughput = Throughput(train.global_batch)
         self._rank_file = JsonLines(run.rank_metrics(rank))

@@ -1,6 +1,5 @@
 """FLOPs against hand-made counts."""
 
-from typing import Any
 
 import pytest
 
@@ -9,10 +8,8 @@ from shardwise.cost import (
     flops_per_token,
     matmul_parameter_count,
     model_flops_utilization,
-    predictions,
     recomputed_flops_per_token,
 )
-from tests.unit.cost.families import make_config, section
 
 LLAMA2_7B = LlamaConfig(
     family="llama",
@@ -62,11 +59,6 @@ def test_bert_attends_to_all_tokens_and_predicts_few() -> None:
     masked, once = (30522 + 1024) * 1024, (1024 + 2) * 1024
     assert flops_per_token(BERT_LARGE, 128, 20) == 6 * (layers + masked * 20 / 128 + once / 128) + attention
     assert flops_per_token(BERT_LARGE, 128) == flops_per_token(BERT_LARGE, 128, 20)  # ⌈0.15 · 128⌉
-
-
-@pytest.mark.parametrize(("data", "expected"), [({}, 3), ({"masked_fraction": 0.5}, 8), ({"max_predictions": 5}, 5)])
-def test_predictions_are_those_of_the_data(data: dict[str, Any], expected: int) -> None:
-    assert predictions(make_config(section("bert"), data=data)) == expected
 
 
 def test_recompute_repeats_the_forward_pass() -> None:
