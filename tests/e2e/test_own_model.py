@@ -1,0 +1,364 @@
+"""docs/own-model.md: its changes make sharded.py of plain.py, its commands and code run, and what it promises holds."""
+
+import difflib
+import functools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shardwise.checkpoint import canonical
+from shardwise.checkpoint.load import load_hugging_face
+from shardwise.config import Config, load_config
+from shardwise.data import make_batches, prepare
+from shardwise.mesh import Mesh
+from shardwise.models import build_model
+from shardwise.placement import placements
+from shardwise.testing import gradient_errors
+from tests.arch.source import ROOT, config_fields
+from tests.dist import dense
+from tests.dist.training import make_config, train
+from tests.e2e.command import Outcome, environment, metrics, shardwise
+
+EXAMPLE = ROOT / "examples" / "own_model"
+PLAIN, SHARDED = ((EXAMPLE / name).read_text(encoding="utf-8") for name in ("plain.py", "sharded.py"))
+PAGE = (ROOT / "docs" / "own-model.md").read_text(encoding="utf-8")
+STEPS, OPTIONAL = PAGE.split("## Dropout and recompute")
+MAX_CHANGED = 60
+RECIPE = "examples/own_model/own.yaml"
+
+
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def changed_lines(diff: Iterable[str]) -> int:
+    return sum(line[:1] in "+-" and not line.startswith(("+++", "---")) for line in diff if line)
+
+
+def changed(text: str, diffs: list[str]) -> str:
+    """`text` after the diffs, each of which must fit in exactly one place."""
+    for diff in diffs:
+        old, new = (
+            "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in kept) for kept in (" -", " +")
+        )
+        assert text.count(old) == 1, f"this change fits in {text.count(old)} places:\n{diff}"
+        text = text.replace(old, new)
+    return text
+
+
+# ---- the page by itself
+
+
+def test_the_changes_of_the_page_make_sharded_of_plain() -> None:
+    assert changed(PLAIN, blocks("diff", STEPS)) == SHARDED
+
+
+def test_it_takes_at_most_60_changed_lines() -> None:
+    """Removed and added lines together: what a diff shows, and what the page shows."""
+    shown = changed_lines("".join(blocks("diff", STEPS)).splitlines())
+    diff = difflib.unified_diff(PLAIN.splitlines(), SHARDED.splitlines(), lineterm="")
+    assert changed_lines(diff) <= MAX_CHANGED
+    assert shown <= MAX_CHANGED
+    assert f"all there is between the two files: {shown} lines" in PAGE
+
+
+def test_keys_and_links_of_the_page_exist() -> None:
+    prose = re.sub(r"^```\w+\n.*?^```", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+    sections = "|".join({key.partition(".")[0] for key in config_fields()})
+    named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\()", prose))
+    assert {"model.family", "train.recompute", "checkpoint.load"} <= named
+    assert named <= set(config_fields())
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", PAGE)
+    assert links
+    assert all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_the_page_shows_verify_as_it_is() -> None:
+    (block,) = (block for block in blocks("python") if block.startswith("# examples/own_model/verify.py\n"))
+    assert block.partition("\n")[2] == (EXAMPLE / "verify.py").read_text(encoding="utf-8")
+
+
+def test_our_names_in_the_table_exist() -> None:
+    import shardwise as sw
+    from shardwise import comm
+
+    rows = [row.split("|")[3] for row in PAGE.partition("## Names from")[2].splitlines() if row.count("|") == 4]
+    assert len(rows) > 20
+    code = re.findall(r"`([^`]+)`", " ".join(rows[2:]))
+    public = {name for name in (re.match(r"[A-Z]\w+|[a-z]+_cross_entropy", text) for text in code) if name}
+    assert len(public) > 10
+    assert {name[0] for name in public} <= set(sw.__all__)
+    functions = [text.removeprefix("comm.") for text in code if text.startswith("comm.")]
+    assert len(functions) == 7
+    assert all(hasattr(comm, name) for name in functions)
+
+
+# ---- its commands
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A folder with the examples, in which every command of the page was run in its order; what each printed."""
+
+    at: Path
+    outcomes: dict[str, Outcome]
+
+    def run(self, name: str) -> Path:
+        return self.at / "runs" / name
+
+    @property
+    def weights(self) -> Path:
+        return self.run("four") / "checkpoints/step-00000020"
+
+    @property
+    def config(self) -> Config:
+        return load_config(str(self.at / RECIPE))
+
+
+PROGRAMS = {
+    "shardwise": [str(Path(sys.executable).with_name("shardwise"))],
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+}
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    at = tmp_path_factory.mktemp("own")
+    shutil.copytree(ROOT / "examples", at / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    outcomes = {}
+    for line in "".join(blocks("sh")).splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        done = subprocess.run(
+            [*PROGRAMS[program], *arguments], cwd=at, env=environment(), capture_output=True, text=True, timeout=240
+        )
+        outcomes[line] = Outcome(done.returncode, done.stdout, done.stderr).succeeded()
+    return Followed(at, outcomes)
+
+
+def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
+    one, four = (metrics(followed.run(name)) for name in ("one", "four"))
+    events = [(record["event"], record["loss"]) for record in one if "loss" in record]
+    assert [name for name, _ in events].count("step") == 20
+    assert [name for name, _ in events].count("eval") == 2
+    losses = [record["loss"] for record in four if "loss" in record]
+    assert losses == pytest.approx([loss for _, loss in events], rel=1e-5)
+    assert events[-1][1] < 0.95 * events[0][1], "the model does not learn, so equal losses show little"
+
+
+def test_verify_compared_both_models(followed: Followed) -> None:
+    said = [outcome.out for line, outcome in followed.outcomes.items() if "verify.py" in line]
+    assert len(said) == 2
+    assert [re.findall(r"dp=\d, tp=\d", text) for text in said] == [["dp=1, tp=1"], ["dp=2, tp=2"]]
+    for text in said:
+        (worst,) = re.findall(r"differ by at most (\S+)", text)
+        assert float(worst) <= 1e-5
+
+
+def test_what_is_known_is_exact_and_the_rest_is_not_invented(followed: Followed) -> None:
+    parameters = sum(p.numel() for p in plain(followed.config).parameters())
+    for name, replicas in (("one", 1), ("four", 2)):
+        results = json.loads((followed.run(name) / "results.json").read_text())
+        assert results["parameters"] == parameters
+        assert results["mfu"] is None
+        assert results["sample"], "a model with logits has a sample"
+        (start,) = metrics(followed.run(name), "start")
+        expected = start["memory_expected_bytes"]
+        assert set(expected) == {"parameters", "gradients", "optimizer"}
+        assert expected["optimizer"] == results["optimizer_bytes"]["state"] == 2 * expected["parameters"] // replicas
+        assert expected["gradients"] == expected["parameters"]
+        said = next(outcome.out for line, outcome in followed.outcomes.items() if f"--run-dir runs/{name}" in line)
+        assert "activations are not known for a model of your own" in said
+        assert f"({parameters:,})" in said
+
+
+def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own code loads the export of four ranks into plain.py's model."""
+    monkeypatch.chdir(followed.at)
+    (code,) = (block for block in blocks("python") if block.startswith("# after the runs above\n"))
+    scope: dict[str, Any] = {}
+    exec(compile(code, "own-model.md", "exec"), scope)
+    model, config = scope["model"], followed.config
+    evaluation = make_batches(config, prepare(config), "eval")
+    assert evaluation is not None
+    total, counted = 0.0, 0
+    with torch.no_grad():
+        for batch in evaluation.eval_batches(config.train.eval_batches, config.train.global_batch, 0, 1, 2):
+            ids, targets = (torch.from_numpy(batch.inputs[name]).t() for name in ("ids_SB", "targets_SB"))
+            count = int(batch.counts[0])
+            total, counted = total + (float(model(ids, targets)) * count if count else 0.0), counted + count
+    ours = metrics(followed.run("four"), "eval")[-1]["loss"]
+    assert total / counted == pytest.approx(ours, rel=1e-5)
+
+
+def test_the_export_names_the_family_and_no_architecture(followed: Followed) -> None:
+    described = json.loads((followed.weights / "config.json").read_text())
+    assert not {"architectures", "model_type"} & set(described)
+    keys = followed.config.model.model_dump()
+    assert {key: described[key] for key in keys} == keys
+    assert set(load_file(followed.weights / "model.safetensors")) == set(plain(followed.config).state_dict())
+
+
+def reloaded(folder: Path, tensor: int) -> dict[str, Tensor]:
+    """On this rank: an export in a model of another layout and other initial weights, whole again."""
+    own = load_config(str(ROOT / RECIPE), [f"parallel.tensor={tensor}", "train.seed=9"])
+    model = build_model(own, dense.mesh(tensor).tp, sequence_parallel=tensor > 1)
+    load_hugging_face(model, own.model, dense.mesh(tensor), folder)
+    return {name: whole.clone() for name, whole in canonical(model)}
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_the_export_reloads_bit_equal_at_another_degree(tensor: int, followed: Followed, ranks: Any) -> None:
+    wanted = load_file(followed.weights / "model.safetensors")
+    for found in dense.run(ranks, tensor, reloaded, followed.weights, tensor):
+        assert set(found) == set(wanted)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def plain(config: Config) -> nn.Module:
+    from examples.own_model.plain import Decoder
+
+    keys = config.model.model_dump(exclude={"family"}, exclude_none=True)
+    made: nn.Module = Decoder(**keys)
+    return made
+
+
+# ---- what holds for a shipped family holds here
+
+
+SIZES = {
+    "vocab_size": 131,  # odd: the vocabulary is padded when it is cut
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def training(name: str, tensor: int, sequence: bool) -> Config:
+    return make_config(
+        model={"family": "examples.own_model.sharded:Decoder", **SIZES},
+        parallel={"tensor": tensor, "sequence": sequence},
+        optimizer={"name": name},
+    )
+
+
+@functools.cache
+def alone(name: str) -> Any:
+    return train(training(name, 1, False))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequence"), [(2, False), (2, True), (4, True)], ids=["tp2-dp2", "tp2-dp2-sp", "tp4-sp"]
+)
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_every_layout_trains_alike(name: str, tensor: int, sequence: bool, ranks: Any) -> None:
+    found, *_ = ranks(4).run(train, training(name, tensor, sequence))
+    wanted = alone(name)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
+    assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
+    assert found.evaluation == pytest.approx(wanted.evaluation, rel=1e-5)
+    assert all(torch.equal(found.weights[key], wanted.weights[key]) for key in wanted.weights), "at step 0"
+    assert max(gradient_errors(found.gradients, wanted.gradients).values()) <= 1e-5
+    assert wanted.losses[-1] < wanted.losses[0]
+
+
+# ---- the optional parts of the page
+
+
+def test_dropout_and_recompute_are_the_same_at_any_layout(followed: Followed) -> None:
+    (followed.at / "optional.py").write_text(changed(SHARDED, blocks("diff", OPTIONAL)))
+    overrides = ["model.family=optional:Decoder", "train.steps=4", "train.dropout_mode=invariant", "train.eval_every=4"]
+    layouts = {
+        "alone": [],
+        "recomputed": ["train.recompute=full"],
+        "cut": ["train.recompute=full", "parallel.tensor=2", "parallel.sequence=true"],
+    }
+    losses = {}
+    for name, keys in layouts.items():
+        shardwise("train", RECIPE, *overrides, *keys, "--run-dir", f"runs/{name}", at=followed.at).succeeded()
+        losses[name] = [record["loss"] for record in metrics(followed.run(name)) if "loss" in record]
+    assert losses["recomputed"] == losses["alone"], "recompute must not change a bit"
+    assert losses["cut"] == pytest.approx(losses["alone"], rel=1e-5)
+    steps = [record["loss"] for record in metrics(followed.run("alone"), "step")]
+    without = [record["loss"] for record in metrics(followed.run("one"), "step")]
+    assert steps[0] != pytest.approx(without[0], rel=1e-5), "nothing was dropped"
+    start, first = (metrics(followed.run(name), "eval")[0]["loss"] for name in ("alone", "one"))
+    assert start == pytest.approx(first, rel=1e-6), "an evaluation drops nothing"
+
+
+def page_module() -> ModuleType:
+    (code,) = (block for block in blocks("python", OPTIONAL) if "class Scale" in block)
+    module = ModuleType("page")
+    exec(compile(code, "own-model.md", "exec"), module.__dict__)
+    return module
+
+
+def scaled(tensor: int) -> tuple[list[tuple[str, bool]], float]:
+    mesh: Mesh = dense.mesh(tensor)
+    model = nn.ModuleDict({"scale": page_module().Scale(4, mesh.tp, sequence_parallel=tensor > 1)})
+    pieces = [(piece.name, piece.partial) for _, _, record in placements(model) for piece in record.pieces]
+    return pieces, float(model["scale"](torch.ones(3, 2, 4)).sum().detach())
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_parameter_of_ones_own_says_what_it_is(tensor: int, ranks: Any) -> None:
+    for found in dense.run(ranks, tensor, scaled, tensor):
+        assert found == ([("scale.weight", tensor > 1)], 24.0)
+
+
+# ---- bad input
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "module": (["model.family=nowhere:Decoder"], "there is no module nowhere in "),
+    "class": (["model.family=examples.own_model.sharded:Decoders"], "has no Decoders; did you mean Decoder?"),
+    "key": (["model.hiden_size=8"], "model.hiden_size: examples.own_model.sharded:Decoder takes no such argument"),
+    "plain": (
+        ["model.family=examples.own_model.plain:Decoder"],
+        "examples.own_model.plain:Decoder takes no argument group",
+    ),
+    "heads": (["parallel.tensor=3"], "parallel.tensor (3) must divide model.num_attention_heads (4)"),
+}
+
+
+@pytest.mark.parametrize("mistake", BAD)
+def test_a_mistake_is_told_before_any_rank_starts(mistake: str, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "own_model")
+    keys, text = BAD[mistake]
+    said = shardwise("train", RECIPE, "parallel.tensor=2", *keys, at=tmp_path).failed(2)
+    assert said.count(text) == 1, said
+    assert said.count("shardwise: ") == 1
+    assert not (tmp_path / "runs").exists(), "a mistake must leave no run behind"
+
+
+def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "own_model")
+    sharded = tmp_path / "examples/own_model/sharded.py"
+    head = "sw.ParallelLMHead(hidden_size, vocab_size, **options)"
+    assert head in SHARDED
+    sharded.write_text(SHARDED.replace(head, "nn.Linear(hidden_size, vocab_size)"))
+    said = shardwise("train", RECIPE, "parallel.tensor=2", at=tmp_path).failed(2)
+    text = "needs layers of shardwise, or placement.make_parameter, for head.weight and head.bias"
+    assert said.count(text) == said.count("shardwise: ") == 1, said
+
+
+def test_a_forward_that_returns_no_sum_is_told(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "own_model")
+    sharded = tmp_path / "examples/own_model/sharded.py"
+    sharded.write_text(SHARDED.replace("return self.head.loss(", "return ids_SB, self.head.loss("))
+    said = shardwise("train", RECIPE, at=tmp_path).failed(2)
+    assert "forward must return the sum of its targets' losses (1 in all), not a tuple" in said
