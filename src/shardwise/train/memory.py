@@ -70,4 +70,5 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
     yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
-    yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world
+    if config.optimizer.zero:
+        yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

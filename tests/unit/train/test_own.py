@@ -1,0 +1,63 @@
+"""What is counted of a model that no formula knows, and what is said of its memory when that runs out."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import ParallelEmbedding, ParallelLMHead, ZeroRedundancyOptimizer
+from shardwise.config import Layout, config_from
+from shardwise.train.memory import out_of_memory_text
+from shardwise.train.own import StateMemory, count_parameters
+from shardwise.train.trainer import Progress
+from tests.unit.parallel.groups import pretend_group
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_each_canonical_element_counts_once(rank: int, tied: bool) -> None:
+    """On any rank: one of the last ones holds padding, and a tied weight is one."""
+    group = pretend_group(rank, 4)
+    embedding = ParallelEmbedding(9, 8, group=group, seed=1, name="embedding")
+    weight = embedding.weight if tied else None
+    head = ParallelLMHead(8, 9, tied_weight=weight, group=group, seed=1, name="head")
+    model = nn.ModuleList([embedding, head, nn.Linear(3, 2)])
+    assert count_parameters(model) == 72 * (1 if tied else 2) + 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_the_buffers(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4).requires_grad_(False)).to(dtype)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, gradient_dtype=torch.float32, lr=1e-3)
+    expected = StateMemory.of(model, optimizer)
+    elements, frozen = 96, 36  # 64 + 8, each aligned to 32
+    assert expected.parameters == (elements + frozen) * dtype.itemsize
+    assert expected.gradients == elements * 4
+    model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+    optimizer.step()
+    held = optimizer.state_bytes()
+    assert expected.optimizer == held["state"] + held["masters"]
+    assert expected.total == sum(size for _, size in expected.rows())
+
+
+def test_without_a_formula_the_remedies_have_no_sizes() -> None:
+    config = config_from(
+        {
+            "model": {"family": "mine:Model", "vocab_size": 16},
+            "parallel": {"tensor": 2},
+            "train": {"steps": 1, "global_batch": 8, "micro_batch": 4, "sequence_length": 8},
+            "optimizer": {"lr": 1e-3, "zero": 0},
+            "precision": {"mode": "float32"},
+        }
+    )
+    said = out_of_memory_text(config, Layout(4, tensor=2), 0, torch.device("cpu"), Progress(), MemoryError("no room"))
+    assert "expected: not known for a model of your own\n" in said
+    (remedies,) = re.findall(r"^what would help: (.*)$", said, re.MULTILINE)
+    assert remedies.split("; ") == [
+        "train.micro_batch=2",
+        "parallel.sequence=true",
+        "optimizer.zero=1",
+        "precision.mode=mixed",
+        "parallel.tensor=4 on 8 ranks",
+    ]
