@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,24 +14,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from shardwise.config import Config, Layout
+from shardwise.cost import expected_memory
 from shardwise.cost.activations import BlockStack, block_stack
 from shardwise.cost.case import Case
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.models.blocks import Context, run_blocks
 from shardwise.parallel import DropoutKey
-from tests.dist.training import make_config
+from shardwise.train.build import build_trainer
+from tests.dist.training import make_config, make_data
 
 TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")
 # More tokens than features, and more layers than a block has tensors: activations dominate.
 SIZES: dict[str, Any] = {
-    "vocab_size": 64,
+    "vocab_size": 1000,
     "hidden_size": 64,
     "intermediate_size": 256,
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 128,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "num_key_value_heads": 2},
@@ -51,8 +54,9 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.peak = 0
-        self._held: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self.peak = self._now = 0
+        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._freed: deque[int] = deque()  # threads of collectives let go of tensors too, at any moment
         for tensor in ignored:
             self._add(tensor, 0)
 
@@ -67,12 +71,20 @@ class LiveTensors(TorchDispatchMode):
     def _add(self, tensor: Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
+
+        def gone(_: object) -> None:
+            del self._held[key]
+            self._freed.append(size)
+
         if key not in self._held:
-            self._held[key] = size, weakref.ref(storage, lambda _: self._held.pop(key))
+            self._held[key] = weakref.ref(storage, gone)
+            self._now += size
 
     @property
     def now(self) -> int:
-        return sum(size for size, _ in list(self._held.values()))
+        while self._freed:
+            self._now -= self._freed.popleft()
+        return self._now
 
     def settled(self) -> int:
         """What is held once the thread that ran the last collective has let its tensors go."""
@@ -142,7 +154,7 @@ def measure(config: Config) -> Held:
 
 def configuration(model: str, dropout: str | None, tensor: int, recompute: str, **sections: dict[str, Any]) -> Config:
     p = dict.fromkeys(DROPOUT[model], 0.1 if dropout else 0.0)
-    train = {"recompute": recompute, "dropout_mode": dropout or "fast", "sequence_length": 256, "micro_batch": 2}
+    train = {"recompute": recompute, "dropout_mode": dropout or "fast", "sequence_length": 128, "micro_batch": 2}
     return make_config(
         model=SIZES | MODELS[model] | p,
         parallel={"tensor": tensor, "sequence": tensor > 1},
@@ -194,6 +206,36 @@ def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> No
         wanted, found = expected(config, config.check(1)), measure(config)
         off = wanted.peak / found.peak - 1
         assert abs(off) <= TOLERANCE, f"{recompute}: held {found.peak:,}, cost has {wanted.peak:,} ({off:+.1%})"
+
+
+def measure_step(config: Config) -> int:
+    """Most that this rank holds in an optimizer step but the first, from the model's construction on."""
+    torch.set_num_threads(1)
+    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    data = make_data(config.model.vocab_size, length=128, pairs="nsp" in config.model.objectives)
+    with LiveTensors() as live:
+        trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+        trainer.step()
+        live.peak = 0
+        trainer.step()
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("tensor", "world", "recompute", "dropout"),
+    [(1, 1, "none", None), (1, 1, "full", "invariant"), (2, 4, "selective", "fast")],
+    ids=["one process", "one process, full, invariant", "TP 2 + SP, DP 2, selective, fast"],
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_holds_what_cost_has(
+    model: str, tensor: int, world: int, recompute: str, dropout: str | None, ranks: Any
+) -> None:
+    config = configuration(model, dropout, tensor, recompute, train={"global_batch": 2 * world})
+    memory = expected_memory(config, config.check(world))
+    assert memory is not None
+    for rank, peak in enumerate(ranks(world).run(measure_step, config) if world > 1 else [measure_step(config)]):
+        off = memory.total / peak - 1
+        assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -68,7 +68,9 @@ def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -
     blocks, loss = block_stack(case), _loss(case)
     embedding, last = _embedding_activations(case), _last_activations(case)
     activations = blocks.kept + embedding + last
-    later = max(blocks.peak + embedding, _table_gradient(case), _reduction(case))
+    table = case.a * case.local.vocabulary * case.model.hidden_size
+    head = table if case.model.tie_word_embeddings else 0  # its gradient waits for the embedding's
+    later = max(blocks.peak + embedding + head, _embedding_gradient(case) + head, _reduction(case))
     return MemoryEstimate(
         parameters=elements * DTYPE_BYTES[case.precision.parameter],
         gradients=elements * DTYPE_BYTES[case.precision.gradient],
@@ -121,9 +123,10 @@ def _last_activations(case: Case) -> int:
 
 
 def _loss(case: Case) -> int:
-    """Head and loss: dW in float32 [V/t, H], the gradient of their input, and a chunk's logits and gathered input.
+    """Head and loss: dW in float32 [V/t, H], the gradient of their input, and one chunk.
 
-    A chunk's logits are float32; in bfloat16 the matrix product's own output and the gradient handed to the next one
+    A chunk has its logits, its input, [C, H], and its part of dW or the gradient of its input, [V/t, H] or [C, H].
+    Logits are float32; in bfloat16 the matrix product's own output and the gradient handed to the next one
     stand beside them. BERT's masked-token head takes P·B rows, and keeps the input of its transform, of its activation
     and of its norm, and the output of that.
     """
@@ -136,7 +139,8 @@ def _loss(case: Case) -> int:
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + 2 * a
     gradient = a * hidden * (case.tokens_between if not is_bert else case.predicted)
     head = 4 * a * hidden * case.predicted if is_bert else 0
-    return _FLOAT32 * rows * hidden + gradient + chunk * (rows * per_logit + 2 * a * hidden) + head
+    products = a * hidden * (chunk + max(rows, chunk))
+    return _FLOAT32 * rows * hidden + gradient + chunk * rows * per_logit + products + head
 
 
 def _rotary_tables(case: Case) -> int:
@@ -144,12 +148,11 @@ def _rotary_tables(case: Case) -> int:
     return case.a * case.config.train.sequence_length * case.model.rotary_dim
 
 
-def _table_gradient(case: Case) -> int:
-    """The embedding's gradient before it is added up, and that of its output; all else is free by then."""
-    return (
-        case.gradient_bytes(case.local.vocabulary * case.model.hidden_size)
-        + case.a * case.tokens * case.model.hidden_size
-    )
+def _embedding_gradient(case: Case) -> int:
+    """The gradient of the embedding's output, and its own before it is added up; activations and loss are free by
+    then."""
+    hidden = case.model.hidden_size
+    return case.a * case.tokens * hidden + case.gradient_bytes(case.local.vocabulary * hidden)
 
 
 def _reduction(case: Case) -> int:

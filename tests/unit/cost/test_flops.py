@@ -1,6 +1,5 @@
 """FLOPs against hand-made counts."""
 
-
 import pytest
 
 from shardwise.config import BertConfig, GPTConfig, LlamaConfig, OwnConfig

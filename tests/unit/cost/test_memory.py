@@ -223,18 +223,20 @@ def test_berts_loss_grows_with_what_it_predicts() -> None:
     few, many = (
         estimate(make_config(section("bert", **SIZES), data={"max_predictions": number})).loss for number in (2, 4)
     )
-    logits_and_rows = VOCABULARY + 2 * HIDDEN
-    assert many - few == 4 * 2 * 2 * (logits_and_rows + HIDDEN + 4 * HIDDEN)  # its gradient, and the head's own rows
+    chunk, gradient, head = VOCABULARY + HIDDEN, HIDDEN, 4 * HIDDEN
+    assert many - few == 4 * 2 * 2 * (chunk + gradient + head)
 
 
-def test_a_large_table_gives_its_gradient_in_two_dtypes() -> None:
+def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     chosen = make_config(
         section("bert", **SIZES | {"vocab_size": 500_000}),
         data={"max_predictions": 1},
         precision={"mode": "mixed"},
     )
     memory = estimate(chosen)
-    assert memory.activations + memory.loss + memory.buffers == (2 + 4) * 500_000 * HIDDEN + 2 * 32 * HIDDEN
+    head, embedding, cast = 2, 2, 4
+    gradients = (head + embedding + cast) * 500_000 * HIDDEN
+    assert memory.activations + memory.loss + memory.buffers == gradients + 2 * 32 * HIDDEN  # and of x
 
 
 def test_masks_cost_what_they_hash_and_hold() -> None:
