@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from shardwise import device as devices
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, OwnConfig
 from shardwise.cost.memory import expected_memory
 from shardwise.errors import ConfigError
 from shardwise.train.trainer import Progress
@@ -63,6 +63,8 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     if micro > 1:
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
+    if config.train.recompute != "full" and not isinstance(config.model, OwnConfig):  # which may not know how
+        yield "train.recompute=full", changed("train", recompute="full"), world
     if tensor > 1 and not layout.sequence:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
     if layout.data > 1 and not config.optimizer.zero:

@@ -173,7 +173,7 @@ class Reporter:
         )
         for console, progress in zip(self._consoles, self._progress, strict=True):
             _print_summary(console, self._summary())
-            progress.start()
+            progress.start(self._started)
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called for every step, `log.every` decides what is written."""
@@ -206,8 +206,9 @@ class Reporter:
         scalars = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "param_norm": record.param_norm}
         scalars |= _by_objective(record.losses)
         self._scalars("train", record.step, {**scalars, **rates, "step_seconds": record.seconds})
+        now = time.perf_counter()  # one for all: log and standard output tell the same
         for progress in self._progress:
-            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0)
+            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)
 
     def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
         """Record the evaluation made after `step` steps. `losses`: of each objective, where there are several."""
@@ -376,20 +377,19 @@ class _Progress:
         self._record: StepRecord | None = None
         self._step_seconds = self._tokens_per_second = 0.0
 
-    def start(self) -> None:
-        self._started = self._printed_at = time.perf_counter()
+    def start(self, now: float) -> None:
+        self._started = self._printed_at = now
         if self._live:
             self._display = Live(self, console=self._console, refresh_per_second=2)
             self._display.start()
 
-    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float) -> None:
+    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
         self._record, self._step_seconds, self._tokens_per_second = record, step_seconds, tokens_per_second
         if self._live:
             return
-        now = time.perf_counter()
         overdue = now - self._printed_at >= _LINE_AT_LEAST_EVERY
         if record.step >= self._next_line or record.step == self._end or overdue:
-            self._console.print(Text(_GAP.join(part for parts in self._parts() for part in parts)), soft_wrap=True)
+            self._console.print(Text(_GAP.join(part for parts in self._parts(now) for part in parts)), soft_wrap=True)
             self._printed_at = now
             every = max(1, (self._end - self._first) // _LINES_A_RUN)
             self._next_line = self._first + ((record.step - self._first) // every + 1) * every
@@ -402,7 +402,7 @@ class _Progress:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """One line, or two where the terminal is too narrow: progress with a bar, then the step's numbers."""
-        progress, numbers = self._parts()
+        progress, numbers = self._parts(time.perf_counter())
         bar = _BAR_MINIMUM + len(_GAP)
         lines = [[*progress, *numbers]]
         if numbers and bar + len(_GAP.join(lines[0])) > options.max_width:
@@ -419,9 +419,9 @@ class _Progress:
             grid.add_row(*row)
             yield grid
 
-    def _parts(self) -> tuple[list[str], list[str]]:
+    def _parts(self, now: float) -> tuple[list[str], list[str]]:
         """What is shown: how far the run is, and the last step's numbers."""
-        elapsed = f"{units.duration(round(time.perf_counter() - self._started, 1))} elapsed"
+        elapsed = f"{units.duration(round(now - self._started, 1))} elapsed"
         record = self._record
         if record is None:
             return [f"step {self._first:,}/{self._end:,}", elapsed, "first step under way"], []

@@ -59,6 +59,7 @@ def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
     now = expected_memory(chosen, layout).total
     then = {
         "train.micro_batch=5": (config(**smaller(chosen, micro_batch=5)), layout),
+        "train.recompute=full": (config(**smaller(chosen, recompute="full")), layout),
         "parallel.sequence=true": (chosen, Layout(4, tensor=2, sequence=True)),
         "optimizer.zero=1": (config(parallel={"tensor": 2}), layout),
         "precision.mode=mixed": (
@@ -99,7 +100,7 @@ def test_more_ranks_help_where_state_is_shared(zero: int) -> None:
 def test_it_never_leaves_the_user_without_advice() -> None:
     chosen = config(
         model={"num_attention_heads": 1, "num_key_value_heads": 1},
-        train={"global_batch": 1, "micro_batch": 1},
+        train={"global_batch": 1, "micro_batch": 1, "recompute": "full"},
         precision={"mode": "bfloat16"},
     )
     assert remedies(chosen, Layout(1)) == ["a smaller model"]
