@@ -222,15 +222,21 @@ def measure_step(config: Config) -> int:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "world", "recompute", "dropout"),
-    [(1, 1, "none", None), (1, 1, "full", "invariant"), (2, 4, "selective", "fast")],
-    ids=["one process", "one process, full, invariant", "TP 2 + SP, DP 2, selective, fast"],
+    ("tensor", "world", "mode", "recompute", "dropout"),
+    [
+        (1, 1, "float32", "none", None),
+        (1, 1, "float32", "full", "invariant"),
+        (1, 1, "mixed", "selective", "fast"),
+        (2, 4, "float32", "selective", "fast"),
+    ],
+    ids=["plain", "full, invariant", "mixed, selective, fast", "TP 2 + SP, DP 2, selective, fast"],
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_holds_what_cost_has(
-    model: str, tensor: int, world: int, recompute: str, dropout: str | None, ranks: Any
+    model: str, tensor: int, world: int, mode: str, recompute: str, dropout: str | None, ranks: Any
 ) -> None:
-    config = configuration(model, dropout, tensor, recompute, train={"global_batch": 2 * world})
+    sections: dict[str, dict[str, Any]] = {"train": {"global_batch": 2 * world}, "precision": {"mode": mode}}
+    config = configuration(model, dropout, tensor, recompute, **sections)
     memory = expected_memory(config, config.check(world))
     assert memory is not None
     for rank, peak in enumerate(ranks(world).run(measure_step, config) if world > 1 else [measure_step(config)]):

@@ -125,10 +125,10 @@ def _last_activations(case: Case) -> int:
 def _loss(case: Case) -> int:
     """Head and loss: dW in float32 [V/t, H], the gradient of their input, and one chunk.
 
-    A chunk has its logits, its input, [C, H], and its part of dW or the gradient of its input, [V/t, H] or [C, H].
-    Logits are float32; in bfloat16 the matrix product's own output and the gradient handed to the next one
-    stand beside them. BERT's masked-token head takes P·B rows, and keeps the input of its transform, of its activation
-    and of its norm, and the output of that.
+    A chunk has its logits in float32, in bfloat16 with what the matrix product returned, or with the gradient that goes
+    to the next two, beside them; its input [C, H]; and its part of dW [V/t, H], or the gradient of its input. BERT's
+    masked-token head takes P·B rows, and keeps the input of its transform, of its activation and of its norm, and the
+    output of that.
     """
     a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
@@ -136,7 +136,7 @@ def _loss(case: Case) -> int:
     scattered = case.layout.sequence and not is_bert
     tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
     chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
-    per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + 2 * a
+    per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
     gradient = a * hidden * (case.tokens_between if not is_bert else case.predicted)
     head = 4 * a * hidden * case.predicted if is_bert else 0
     products = a * hidden * (chunk + max(rows, chunk))
