@@ -26,7 +26,7 @@ from tests.dist.training import make_config, make_data
 
 TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")
-# More tokens than features, and more layers than a block has tensors: activations dominate.
+# More tokens than features: activations dominate, not the gradients of weights.
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 64,

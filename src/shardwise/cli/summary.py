@@ -95,8 +95,8 @@ def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     return [
         (
             "dropout",
-            f"layout-invariant: {units.size(masks.bytes_held)} of attention probabilities and masks on each rank; "
-            f"its peak is {units.size(more)} above that of fast dropout",
+            f"layout-invariant: {units.size(masks.bytes_held)} of attention probabilities and masks on each rank, "
+            + (f"{units.size(more)} above the peak of fast dropout" if more else "at the same peak as fast dropout"),
         ),
         (
             "  time",

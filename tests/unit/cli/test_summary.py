@@ -1,0 +1,98 @@
+"""What a dry run says of each family, of recompute, of dropout that no layout changes, of LAMB and of own models."""
+
+from typing import Any
+
+import pytest
+
+from shardwise import cost, units
+from shardwise.cli.summary import dry_run
+from shardwise.config import Config, Layout, config_from
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+UNKNOWN = "not known for a model of your own"
+
+
+def config(family: str = "gpt", optimizer: str = "adamw", **train: object) -> Config:
+    sizes = SIZES if ":" not in family else {"vocab_size": 500}
+    return config_from(
+        {
+            "model": {"family": family, **sizes},
+            "train": {"steps": 10, "global_batch": 4, "micro_batch": 2, "sequence_length": 64, **train},
+            "optimizer": {"lr": 1e-3, "name": optimizer},
+        }
+    )
+
+
+def rows(config: Config, layout: Layout = Layout(1), accelerator: bool = False) -> dict[str, str]:  # noqa: B008
+    text = dry_run("recipe", config, layout, "cpu", accelerator)
+    return {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt", "gpt_neox", "bert"])
+def test_every_family_is_told(family: str) -> None:
+    chosen = config(family)
+    found, parameters = rows(chosen, Layout(2, tensor=2)), cost.parameter_count(chosen.model)
+    flops = cost.flops_per_token(chosen.model, 64, chosen.data.predictions(64))
+    memory = cost.expected_memory(chosen, Layout(2, tensor=2))
+    assert parameters is not None
+    assert flops is not None
+    assert memory is not None
+    assert found["layout"].startswith("TP 2 × PP 1 × DP 1 = 2 ranks")
+    assert found["parameters"].startswith(f"{units.count(parameters)} ({parameters:,}), ")
+    assert found["compute"].startswith(f"{units.count(flops)} FLOPs per token")
+    assert found["memory"].startswith(units.size(memory.total))
+    assert found["optimizer"] == "AdamW"
+    assert not {"recompute", "dropout", "  time"} & set(found)
+
+
+@pytest.mark.parametrize(("recompute", "what"), [("selective", "the attention core"), ("full", "each block")])
+def test_recompute_tells_its_price(recompute: str, what: str) -> None:
+    chosen = config(recompute=recompute)
+    again, flops = (
+        cost.recomputed_flops_per_token(chosen.model, 64, chosen.train.recompute),
+        cost.flops_per_token(chosen.model, 64),
+    )
+    assert again is not None
+    assert flops is not None
+    assert rows(chosen)["recompute"] == f"{what}: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
+
+
+def test_invariant_dropout_tells_its_price() -> None:
+    chosen, layout = config(dropout_mode="invariant"), Layout(2)
+    found, masks = rows(chosen, layout, accelerator=True), cost.invariant_dropout(chosen, layout, True)
+    totals = [cost.expected_memory(one, layout, True) for one in (chosen, config())]
+    assert masks is not None
+    assert totals[0] is not None
+    assert totals[1] is not None
+    more = totals[0].total - totals[1].total
+    assert more > 0
+    assert units.size(masks.bytes_held) in found["dropout"]
+    assert found["dropout"].endswith(f"{units.size(more)} above the peak of fast dropout")
+    assert found["  time"].startswith(f"{units.count(masks.elements_hashed)} elements of masks hashed")
+    assert found["  time"].endswith("attention step by step, by no fused kernel")
+
+
+def test_without_dropout_there_is_no_price() -> None:
+    assert "dropout" not in rows(config("llama", dropout_mode="invariant"))
+
+
+def test_lamb_says_what_it_agrees_on() -> None:
+    assert rows(config("bert", "lamb"))["optimizer"] == (
+        f"LAMB: the ranks agree on two norms of each of {2 * 16 + 5 + 9} tensors, whole whatever the layout"
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> None:
+    found = rows(config("package.module:Own", optimizer, recompute="full", dropout_mode="invariant"), Layout(2))
+    assert {name for name, text in found.items() if text == UNKNOWN} == {
+        "parameters", "compute", "memory", "disk", "communication",
+    }  # fmt: skip
+    assert found["batch"] == "2 micro batch × 1 accumulation × 2 DP = 4 global batch"
