@@ -8,12 +8,14 @@ from shardwise.config.root import Config
 from shardwise.config.sections import (
     CheckpointConfig,
     DataConfig,
+    DropoutMode,
     DtypeName,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,
     Precision,
     PrecisionConfig,
+    Recompute,
     TrainConfig,
 )
 from shardwise.config.text import dump_yaml, parse_yaml
@@ -23,6 +25,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DropoutMode",
     "DtypeName",
     "FamilyConfig",
     "GPTConfig",
@@ -36,6 +39,7 @@ __all__ = [
     "ParallelConfig",
     "Precision",
     "PrecisionConfig",
+    "Recompute",
     "TrainConfig",
     "config_from",
     "dump_yaml",

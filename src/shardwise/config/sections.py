@@ -11,6 +11,8 @@ from pydantic import Field, field_validator, model_validator
 from shardwise.config.base import Section, reject
 
 DtypeName = Literal["float32", "bfloat16"]
+Recompute = Literal["none", "selective", "full"]
+DropoutMode = Literal["fast", "invariant"]
 MASKED_FRACTION = 0.15
 _MAX_SEED = 2**63 - 1
 
@@ -35,11 +37,11 @@ class TrainConfig(Section):
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: Recompute = Field(
         default="none",
         description="what the backward pass computes again: selective = the attention core, full = each block",
     )
-    dropout_mode: Literal["fast", "invariant"] = Field(
+    dropout_mode: DropoutMode = Field(
         default="fast",
         description="fast = masks from each rank's generator; invariant = masks that no layout changes, at a price",
     )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
-from shardwise.config import BertConfig, FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config import BertConfig, FamilyConfig, ModelConfig, OwnConfig, Recompute
 from shardwise.config.sections import MASKED_FRACTION
 from shardwise.cost.params import matmul_parameter_count
 
@@ -39,9 +38,7 @@ def flops_per_token(
     return 6.0 * multiplied + 3.0 * _attention(model, sequence_length, count_masked)
 
 
-def recomputed_flops_per_token(
-    model: ModelConfig, sequence_length: int, recompute: Literal["none", "selective", "full"]
-) -> float | None:
+def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:
     """FLOPs a token that recompute adds: the forward pass of the attention cores, or of whole blocks.
 
     They are work of the hardware, not of the model: no part of its FLOPs or of MFU. None for a model of your own.

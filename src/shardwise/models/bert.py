@@ -20,7 +20,7 @@ from shardwise.models.blocks import (
     Attention,
     Context,
     Family,
-    Plan,
+    Maker,
     run_blocks,
 )
 from shardwise.parallel import (
@@ -37,18 +37,18 @@ from shardwise.parallel.loss import IGNORE_INDEX
 class Embeddings(nn.Module):
     """`dropout(norm(word + position + token type))`."""
 
-    def __init__(self, config: BertConfig, plan: Plan) -> None:
+    def __init__(self, config: BertConfig, make: Maker) -> None:
         super().__init__()
         name = "bert.embeddings"
-        self.word_embeddings = plan.word_embedding(config, f"{name}.word_embeddings", config.pad_token_id)
-        self.position_embeddings = plan.small_embedding(
+        self.word_embeddings = make.word_embedding(config, f"{name}.word_embeddings", config.pad_token_id)
+        self.position_embeddings = make.small_embedding(
             config, f"{name}.position_embeddings", config.max_position_embeddings
         )
-        self.token_type_embeddings = plan.small_embedding(
+        self.token_type_embeddings = make.small_embedding(
             config, f"{name}.token_type_embeddings", config.type_vocab_size
         )
-        self.norm = plan.norm(config, f"{name}.LayerNorm")
-        self.dropout = plan.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.norm = make.norm(config, f"{name}.LayerNorm")
+        self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
 
     def forward(self, ids_SB: Tensor, token_types_SB: Tensor, key: DropoutKey | None) -> Tensor:
         positions_S1 = torch.arange(ids_SB.shape[0], device=ids_SB.device).unsqueeze(1)
@@ -60,16 +60,16 @@ class Embeddings(nn.Module):
 class Layer(nn.Module):
     """`norm(x + dropout(attention(x)))`, then `norm(x + dropout(mlp(x)))`."""
 
-    def __init__(self, config: BertConfig, layer: int, plan: Plan) -> None:
+    def __init__(self, config: BertConfig, layer: int, make: Maker) -> None:
         super().__init__()
         name = f"bert.encoder.layer.{layer}"
-        q, k, v = (f"{name}.attention.self.{part}" for part in ("query", "key", "value"))
-        self.attention = Attention(config, layer, plan, (q, k, v, f"{name}.attention.output.dense"))
-        self.attention_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
-        self.attention_norm = plan.norm(config, f"{name}.attention.output.LayerNorm")
-        self.mlp = MLP(config, plan, (f"{name}.intermediate.dense", f"{name}.output.dense"))
-        self.mlp_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
-        self.mlp_norm = plan.norm(config, f"{name}.output.LayerNorm")
+        qkv = make.query_key_value(config, [f"{name}.attention.self.{part}" for part in ("query", "key", "value")])
+        self.attention = Attention(config, layer, make, qkv, f"{name}.attention.output.dense")
+        self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.attention_norm = make.norm(config, f"{name}.attention.output.LayerNorm")
+        self.mlp = MLP(config, make, (f"{name}.intermediate.dense", f"{name}.output.dense"))
+        self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+        self.mlp_norm = make.norm(config, f"{name}.output.LayerNorm")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self.attention_norm(x + self.attention_dropout(self.attention(x, context), context.dropout))
@@ -84,10 +84,10 @@ class Heads(nn.Module):
     the decoder, which is the embedding's weight, cut along the vocabulary, with a bias of its own.
     """
 
-    def __init__(self, config: BertConfig, plan: Plan, embedding: ParallelEmbedding) -> None:
+    def __init__(self, config: BertConfig, make: Maker, embedding: ParallelEmbedding) -> None:
         super().__init__()
-        hidden, options = config.hidden_size, plan.options
-        self.group, self.sequence_parallel = plan.group, plan.sequence_parallel
+        hidden, options = config.hidden_size, make.options
+        self.group, self.sequence_parallel = make.group, make.sequence_parallel
         self.act = ACTIVATIONS[config.activation]
         self.pooler = ColumnParallelLinear(hidden, hidden, name="bert.pooler.dense", **options)
         self.transform = ColumnParallelLinear(hidden, hidden, name="cls.predictions.transform.dense", **options)
@@ -122,10 +122,10 @@ class Heads(nn.Module):
 class Bert(Family[BertConfig]):
     """The model with its two pretraining objectives."""
 
-    def build(self, config: BertConfig, plan: Plan) -> None:
-        self.embeddings = Embeddings(config, plan)
-        self.layers = nn.ModuleList(Layer(config, i, plan) for i in range(config.num_hidden_layers))
-        self.heads = Heads(config, plan, self.embeddings.word_embeddings)
+    def build(self, config: BertConfig, make: Maker) -> None:
+        self.embeddings = Embeddings(config, make)
+        self.layers = nn.ModuleList(Layer(config, i, make) for i in range(config.num_hidden_layers))
+        self.heads = Heads(config, make, self.embeddings.word_embeddings)
 
     def hidden(
         self, ids_SB: Tensor, token_types_SB: Tensor, mask_SB: Tensor, dropout: DropoutKey | None = None

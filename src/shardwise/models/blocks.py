@@ -7,17 +7,17 @@ Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with seque
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.config import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig
+from shardwise.config import FamilyConfig, Recompute
 from shardwise.mesh import Group
 from shardwise.models.rotary import Rotary, rotate
 from shardwise.parallel import (
@@ -36,10 +36,8 @@ from shardwise.parallel.dropout import scaled
 from shardwise.parallel.linear import LayerOptions, LinearOptions
 from shardwise.placement import Init
 
-FamilyConfig = LlamaConfig | GPTConfig | GPTNeoXConfig | BertConfig
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
-Recompute = Literal["none", "selective", "full"]
 
 ATTENTION, AFTER_ATTENTION, AFTER_MLP = range(3)
 """Sites of dropout in a block. The embedding is a layer of its own, before the first."""
@@ -54,8 +52,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a model is built: what its layers need beside the configuration.
+class Maker:
+    """Makes the layers of a model: it knows what they need beside the configuration.
 
     recompute: `selective` keeps nothing of the attention core but its input, `full` nothing of a block but its input.
     """
@@ -80,6 +78,22 @@ class Plan:
         """Positions or token types → what is added to x."""
         return ReplicatedEmbedding(
             rows, config.hidden_size, sequence_parallel_enabled=self.sequence_parallel, name=name, **self.options
+        )
+
+    def query_key_value(
+        self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
+    ) -> GQAQKVColumnParallelLinear:
+        """x → Q, K and V, one after the other. names: of each canonical layer; one name thrice where they are one."""
+        q_size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        return GQAQKVColumnParallelLinear(
+            config.hidden_size,
+            (q_size, kv_size),
+            bias=bias,
+            gather_output=False,
+            head_dim=config.head_dim,
+            names=names,
+            sequence_parallel_enabled=self.sequence_parallel,
+            **LinearOptions(**self.options, transposed=transposed),
         )
 
     def norm(self, config: FamilyConfig, name: str, kind: type[_Norm] = LayerNorm) -> _Norm:
@@ -123,10 +137,10 @@ class AttentionCore(nn.Module):
     with any dropout on a CPU, which has no fused kernel for it. Step by step holds the probabilities `[B, n, S, S]`.
     """
 
-    def __init__(self, config: FamilyConfig, layer: int, plan: Plan) -> None:
+    def __init__(self, config: FamilyConfig, layer: int, make: Maker) -> None:
         super().__init__()
-        self.causal, self.p, self.layer, self.group = config.causal, config.attention_dropout_p, layer, plan.group
-        self.recompute = plan.recompute == "selective"
+        self.causal, self.p, self.layer, self.group = config.causal, config.attention_dropout_p, layer, make.group
+        self.recompute = make.recompute == "selective"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """q `[S, B, n, d]`, k and v of as many or fewer heads → `[S, B, n·d]`."""
@@ -177,17 +191,18 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention: Q, K and V in one matmul, each rank computes its own heads, and a row-parallel projection.
+    """Self-attention: each rank computes its own heads, between a column-parallel layer and a row-parallel one.
 
-    names: canonical layers of Q, K and V (one name where they are one layer), and of the output projection.
+    qkv: x → Q, K and V, in one matmul. out: canonical name of the output projection.
     """
 
     def __init__(
         self,
         config: FamilyConfig,
         layer: int,
-        plan: Plan,
-        names: tuple[str, str, str, str],
+        make: Maker,
+        qkv: nn.Module,
+        out: str,
         *,
         bias: bool = True,
         transposed: bool = False,
@@ -196,39 +211,18 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim, self.rotary = config.head_dim, rotary
-        q_size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        options = LinearOptions(**plan.options, transposed=transposed)
-        self.qkv = self._make_qkv(config, (q_size, kv_size), names[:3], bias, plan, options)
-        self.core = AttentionCore(config, layer, plan)
+        options = LinearOptions(**make.options, transposed=transposed)
+        self.qkv = qkv
+        self.core = AttentionCore(config, layer, make)
         out_options = LinearOptions(**{**options, "init": out_init}) if out_init is not None else options
         self.out = RowParallelLinear(
-            q_size,
+            config.num_attention_heads * config.head_dim,
             config.hidden_size,
             bias=bias,
             input_is_parallel=True,
-            sequence_parallel_enabled=plan.sequence_parallel,
-            name=names[3],
+            sequence_parallel_enabled=make.sequence_parallel,
+            name=out,
             **out_options,
-        )
-
-    def _make_qkv(
-        self,
-        config: FamilyConfig,
-        sizes: tuple[int, int],
-        names: tuple[str, ...],
-        bias: bool,
-        plan: Plan,
-        options: LinearOptions,
-    ) -> nn.Module:
-        return GQAQKVColumnParallelLinear(
-            config.hidden_size,
-            sizes,
-            bias=bias,
-            gather_output=False,
-            head_dim=config.head_dim,
-            names=names,
-            sequence_parallel_enabled=plan.sequence_parallel,
-            **options,
         )
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,19 +250,19 @@ class MLP(nn.Module):
     def __init__(
         self,
         config: FamilyConfig,
-        plan: Plan,
+        make: Maker,
         names: tuple[str, str],
         *,
         transposed: bool = False,
         down_init: Init | None = None,
     ) -> None:
         super().__init__()
-        options = LinearOptions(**plan.options, transposed=transposed)
+        options = LinearOptions(**make.options, transposed=transposed)
         self.up = ColumnParallelLinear(
             config.hidden_size,
             config.intermediate_size,
             gather_output=False,
-            sequence_parallel_enabled=plan.sequence_parallel,
+            sequence_parallel_enabled=make.sequence_parallel,
             name=names[0],
             **options,
         )
@@ -278,7 +272,7 @@ class MLP(nn.Module):
             config.intermediate_size,
             config.hidden_size,
             input_is_parallel=True,
-            sequence_parallel_enabled=plan.sequence_parallel,
+            sequence_parallel_enabled=make.sequence_parallel,
             name=names[1],
             **down_options,
         )
@@ -311,7 +305,7 @@ class Family(nn.Module, Generic[_Config]):
     Args:
         config: sizes by their Hugging Face names.
         group: the tensor-parallel ranks. sequence_parallel: cut the residual stream along the sequence between blocks.
-        recompute: what the backward pass computes again (`Plan`).
+        recompute: what the backward pass computes again (`Maker`).
         seed: the weights are a function of (seed, canonical name), the same at any layout.
     """
 
@@ -331,9 +325,9 @@ class Family(nn.Module, Generic[_Config]):
         ranks = Group.of(group)
         init = Init.normal(config.initializer_range)
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
-        self.build(config, Plan(ranks, sequence_parallel, recompute, options))
+        self.build(config, Maker(ranks, sequence_parallel, recompute, options))
 
-    def build(self, config: _Config, plan: Plan) -> None:
+    def build(self, config: _Config, make: Maker) -> None:
         """Make the layers, in the order of the forward pass."""
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ from shardwise.models.blocks import (
     Attention,
     CausalLM,
     Context,
-    Plan,
+    Maker,
 )
 from shardwise.placement import Init
 
@@ -29,18 +29,18 @@ from shardwise.placement import Init
 class Block(nn.Module):
     """`x + dropout(attention(ln_1(x)))`, then `x + dropout(mlp(ln_2(x)))`."""
 
-    def __init__(self, config: GPTConfig, layer: int, plan: Plan) -> None:
+    def __init__(self, config: GPTConfig, layer: int, make: Maker) -> None:
         super().__init__()
         name = f"transformer.h.{layer}"
-        qkv, out = f"{name}.attn.c_attn", f"{name}.attn.c_proj"
+        qkv = make.query_key_value(config, 3 * (f"{name}.attn.c_attn",), transposed=True)
         # What is added to the residual stream starts smaller the deeper the model: 2 additions a block.
         scaled = Init.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
-        self.ln_1 = plan.norm(config, f"{name}.ln_1")
-        self.attn = Attention(config, layer, plan, (qkv, qkv, qkv, out), transposed=True, out_init=scaled)
-        self.attn_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
-        self.ln_2 = plan.norm(config, f"{name}.ln_2")
-        self.mlp = MLP(config, plan, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled)
-        self.mlp_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+        self.ln_1 = make.norm(config, f"{name}.ln_1")
+        self.attn = Attention(config, layer, make, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)
+        self.attn_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.ln_2 = make.norm(config, f"{name}.ln_2")
+        self.mlp = MLP(config, make, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled)
+        self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.attn_dropout(self.attn(self.ln_1(x), context), context.dropout)
@@ -51,13 +51,13 @@ class Block(nn.Module):
 class GPT(CausalLM[GPTConfig]):
     """The causal language model."""
 
-    def build(self, config: GPTConfig, plan: Plan) -> None:
-        self.wte = plan.word_embedding(config, "transformer.wte")
-        self.wpe = plan.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
-        self.dropout = plan.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(Block(config, i, plan) for i in range(config.num_hidden_layers))
-        self.norm = plan.norm(config, "transformer.ln_f")
-        self.lm_head = plan.head(config, "lm_head", self.wte)
+    def build(self, config: GPTConfig, make: Maker) -> None:
+        self.wte = make.word_embedding(config, "transformer.wte")
+        self.wpe = make.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
+        self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.layers = nn.ModuleList(Block(config, i, make) for i in range(config.num_hidden_layers))
+        self.norm = make.norm(config, "transformer.ln_f")
+        self.lm_head = make.head(config, "lm_head", self.wte)
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
         positions_S1 = torch.arange(ids_SB.shape[0], device=ids_SB.device).unsqueeze(1)

@@ -17,35 +17,14 @@ from shardwise.models.blocks import (
     Attention,
     CausalLM,
     Context,
-    FamilyConfig,
-    Plan,
+    Maker,
 )
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import ColumnParallelLinear
-from shardwise.parallel.linear import LinearOptions
 
 
 class InterleavedAttention(Attention):
-    """Attention whose Q, K and V lie head by head in one tensor."""
-
-    def _make_qkv(
-        self,
-        config: FamilyConfig,
-        sizes: tuple[int, int],
-        names: tuple[str, ...],
-        bias: bool,
-        plan: Plan,
-        options: LinearOptions,
-    ) -> nn.Module:
-        return ColumnParallelLinear(
-            config.hidden_size,
-            sizes[0] + 2 * sizes[1],
-            bias=bias,
-            gather_output=False,
-            sequence_parallel_enabled=plan.sequence_parallel,
-            name=names[0],
-            **options,
-        )
+    """Attention whose Q, K and V lie head by head in one tensor: the layer's output is `[…, heads, 3, head_dim]`."""
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim)).unbind(-2)
@@ -58,20 +37,28 @@ class Block(nn.Module):
     Side by side, without dropout between them, the two row-parallel layers leave their region by one collective.
     """
 
-    def __init__(self, config: GPTNeoXConfig, layer: int, rotary: Rotary, plan: Plan) -> None:
+    def __init__(self, config: GPTNeoXConfig, layer: int, rotary: Rotary, make: Maker) -> None:
         super().__init__()
         name = f"gpt_neox.layers.{layer}"
-        qkv, out = f"{name}.attention.query_key_value", f"{name}.attention.dense"
+        qkv = ColumnParallelLinear(
+            config.hidden_size,
+            3 * config.num_attention_heads * config.head_dim,
+            bias=config.attention_bias,
+            gather_output=False,
+            sequence_parallel_enabled=make.sequence_parallel,
+            name=f"{name}.attention.query_key_value",
+            **make.options,
+        )
         self.parallel = config.use_parallel_residual
         self.joined = self.parallel and not config.hidden_dropout_p
-        self.input_layernorm = plan.norm(config, f"{name}.input_layernorm")
-        self.post_attention_layernorm = plan.norm(config, f"{name}.post_attention_layernorm")
+        self.input_layernorm = make.norm(config, f"{name}.input_layernorm")
+        self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm")
         self.attention = InterleavedAttention(
-            config, layer, plan, (qkv, qkv, qkv, out), bias=config.attention_bias, rotary=rotary
+            config, layer, make, qkv, f"{name}.attention.dense", bias=config.attention_bias, rotary=rotary
         )
-        self.attention_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
-        self.mlp = MLP(config, plan, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
-        self.mlp_dropout = plan.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
+        self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
+        self.mlp = MLP(config, make, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
+        self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.joined:
@@ -93,13 +80,13 @@ class Block(nn.Module):
 class GPTNeoX(CausalLM[GPTNeoXConfig]):
     """The causal language model."""
 
-    def build(self, config: GPTNeoXConfig, plan: Plan) -> None:
+    def build(self, config: GPTNeoXConfig, make: Maker) -> None:
         rotary = Rotary(config)
-        self.embed_in = plan.word_embedding(config, "gpt_neox.embed_in")
-        self.dropout = plan.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(Block(config, i, rotary, plan) for i in range(config.num_hidden_layers))
-        self.norm = plan.norm(config, "gpt_neox.final_layer_norm")
-        self.lm_head = plan.head(config, "embed_out", self.embed_in)
+        self.embed_in = make.word_embedding(config, "gpt_neox.embed_in")
+        self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in range(config.num_hidden_layers))
+        self.norm = make.norm(config, "gpt_neox.final_layer_norm")
+        self.lm_head = make.head(config, "embed_out", self.embed_in)
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
         x: Tensor = self.dropout(self.embed_in(ids_SB), context.dropout)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import LlamaConfig
-from shardwise.models.blocks import Attention, CausalLM, Context, Plan
+from shardwise.models.blocks import Attention, CausalLM, Context, Maker
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import (
     MergedColumnParallelLinear,
@@ -21,7 +21,7 @@ from shardwise.parallel import (
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) · up(x))` (SwiGLU, arXiv:2002.05202), gate and up in one matmul."""
 
-    def __init__(self, config: LlamaConfig, name: str, plan: Plan) -> None:
+    def __init__(self, config: LlamaConfig, name: str, make: Maker) -> None:
         super().__init__()
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
@@ -29,17 +29,17 @@ class GatedMLP(nn.Module):
             bias=config.mlp_bias,
             gather_output=False,
             names=[f"{name}.{part}" for part in ("gate_proj", "up_proj")],
-            sequence_parallel_enabled=plan.sequence_parallel,
-            **plan.options,
+            sequence_parallel_enabled=make.sequence_parallel,
+            **make.options,
         )
         self.down_proj = RowParallelLinear(
             config.intermediate_size,
             config.hidden_size,
             bias=config.mlp_bias,
             input_is_parallel=True,
-            sequence_parallel_enabled=plan.sequence_parallel,
+            sequence_parallel_enabled=make.sequence_parallel,
             name=f"{name}.down_proj",
-            **plan.options,
+            **make.options,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,14 +51,17 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, config: LlamaConfig, layer: int, rotary: Rotary, plan: Plan) -> None:
+    def __init__(self, config: LlamaConfig, layer: int, rotary: Rotary, make: Maker) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
-        self.input_layernorm = plan.norm(config, f"{name}.input_layernorm", RMSNorm)
-        self.self_attn = Attention(config, layer, plan, (q, k, v, o), bias=config.attention_bias, rotary=rotary)
-        self.post_attention_layernorm = plan.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
-        self.mlp = GatedMLP(config, f"{name}.mlp", plan)
+        bias = config.attention_bias
+        self.input_layernorm = make.norm(config, f"{name}.input_layernorm", RMSNorm)
+        self.self_attn = Attention(
+            config, layer, make, make.query_key_value(config, (q, k, v), bias=bias), o, bias=bias, rotary=rotary
+        )
+        self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
+        self.mlp = GatedMLP(config, f"{name}.mlp", make)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context)
@@ -69,12 +72,12 @@ class Block(nn.Module):
 class Llama(CausalLM[LlamaConfig]):
     """The causal language model."""
 
-    def build(self, config: LlamaConfig, plan: Plan) -> None:
+    def build(self, config: LlamaConfig, make: Maker) -> None:
         rotary = Rotary(config)
-        self.embed_tokens = plan.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(Block(config, i, rotary, plan) for i in range(config.num_hidden_layers))
-        self.norm = plan.norm(config, "model.norm", RMSNorm)
-        self.lm_head = plan.head(config, "lm_head", self.embed_tokens)
+        self.embed_tokens = make.word_embedding(config, "model.embed_tokens")
+        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in range(config.num_hidden_layers))
+        self.norm = make.norm(config, "model.norm", RMSNorm)
+        self.lm_head = make.head(config, "lm_head", self.embed_tokens)
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
         x: Tensor = self.embed_tokens(ids_SB)

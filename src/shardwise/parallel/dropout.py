@@ -14,18 +14,14 @@ import hashlib
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import device as devices
+from shardwise.config import DropoutMode
+from shardwise.cost.activations import MASK_CHUNK_ELEMENTS
 from shardwise.mesh import Group
-
-Mode = Literal["fast", "invariant"]
-
-_CHUNK = 1 << 20
-"""Elements hashed at a time: 8 MiB of 64-bit integers, twice."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class DropoutKey:
     step: int
     samples_B: Tensor
     first_sample: int
-    mode: Mode = "fast"
+    mode: DropoutMode = "fast"
 
     def number(self, *place: int) -> int:
         """A 63-bit hash of the key's seed and step and of a place in the model."""
@@ -61,7 +57,7 @@ class DropoutKey:
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
         column = torch.arange(width, device=rows.device)
         keep = torch.empty((len(rows), len(self.samples_B), width), dtype=torch.bool, device=rows.device)
-        chunk = max(1, _CHUNK // (len(self.samples_B) * width))
+        chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * width))
         for start in range(0, len(rows), chunk):
             elements = rows[start : start + chunk].view(-1, 1, 1) * width + column
             torch.ge(_mix(stream_B1 + elements * _GOLDEN), threshold, out=keep[start : start + chunk])
@@ -93,6 +89,8 @@ class Dropout(nn.Module):
         self, p: float, *, layer: int, site: int, group: Group | None = None, sequence_parallel_enabled: bool = False
     ) -> None:
         super().__init__()
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"the dropout probability ({p}) must be in [0, 1]")
         self.p, self.layer, self.site = p, layer, site
         group = Group.of(group)
         self._shard = group.rank if sequence_parallel_enabled else 0

@@ -93,7 +93,7 @@ def test_invariant_masks_do_not_depend_on_how_many_elements_are_hashed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = masked(Dropout(0.5, layer=0, site=1), key("invariant"))
-    monkeypatch.setattr("shardwise.parallel.dropout._CHUNK", 100)
+    monkeypatch.setattr("shardwise.parallel.dropout.MASK_CHUNK_ELEMENTS", 100)
     assert torch.equal(masked(Dropout(0.5, layer=0, site=1), key("invariant")), whole)
 
 
