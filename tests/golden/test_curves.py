@@ -19,7 +19,7 @@ CURVES = Path(__file__).parent / "curves"
 SHARDED = ["--nproc", "4", "parallel.tensor=2", "parallel.sequence=true", "optimizer.zero=1", "train.micro_batch=4"]
 # By recipe, how the command is started.
 RECIPES = {
-    "llama2-tiny": ["--nproc", "2"],
+    "llama2-tiny": SHARDED,
     "gpt-tiny": SHARDED,
     "gpt-neox-tiny": SHARDED,
     "bert-tiny": SHARDED,

@@ -87,7 +87,7 @@ def _compute(config: Config) -> _Rows:
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The price of masks that no layout changes, where there are any."""
     masks = cost.invariant_dropout(config, layout, accelerator)
-    if masks is None or config.train.dropout_mode != "invariant" or not config.model.has_dropout:
+    if masks is None:
         return []
     fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
     totals = [cost.expected_memory(chosen, layout, accelerator) for chosen in (config, fast)]

@@ -45,8 +45,8 @@ ONLY: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "use_sliding_window": False,
 }
-# What changes nothing that is trained. A Llama's pad_token_id only stops the gradient of a row that packed text never
-# looks up; the dtype is the recipe's.
+# What changes nothing that is trained, with one exception: transformers gives the look-up of a Llama's pad_token_id no
+# gradient. Packed text has no padding, so that row is trained like any other; the dtype is the recipe's.
 INERT = frozenset({
     # where the file comes from, and how it is stored and run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "model_type", "architectures",

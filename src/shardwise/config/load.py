@@ -121,7 +121,18 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"{path}: unknown key; {key} is one value and has no keys of its own")
         target = inner
+    if keys[:-1] == ["model"]:
+        _drop_spellings(target, keys[-1])
     target[keys[-1]] = value
+
+
+def _drop_spellings(model: dict[str, Any], key: str) -> None:
+    """Forget what the recipe says under another name of what the command line gives as `key`."""
+    family = FAMILIES.get(str(model.get("family")))
+    aliases = family.aliases if family is not None else {}
+    for known in list(model):
+        if known != key and aliases.get(known, known) == aliases.get(key, key):
+            del model[known]
 
 
 def _expanded(model: dict[str, Any]) -> dict[str, Any]:

@@ -82,9 +82,10 @@ def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -
 
 
 def invariant_dropout(config: Config, layout: Layout, accelerator: bool = False) -> DropoutMasks | None:
-    """What the masks of `train.dropout_mode: invariant` cost one rank. None for a model of your own."""
+    """What layout-invariant masks cost one rank. None where there are none, and for a model of your own."""
     case = Case.of(config, layout, accelerator)
-    return None if case is None else invariant_masks(case)
+    drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
+    return invariant_masks(case) if case is not None and drops else None
 
 
 def loss_chunk_elements(rows: int, accelerator: bool) -> int:

@@ -241,6 +241,13 @@ def _parameter_problems(built: nn.Module, family: str, group: Group) -> list[str
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         problems.append(f"{where}: several parameters have the name {_some(twice)}: give their layers other names")
+    parameters = dict(built.named_parameters(remove_duplicate=False))
+    buffers = [name for name in built.state_dict() if name not in parameters]
+    if buffers:
+        problems.append(
+            f"{where}: the final weights hold parameters only, and {_some(buffers)} would be lost: register them with "
+            "persistent=False, or as parameters"
+        )
     return problems
 
 

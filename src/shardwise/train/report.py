@@ -9,100 +9,29 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.live import Live
+from rich.console import Console
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from shardwise import units
 from shardwise.config import Config, Layout, Precision
-from shardwise.cost import MemoryEstimate, flops_per_token, model_flops_utilization
+from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.train.own import StateMemory
+from shardwise.train.progress import ProgressLine, parts_of_loss
+from shardwise.train.record import StepRecord, Throughput
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-WINDOW_STEPS = 10
-"""Steps over which throughput is averaged."""
-
-_LINES_A_RUN = 20
-_LINE_AT_LEAST_EVERY = 300.0
-_BAR_MINIMUM, _BAR_MAXIMUM = 10, 40
-_GAP = "  "
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One finished optimizer step.
-
-    Attributes:
-        step: number of the step, from 1, over the whole training (a resumed run goes on counting).
-        loss: of the global batch, before the update. lr: with which the update was made.
-        grad_norm: of the whole model, before clipping. param_norm: of the whole model, after the update.
-        tokens, samples: consumed since step 0 by all ranks, this step's included.
-        seconds: wall time of this step on this rank, evaluation excluded.
-        peak_memory_bytes: of this rank, since it began.
-        losses: of each objective, where there are several; `loss` is their sum.
-    """
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    param_norm: float
-    tokens: int
-    samples: int
-    seconds: float
-    peak_memory_bytes: int
-    losses: Mapping[str, float] = field(default_factory=dict)
-
-
-class Throughput:
-    """Samples per second: over the last 10 steps, over the run, and the best ten steps of it."""
-
-    def __init__(self, samples_per_step: int) -> None:
-        self._samples_per_step = samples_per_step
-        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._steps = 0
-        self._seconds = 0.0
-        self._peak = 0.0
-
-    def add(self, seconds: float) -> None:
-        self._recent.append(seconds)
-        self._steps += 1
-        self._seconds += seconds
-        if len(self._recent) == WINDOW_STEPS:
-            self._peak = max(self._peak, self.recent)
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean over the window; 0 before the first step."""
-        return sum(self._recent) / max(len(self._recent), 1)
-
-    @property
-    def recent(self) -> float:
-        return _rate(self._samples_per_step * len(self._recent), sum(self._recent))
-
-    @property
-    def average(self) -> float:
-        return _rate(self._samples_per_step * self._steps, self._seconds)
-
-    @property
-    def peak(self) -> float:
-        """Best window of the run; a run shorter than a window has its average."""
-        return self._peak or self.average
 
 
 class Reporter:
@@ -146,7 +75,7 @@ class Reporter:
         self._tensorboard: SummaryWriter | None = None
         self._log = _open_log(run.log(0)) if rank == 0 else None
         self._consoles = [Console(file=stream or sys.stdout, highlight=False), _plain(self._log)] if self._log else []
-        self._progress = [_Progress(console, steps_before, self._end) for console in self._consoles]
+        self._progress = [ProgressLine(console, steps_before, self._end) for console in self._consoles]
         self._last: StepRecord | None = None
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
@@ -218,7 +147,7 @@ class Reporter:
         values = {"loss": loss, **_by_objective(losses or {}), "perplexity": perplexity}
         self._metrics.write({"event": "eval", "step": step, **values})
         self._scalars("eval", step, values)
-        shown = f" ({_parts_of_loss(losses)})" if losses else ""
+        shown = f" ({parts_of_loss(losses)})" if losses else ""
         self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
 
     def warning(self, text: str) -> None:
@@ -354,7 +283,21 @@ class Reporter:
             ),
             ("device", f"{self.device_name}, {precision.parameter}{finer}"),
             ("memory", self._memory_text()),
+            *self._dropout(),
             ("run", str(self.run.path)),
+        ]
+
+    def _dropout(self) -> list[tuple[str, str]]:
+        """What layout-invariant masks cost, where there are any."""
+        masks = invariant_dropout(self.config, self.layout, not self.device_name.startswith("cpu"))
+        if masks is None:
+            return []
+        return [
+            (
+                "dropout",
+                f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on each rank, "
+                f"{units.count(masks.elements_hashed)} elements hashed by each rank per step",
+            )
         ]
 
     def _memory_text(self) -> str:
@@ -363,83 +306,6 @@ class Reporter:
         if isinstance(self.memory, StateMemory):
             return f"{parts} on each rank; activations are not known for a model of your own"
         return f"{units.size(self.memory.total)} expected on each rank, beside Python and torch: {parts}"
-
-
-class _Progress:
-    """The progress line: redrawn in place on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, console: Console, first: int, end: int) -> None:
-        self._console, self._first, self._end = console, first, end
-        self._live = console.is_terminal and not console.is_dumb_terminal
-        self._display: Live | None = None
-        self._started = self._printed_at = time.perf_counter()
-        self._next_line = first + 1
-        self._record: StepRecord | None = None
-        self._step_seconds = self._tokens_per_second = 0.0
-
-    def start(self, now: float) -> None:
-        self._started = self._printed_at = now
-        if self._live:
-            self._display = Live(self, console=self._console, refresh_per_second=2)
-            self._display.start()
-
-    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
-        self._record, self._step_seconds, self._tokens_per_second = record, step_seconds, tokens_per_second
-        if self._live:
-            return
-        overdue = now - self._printed_at >= _LINE_AT_LEAST_EVERY
-        if record.step >= self._next_line or record.step == self._end or overdue:
-            self._console.print(Text(_GAP.join(part for parts in self._parts(now) for part in parts)), soft_wrap=True)
-            self._printed_at = now
-            every = max(1, (self._end - self._first) // _LINES_A_RUN)
-            self._next_line = self._first + ((record.step - self._first) // every + 1) * every
-
-    def stop(self) -> None:
-        if self._display is not None:
-            self._display.refresh()
-            self._display.stop()
-            self._display = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One line, or two where the terminal is too narrow: progress with a bar, then the step's numbers."""
-        progress, numbers = self._parts(time.perf_counter())
-        bar = _BAR_MINIMUM + len(_GAP)
-        lines = [[*progress, *numbers]]
-        if numbers and bar + len(_GAP.join(lines[0])) > options.max_width:
-            lines = [progress, numbers]
-        for line in lines:
-            head, *rest = line
-            room = min(options.max_width - len(_GAP.join(line)) - len(_GAP), _BAR_MAXIMUM)
-            row: list[Text | ProgressBar] = [Text(head, style="bold")]
-            if line is lines[0] and room >= _BAR_MINIMUM:
-                done = self._record.step - self._first if self._record else 0
-                row.append(ProgressBar(total=max(self._end - self._first, 1), completed=done, width=room))
-            row.append(Text(_GAP.join(rest), no_wrap=True, overflow="ellipsis"))
-            grid = Table.grid(padding=(0, len(_GAP)))
-            grid.add_row(*row)
-            yield grid
-
-    def _parts(self, now: float) -> tuple[list[str], list[str]]:
-        """What is shown: how far the run is, and the last step's numbers."""
-        elapsed = f"{units.duration(round(now - self._started, 1))} elapsed"
-        record = self._record
-        if record is None:
-            return [f"step {self._first:,}/{self._end:,}", elapsed, "first step under way"], []
-        left = (self._end - record.step) * self._step_seconds
-        width = len(f"{self._end:,}")
-        progress = [
-            f"step {record.step:>{width},}/{self._end:,}",
-            elapsed,
-            f"{units.duration(left)} left" if record.step < self._end else "done",
-            f"{units.duration(self._step_seconds)}/step",
-        ]
-        return progress, [
-            f"loss {record.loss:.4f}" + (f" ({_parts_of_loss(record.losses)})" if record.losses else ""),
-            f"lr {record.lr:.2e}",
-            f"grad norm {record.grad_norm:.3f}",
-            f"{units.count(self._tokens_per_second)} tokens/s",
-            f"{record.samples:,} samples",
-        ]
 
 
 def _open_log(path: Path) -> IO[str]:
@@ -476,14 +342,6 @@ def _result_line(results: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _rate(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else 0.0
-
-
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
     """The losses by the names that the run's files give them."""
     return {f"{name}_loss": loss for name, loss in losses.items()}
-
-
-def _parts_of_loss(losses: Mapping[str, float]) -> str:
-    return ", ".join(f"{name.upper()} {loss:.4f}" for name, loss in losses.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise import device as devices
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, OwnConfig
 from shardwise.data import Batch, Batches
 from shardwise.errors import ConfigError, RunError
 from shardwise.mesh import Mesh
@@ -20,7 +21,11 @@ from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
 from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
-from shardwise.train.report import Reporter, StepRecord
+from shardwise.train.record import StepRecord
+from shardwise.train.report import Reporter
+
+_WHOLE_MODEL = (-2, 0, 0)
+"""A place in the model, for `DropoutKey`: layer, site and shard."""
 
 
 @dataclass
@@ -70,11 +75,21 @@ class Trainer:
             record = self.step()
             if self.reporter is not None:
                 self.reporter.step(record)
+                self._warn_of_a_mean(record)
             if drift_every and (step % drift_every == 0 or step == self.last_step):
                 self.progress.phase = "comparison of replicas"
                 check_replicas(self.model, self.mesh, step)
             if every and (step % every == 0 or step == self.last_step):
                 self.evaluate()
+
+    def _warn_of_a_mean(self, record: StepRecord) -> None:
+        """Tell the user of a model of their own whose first loss is far below that of a guess."""
+        model, guess = self.config.model, math.log(self.config.model.vocab_size)
+        if self.reporter is not None and isinstance(model, OwnConfig) and record.step == 1 and record.loss < guess / 10:
+            self.reporter.warning(
+                f"the first loss ({record.loss:.3g}) is far below that of a guess, ln(model.vocab_size) ({guess:.3g}): "
+                f"forward of {model.family} must return the sum of its targets' losses, not their mean"
+            )
 
     def step(self) -> StepRecord:
         """One optimizer step on the next global batch."""
@@ -138,14 +153,16 @@ class Trainer:
 
     def _losses(self, batch: Batch, step: int | None = None) -> Tensor:
         """Sums of the losses of a micro-batch's counted targets, one an objective. `step`: with that step's dropout."""
-        device = self.mesh.device
+        device, train = self.mesh.device, self.config.train
         inputs = {name: torch.from_numpy(array).to(device) for name, array in batch.inputs.items()}
-        if step is not None and self._draws_masks:
-            train, samples_B = self.config.train, torch.from_numpy(batch.samples).to(device)
+        key = None
+        if step is not None:
+            samples_B = torch.from_numpy(batch.samples).to(device)
             key = DropoutKey(train.seed, step, samples_B, int(batch.samples[0]), train.dropout_mode)
-            sums: object = self.model(**inputs, dropout=key)
-        else:
-            sums = self.model(**inputs)
+        keyword = {"dropout": key} if self._draws_masks else {}
+        # Whatever a model draws beside our layers is a function of step and samples too.
+        with nullcontext() if key is None else key.seeded(device, *_WHOLE_MODEL):
+            sums: object = self.model(**inputs, **keyword)
         if not isinstance(sums, Tensor) or sums.numel() != len(batch.counts):
             found = f"a tensor of shape {tuple(sums.shape)}" if isinstance(sums, Tensor) else f"a {type(sums).__name__}"
             raise ConfigError(

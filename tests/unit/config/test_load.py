@@ -15,6 +15,7 @@ from shardwise.config import (
     parse_yaml,
     recipe_name,
     recipe_names,
+    recipe_text,
 )
 from shardwise.errors import ConfigError, listing
 from tests.arch.source import config_fields
@@ -215,3 +216,11 @@ def test_every_key_describes_itself() -> None:
     assert {"model.rotary_pct", "model.rms_norm_eps", "train.steps"} <= set(keys)
     assert [key for key, field in keys.items() if not field.description] == []
     assert [name for name, section in Config.model_fields.items() if not section.description] == []
+
+
+@pytest.mark.parametrize("override", ["model.n_layer=4", "model.num_hidden_layers=4"])
+@pytest.mark.parametrize("spelling", ["n_layer", "num_hidden_layers"])
+def test_an_override_wins_in_whichever_spelling(spelling: str, override: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(recipe_text("gpt-tiny").replace("num_hidden_layers", spelling))
+    assert load_config(str(recipe), [override]).model.num_hidden_layers == 4

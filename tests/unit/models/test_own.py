@@ -356,3 +356,15 @@ def test_a_tied_weight_is_one_parameter(write: Write) -> None:
         self.head = sw.ParallelLMHead(4, vocab_size, tied_weight=self.embedding.weight)
     """
     assert [name for name, _ in build(config(write(tied))).named_parameters()] == ["embedding.weight"]
+
+
+def test_buffers_that_the_final_weights_would_lose(write: Write) -> None:
+    family = write("""
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+""")
+    said = unbuildable(config(family))
+    assert "norm.running_mean, norm.running_var and norm.num_batches_tracked would be lost" in said

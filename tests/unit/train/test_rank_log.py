@@ -11,7 +11,8 @@ from shardwise.config import Layout, load_config
 from shardwise.cost import expected_memory, parameter_count
 from shardwise.runlog import RunDirectory
 from shardwise.train import report
-from shardwise.train.report import Reporter, StepRecord
+from shardwise.train.record import StepRecord
+from shardwise.train.report import Reporter
 
 CONFIG = load_config("llama2-tiny", [])
 STEPS = CONFIG.train.steps

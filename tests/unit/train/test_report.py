@@ -14,7 +14,8 @@ from shardwise.config import Config, Layout, config_from
 from shardwise.cost import expected_memory, flops_per_token, parameter_count
 from shardwise.runlog import RunDirectory
 from shardwise.train import report
-from shardwise.train.report import Reporter, StepRecord, Throughput
+from shardwise.train.record import StepRecord, Throughput
+from shardwise.train.report import Reporter
 
 STEP_FIELDS = [
     "event", "step", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",

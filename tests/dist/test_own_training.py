@@ -1,0 +1,61 @@
+"""What training does for a model of the user's own: chance, evaluation, and a warning where the loss is a mean."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.mesh import Mesh
+from shardwise.train.build import build_trainer
+from tests.dist.training import make_config, make_data
+
+
+def trainer(name: str) -> Any:
+    config = make_config(model={"family": f"tests.dist.own_models:{name}", "vocab_size": 131})
+    mesh = Mesh(device="cpu")
+    return build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+
+
+def masks() -> tuple[list[list[bool]], list[list[bool]]]:
+    """Of two steps, and of the same two steps of a second trainer."""
+    first, again = trainer("Dropping"), trainer("Dropping")
+    for one in (first, again):
+        one.step()
+        one.step()
+    return first.model.kept, again.model.kept
+
+
+def test_plain_dropout_differs_between_replicas_micro_batches_and_steps_and_can_be_repeated(ranks: Any) -> None:
+    everyone = ranks(2).run(masks)
+    for first, again in everyone:
+        assert first == again, "the same step drew other masks"
+    drawn = [tuple(mask) for kept, _ in everyone for mask in kept]
+    assert len(drawn) == 2 * 2 * 2, "2 ranks, 2 steps, 2 micro-batches"
+    assert len(set(drawn)) == len(drawn), "two masks of other samples are the same"
+
+
+def test_the_key_is_none_in_evaluation() -> None:
+    made = trainer("NeedsKey")
+    made.evaluate()
+    evaluated = len(made.model.keys)
+    made.step()
+    assert evaluated
+    assert made.model.keys == [False] * evaluated + [True] * (len(made.model.keys) - evaluated)
+    assert made.model.keys[-1]
+
+
+@pytest.mark.parametrize(("name", "warned"), [("Mean", True), ("Dropping", False)])
+def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
+    made, said = trainer(name), []
+
+    class Reporter:
+        def step(self, record: Any) -> None: ...
+
+        def warning(self, text: str) -> None:
+            said.append(text)
+
+    made.reporter = Reporter()
+    made.config = made.config.model_copy(update={"train": made.config.train.model_copy(update={"stop_after": 2})})
+    made.run()
+    assert bool(said) == warned
+    if warned:
+        assert "must return the sum of its targets' losses, not their mean" in said[0]
