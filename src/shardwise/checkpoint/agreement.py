@@ -13,13 +13,6 @@ from shardwise.config.hugging_face import read_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.errors import ConfigError
 
-# They decide how a model is trained on, not what its weights mean.
-_FREE = {
-    "initializer_range", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "hidden_dropout", "hidden_dropout_prob",
-}  # fmt: skip
-_ACTIVATIONS = ("hidden_act", "activation_function")
-
 
 def config_problems(config: ModelConfig, folder: Path) -> list[str]:
     """Every field in which `folder`/config.json describes another model than `config`; none where there is no file.
@@ -70,10 +63,9 @@ def _read(path: Path) -> FamilyConfig:
 
 def _meaning(config: FamilyConfig) -> dict[str, Any]:
     """The fields that say what the weights mean."""
-    values = {key: value for key, value in config.model_dump(mode="json").items() if key not in _FREE}
-    for key in _ACTIVATIONS:
-        if key in values:
-            values[key] = config.activation
+    free = {"initializer_range", *(key for role, key in config.keys.items() if role.endswith("_dropout"))}
+    values = {key: value for key, value in config.model_dump(mode="json").items() if key not in free}
+    values[config.keys["activation"]] = config.activation
     if values.get("rope_scaling") == {"rope_type": "default"}:
         values["rope_scaling"] = None
     if config.rotary_dim and not config.extends_positions:

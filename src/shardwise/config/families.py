@@ -28,6 +28,9 @@ class TransformerConfig(Section):
     """What the families of this package share: their sizes, and what models and cost formulas ask of any of them."""
 
     aliases: ClassVar[dict[str, str]] = {}
+    """Other spellings of the family's keys."""
+    keys: ClassVar[dict[str, str]] = {}
+    """What the family calls what the properties below ask for; what it does not have is left out."""
 
     family: str = Field(description="the architecture")
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")
@@ -45,19 +48,32 @@ class TransformerConfig(Section):
         return 0
 
     @property
+    def activation(self) -> Activation:
+        """What the feed-forward layer computes between its matrices."""
+        return _ACTIVATIONS[getattr(self, self.keys["activation"])]
+
+    @property
+    def norm_eps(self) -> float:
+        """What normalisation adds to the variance, or to the mean square."""
+        return float(getattr(self, self.keys["norm_eps"]))
+
+    @property
     def embedding_dropout_p(self) -> float:
         """Dropout of what enters the first block."""
-        return 0.0
+        return self._dropout("embedding_dropout")
 
     @property
     def hidden_dropout_p(self) -> float:
         """Dropout of what attention and feed-forward layer add to the residual stream."""
-        return 0.0
+        return self._dropout("hidden_dropout")
 
     @property
     def attention_dropout_p(self) -> float:
         """Dropout of the attention probabilities."""
-        return 0.0
+        return self._dropout("attention_dropout")
+
+    def _dropout(self, role: str) -> float:
+        return float(getattr(self, self.keys[role])) if role in self.keys else 0.0
 
     @property
     def has_dropout(self) -> bool:
@@ -82,6 +98,12 @@ class TransformerConfig(Section):
 
 class LlamaConfig(TransformerConfig):
     """A Llama (1, 2 or 3): RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    keys: ClassVar[dict[str, str]] = {
+        "activation": "hidden_act",
+        "norm_eps": "rms_norm_eps",
+        "attention_dropout": "attention_dropout",
+    }
 
     family: Literal["llama"] = Field(description="the architecture")
     num_key_value_heads: int = Field(
@@ -140,21 +162,6 @@ class LlamaConfig(TransformerConfig):
         return self.head_dim
 
     @property
-    def activation(self) -> Activation:
-        """What `hidden_act` computes."""
-        return _ACTIVATIONS[self.hidden_act]
-
-    @property
-    def norm_eps(self) -> float:
-        """Added to the mean square in RMSNorm."""
-        return self.rms_norm_eps
-
-    @property
-    def attention_dropout_p(self) -> float:
-        """Dropout of the attention probabilities."""
-        return self.attention_dropout
-
-    @property
     def extends_positions(self) -> bool:
         """Whether `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
         return self.rope_scaling is not None and self.rope_scaling["rope_type"] != "default"
@@ -200,6 +207,14 @@ class GPTConfig(MultiHeadConfig):
         "hidden_act": "activation_function",
     }
 
+    keys: ClassVar[dict[str, str]] = {
+        "activation": "activation_function",
+        "norm_eps": "layer_norm_epsilon",
+        "embedding_dropout": "embd_pdrop",
+        "hidden_dropout": "resid_pdrop",
+        "attention_dropout": "attn_pdrop",
+    }
+
     family: Literal["gpt"] = Field(description="the architecture")
     intermediate_size: int = Field(
         default_factory=lambda data: 4 * data["hidden_size"],
@@ -224,31 +239,6 @@ class GPTConfig(MultiHeadConfig):
         reject(self._head_problems())
         return self
 
-    @property
-    def activation(self) -> Activation:
-        """What `activation_function` computes."""
-        return _ACTIVATIONS[self.activation_function]
-
-    @property
-    def norm_eps(self) -> float:
-        """Added to the variance in LayerNorm."""
-        return self.layer_norm_epsilon
-
-    @property
-    def embedding_dropout_p(self) -> float:
-        """Dropout of the embeddings."""
-        return self.embd_pdrop
-
-    @property
-    def hidden_dropout_p(self) -> float:
-        """Dropout of what attention and feed-forward layer add."""
-        return self.resid_pdrop
-
-    @property
-    def attention_dropout_p(self) -> float:
-        """Dropout of the attention probabilities."""
-        return self.attn_pdrop
-
 
 class GPTNeoXConfig(MultiHeadConfig):
     """GPT-NeoX and Pythia: partly rotary heads, attention and feed-forward layer side by side, biases.
@@ -257,6 +247,14 @@ class GPTNeoXConfig(MultiHeadConfig):
     """
 
     aliases: ClassVar[dict[str, str]] = {"rotary_emb_base": "rope_theta"}
+
+    keys: ClassVar[dict[str, str]] = {
+        "activation": "hidden_act",
+        "norm_eps": "layer_norm_eps",
+        "embedding_dropout": "hidden_dropout",
+        "hidden_dropout": "hidden_dropout",
+        "attention_dropout": "attention_dropout",
+    }
 
     family: Literal["gpt_neox"] = Field(description="the architecture")
     max_position_embeddings: int = Field(default=2048, gt=0, description="longest sequence the model is made for")
@@ -300,31 +298,6 @@ class GPTNeoXConfig(MultiHeadConfig):
         return int(self.head_dim * self.rotary_pct)
 
     @property
-    def activation(self) -> Activation:
-        """What `hidden_act` computes."""
-        return _ACTIVATIONS[self.hidden_act]
-
-    @property
-    def norm_eps(self) -> float:
-        """Added to the variance in LayerNorm."""
-        return self.layer_norm_eps
-
-    @property
-    def embedding_dropout_p(self) -> float:
-        """Dropout of the embeddings."""
-        return self.hidden_dropout
-
-    @property
-    def hidden_dropout_p(self) -> float:
-        """Dropout of what attention and feed-forward layer add."""
-        return self.hidden_dropout
-
-    @property
-    def attention_dropout_p(self) -> float:
-        """Dropout of the attention probabilities."""
-        return self.attention_dropout
-
-    @property
     def extends_positions(self) -> bool:
         """Whether `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
         return self.rope_scaling is not None and self.rope_scaling["rope_type"] != "default"
@@ -332,6 +305,14 @@ class GPTNeoXConfig(MultiHeadConfig):
 
 class BertConfig(MultiHeadConfig):
     """BERT: LayerNorm after each layer, token types, padding mask, masked-token and next-sentence heads."""
+
+    keys: ClassVar[dict[str, str]] = {
+        "activation": "hidden_act",
+        "norm_eps": "layer_norm_eps",
+        "embedding_dropout": "hidden_dropout_prob",
+        "hidden_dropout": "hidden_dropout_prob",
+        "attention_dropout": "attention_probs_dropout_prob",
+    }
 
     family: Literal["bert"] = Field(description="the architecture")
     max_position_embeddings: int = Field(default=512, gt=0, description="learned positions: the longest sequence")
@@ -360,31 +341,6 @@ class BertConfig(MultiHeadConfig):
             problems.append(f"model.type_vocab_size ({self.type_vocab_size}) must be at least 2: samples are pairs")
         reject(problems)
         return self
-
-    @property
-    def activation(self) -> Activation:
-        """What `hidden_act` computes."""
-        return _ACTIVATIONS[self.hidden_act]
-
-    @property
-    def norm_eps(self) -> float:
-        """Added to the variance in LayerNorm."""
-        return self.layer_norm_eps
-
-    @property
-    def embedding_dropout_p(self) -> float:
-        """Dropout of the embeddings, after their LayerNorm."""
-        return self.hidden_dropout_prob
-
-    @property
-    def hidden_dropout_p(self) -> float:
-        """Dropout of what attention and feed-forward layer add."""
-        return self.hidden_dropout_prob
-
-    @property
-    def attention_dropout_p(self) -> float:
-        """Dropout of the attention probabilities."""
-        return self.attention_probs_dropout_prob
 
     @property
     def causal(self) -> bool:
