@@ -71,7 +71,7 @@ SHAPES = {
     "embed_tokens.weight": (17, 64),  # 131 rows over 8, padded
     "layers.0.input_layernorm.weight": (64,),
     "layers.0.self_attn.qkv.weight": (8 + 4 + 4, 64),  # 2 of 16 query heads; each K/V head on 4 ranks
-    "layers.0.self_attn.o_proj.weight": (64, 8),
+    "layers.0.self_attn.out.weight": (64, 8),
     "layers.0.post_attention_layernorm.weight": (64,),
     "layers.0.mlp.gate_up.weight": (24, 64),
     "layers.0.mlp.down_proj.weight": (64, 12),
