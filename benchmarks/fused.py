@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.config import LlamaConfig
 from shardwise.mesh import Mesh, join
+from shardwise.models.blocks import Context, Maker
 from shardwise.models.llama import Block
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import ColumnParallelLinear
@@ -55,8 +56,8 @@ def separated(config: LlamaConfig, block: Block, sequence_parallel: bool, option
     """A block with the same weights, whose projections are layers of their own."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attention, mlp = block.self_attn, block.mlp
-    qkv = {f"layer.self_attn.{part}_proj": hidden for part in "qkv"}
-    gate_up = {f"layer.mlp.{part}_proj": intermediate for part in ("gate", "up")}
+    qkv = {f"model.layers.0.self_attn.{part}_proj": hidden for part in "qkv"}
+    gate_up = {f"model.layers.0.mlp.{part}_proj": intermediate for part in ("gate", "up")}
     attention.qkv = Separate(hidden, qkv, sequence_parallel, options)  # type: ignore[assignment]
     mlp.gate_up = Separate(hidden, gate_up, sequence_parallel, options)  # type: ignore[assignment]
     return block
@@ -77,17 +78,20 @@ def measure(size: dict[str, int], sequence_parallel: bool, rounds: int) -> dict[
         max_position_embeddings=size["sequence"],
     )
     options: LayerOptions = {"group": mesh.tp, "seed": 1, "init": Init.normal(0.02)}
-    merged, other = (Block(config, "layer", Rotary(config), sequence_parallel, options) for _ in range(2))
+    make = Maker(mesh.tp, sequence_parallel, "none", options)
+    merged, other = (Block(config, 0, Rotary(config), make) for _ in range(2))
     separate = separated(config, other, sequence_parallel, options)
     shape = (size["sequence"] // (mesh.tp.size if sequence_parallel else 1), size["batch"], config.hidden_size)
     x, dy = torch.randn(shape).requires_grad_(), torch.randn(shape)
     with torch.no_grad():
-        difference = float((merged(x) - separate(x)).abs().max() / merged(x).abs().max())
+        difference = float(
+            (merged(x, Context()) - separate(x, Context())).abs().max() / merged(x, Context()).abs().max()
+        )
 
     def step(module: Block) -> None:
         module.zero_grad()
         x.grad = None
-        module(x).backward(dy)
+        module(x, Context()).backward(dy)
 
     calls = {"merged": lambda: step(merged), "separate": lambda: step(separate)}
     seconds = interleaved(calls, rounds, warmup=3, before=lambda: comm.barrier(mesh.world))
