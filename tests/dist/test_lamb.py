@@ -3,6 +3,7 @@
 import functools
 import io
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -130,8 +131,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+def cells(layouts: Iterable[str], others: Sequence[str], always: str) -> list[Any]:
+    """Every layout with every other; `make test` runs one layout with all, and all layouts with the first."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(layout, other, marks=() if layout == always or other == others[0] else slow)
+        for layout in layouts
+        for other in others
+    ]
+
+
+@pytest.mark.parametrize(("layout", "name"), cells(LAYOUTS, list(MODELS), "tp2-dp2-sp-zero1"))
 def test_ratios_are_those_of_whole_tensors(name: str, layout: str, ranks: Any) -> None:
     """Fused, transposed, copied, padded, tied, replicated and vectors, each updated as in one process."""
     for rank, errors in enumerate(ranks(4).run(family_errors, name, *LAYOUTS[layout])):
@@ -188,8 +198,7 @@ RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", RUNS)
+@pytest.mark.parametrize(("layout", "variant"), cells(RUNS, list(VARIANTS), "tp2-dp2-sp-zero1"))
 def test_layout_trains_like_one_process(layout: str, variant: str, ranks: Any) -> None:
     """At a peak rate at which a step changes matrices by 3 % of their norm."""
     world, sections = RUNS[layout]
