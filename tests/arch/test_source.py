@@ -85,15 +85,25 @@ def test_nothing_is_unfinished() -> None:
 
 
 def read_by_own_methods(path: Path) -> set[str]:
-    """`self.key` in the public methods of a section: what they derive is read in the key's stead."""
+    """`self.key` in the public methods of a section: what they derive is read in the key's stead.
+
+    So is what a family's table `keys` names: the properties of all families read through it.
+    """
+    sections = [section for section in ast.walk(tree(path)) if isinstance(section, ast.ClassDef)]
+    tables = [
+        node.value
+        for section in sections
+        for node in section.body
+        if isinstance(node, ast.AnnAssign) and dotted(node.target) == "keys" and isinstance(node.value, ast.Dict)
+    ]
     methods = (
         method
-        for section in ast.walk(tree(path))
-        if isinstance(section, ast.ClassDef)
+        for section in sections
         for method in section.body
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
     )
-    return {
+    named = {str(value.value) for table in tables for value in table.values if isinstance(value, ast.Constant)}
+    return named | {
         node.attr
         for method in methods
         for node in ast.walk(method)
