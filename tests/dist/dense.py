@@ -14,6 +14,7 @@ from shardwise.placement import placements
 
 @functools.cache
 def mesh(tensor: int) -> Mesh:
+    """Made once a process: each new one costs threads that gloo keeps, and hundreds of them slow everything down."""
     return Mesh(tensor=tensor, device="cpu")
 
 

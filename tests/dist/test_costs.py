@@ -10,6 +10,7 @@ from shardwise.config import Config
 from shardwise.cost import bytes_per_evaluation_batch, bytes_per_step, expected_memory, local_parameter_count
 from shardwise.mesh import Mesh
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 RANKS = 4
@@ -125,7 +126,7 @@ def count(mesh: Mesh) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]
 
 
 def measure(config: Config) -> Measured:
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     sentences = dict.fromkeys(data.sentences, data.sentences["train"]) if data.sentences else data.sentences
     data = replace(data, eval_tokens=data.train_tokens, sentences=sentences)

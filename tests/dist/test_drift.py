@@ -10,6 +10,7 @@ from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.testing import RankPool
 from shardwise.train.drift import check_replicas
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import MODEL, make_config
 
 NORM = "norm.weight"
@@ -24,7 +25,7 @@ def flip(tensor: torch.Tensor, position: int, bit: int) -> None:
 
 def drift(tensor: int, dtype: torch.dtype, changes: dict[int, tuple[str, int, int]]) -> str | None:
     """Flip (parameter, element, bit) on the ranks given; what the check says on this rank."""
-    mesh = Mesh(tensor=tensor, device="cpu")
+    mesh = shared_mesh(tensor)
     model = build_model(make_config(), mesh.tp, sequence_parallel=tensor > 1, dtype=dtype)
     check_replicas(model, mesh, 1)
     if mesh.world.rank in changes:

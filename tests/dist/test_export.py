@@ -14,6 +14,7 @@ from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.placement import placements
 from shardwise.train.sample import Generator, continue_text
+from tests.dist.dense import mesh as shared_mesh
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # odd: the vocabulary is padded at every degree
@@ -56,7 +57,7 @@ def config(variant: str, tensor: int = 1, sequence: bool = False) -> Config:
 
 def build(chosen: Config) -> tuple[nn.Module, Mesh]:
     """The model, with rubbish in the rows by which the vocabulary is padded."""
-    mesh = Mesh(tensor=chosen.parallel.tensor, device="cpu")
+    mesh = shared_mesh(chosen.parallel.tensor)
     sequence = chosen.parallel.sequence and mesh.tp.size > 1
     model = build_model(chosen, mesh.tp, sequence_parallel=sequence, dtype=torch.float32)
     with torch.no_grad():

@@ -10,6 +10,7 @@ from shardwise.config import Config
 from shardwise.mesh import Mesh
 from shardwise.testing import gradient_errors
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import Outcome, make_config, make_data, train
 
 SIZES: dict[str, Any] = {
@@ -100,7 +101,7 @@ def test_recompute_draws_the_same_masks(family: str, dropout: str, ranks: Any) -
 
 def losses_and_masks(config: Config) -> tuple[list[float], list[bool]]:
     """Losses on this rank, and of the first block's output which elements its last dropout removed."""
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
     removed: list[bool] = []
     layer = trainer.model.layers[0]  # type: ignore[index, union-attr]

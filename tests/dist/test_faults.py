@@ -20,6 +20,7 @@ from shardwise.mesh import Group, Mesh
 from shardwise.models import build_model
 from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.hugging_face import VOCABULARY, described, make, save
 
 STEPS = 20
@@ -56,7 +57,7 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     """Losses and gradient norms on this rank. `divided_by`: of gradients alone, on top of what is right."""
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, prepare(config, cache))
     counted = trainer._counted
     trainer._counted = lambda batches: counted(batches) * divided_by  # type: ignore[method-assign]
@@ -89,7 +90,7 @@ def test_gradients_divided_by_the_world_size_would_be_seen(ranks: Any, cache: Pa
 def initial(recipe: str, tensor: int) -> dict[str, Tensor]:
     """The canonical weights that a model starts with, on rank 0."""
     config = load_config(recipe, [f"parallel.tensor={tensor}", f"parallel.sequence={str(tensor > 1).lower()}"])
-    mesh = Mesh(tensor=tensor, device="cpu")
+    mesh = shared_mesh(tensor)
     weights = canonical_weights(build_model(config, mesh.tp, sequence_parallel=tensor > 1))
     return weights if mesh.world.rank == 0 else {}
 
@@ -159,7 +160,7 @@ def train_odd(zero: int, cache: Path) -> tuple[list[float], dict[str, tuple[int,
     """Losses, the shapes of the canonical tensors, and the bytes of the optimizer's state on this rank."""
     torch.set_num_threads(1)
     config = odd_config(zero)
-    mesh = Mesh(device="cpu")
+    mesh = shared_mesh(1)
     # The tokens of a small vocabulary: 50,257 would want more text than the tiny corpus has.
     data = prepare(load_config("gpt2-xl-tiny", []), cache)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
@@ -203,7 +204,7 @@ def logits(folder: Path, tensor: int, sequence: bool) -> Tensor:
         "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
         "optimizer": {"lr": 1e-3},
     }
-    config, mesh = config_from(sections), Mesh(tensor=tensor, device="cpu")
+    config, mesh = config_from(sections), shared_mesh(tensor)
     model: Any = build_model(config, mesh.tp, sequence_parallel=sequence)
     load_hugging_face(model, config.model, mesh, folder)
     with torch.no_grad():

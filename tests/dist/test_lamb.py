@@ -20,6 +20,7 @@ from shardwise.placement import Init, make_parameter, placements, rows
 from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer, decay_groups
 from tests.dist.dense import random
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import MODEL, make_config, make_data
 
 DECAY, STEPS = 0.1, 4
@@ -118,7 +119,7 @@ def errors_of_updates(module: nn.Module, mesh: Mesh, lr: float = 1e-2, **options
 
 
 def family_errors(name: str, tensor: int, sequence: bool, shard: bool) -> dict[str, float]:
-    mesh = Mesh(tensor=tensor, device="cpu")
+    mesh = shared_mesh(tensor)
     model = build_model(make_config(model=MODELS[name]), mesh.tp, sequence_parallel=sequence)
     return errors_of_updates(model, mesh, shard=shard, bucket_mib=0.02)
 
@@ -171,7 +172,7 @@ def train(
     """Losses of 20 steps and the final weights. `per_shard`: each rank's ratios are those of what it holds, wrongly."""
     model = MODEL | VARIANTS[variant]
     config = make_config(**{**sections, "model": model, "optimizer": LAMB_OPTIONS | sections.get("optimizer", {})})
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
     with torch.no_grad():
         for _, p, record in placements(trainer.model):
@@ -226,7 +227,7 @@ def test_ratios_of_shards_would_not(ranks: Any) -> None:
 def wire(name: str, tensor: int) -> tuple[dict[tuple[str, str], tuple[int, int]], int]:
     """(bytes, calls) of the second step by group and kind, and the number of canonical tensors."""
     config = make_config(parallel={"tensor": tensor, "sequence": True}, optimizer={"name": name})
-    mesh = Mesh(tensor=tensor, device="cpu")
+    mesh = shared_mesh(tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
     trainer.step()
     for group in mesh.groups:
@@ -286,7 +287,7 @@ def test_stages_of_a_pipeline(tensor: int, pipeline: int, ranks: Any) -> None:
 
 def plain_beside_cut() -> list[float]:
     """Norms of a model with plain torch layers beside ours, and what they should be."""
-    mesh = Mesh(tensor=2, device="cpu")
+    mesh = shared_mesh(2)
     model = nn.ModuleList([ColumnParallelLinear(8, 12, group=mesh.tp, seed=1, name="cut"), nn.LayerNorm(8)])
     optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, mesh=mesh, average=False)
     for p in model.parameters():
@@ -328,7 +329,7 @@ def roundtrip(mode: str) -> list[Any]:
         precision={"mode": mode},
         log={"drift_every": 1},
     )
-    mesh = Mesh(tensor=2, device="cpu")
+    mesh = shared_mesh(2)
     made = [build_trainer(config, config.check(4), mesh, make_data()) for _ in range(2)]
     for _ in range(3):
         made[0].step()

@@ -17,6 +17,7 @@ from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.placement import placements
+from tests.dist.dense import mesh as shared_mesh
 from tests.hugging_face import CASES, described, open_folder, save
 
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
@@ -35,7 +36,7 @@ def configured(folder: Path, tensor: int) -> Config:
 
 
 def loaded(folder: Path, tensor: int, sequence: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Mesh]:
-    config, mesh = configured(folder, tensor), Mesh(tensor=tensor, device="cpu")
+    config, mesh = configured(folder, tensor), shared_mesh(tensor)
     model = build_model(config, mesh.tp, sequence_parallel=sequence, dtype=dtype)
     load_hugging_face(model, config.model, mesh, folder)
     return model, mesh
@@ -146,7 +147,7 @@ def test_weights_are_cast_and_the_optimizer_starts_from_them(ranks: Any, tmp_pat
 
 def refusal(sound: Path, damaged: Path) -> list[str]:
     """What this rank says where only the last rank's files are damaged."""
-    config, mesh = configured(sound, 2), Mesh(tensor=2, device="cpu")
+    config, mesh = configured(sound, 2), shared_mesh(2)
     model = build_model(config, mesh.tp, sequence_parallel=False, dtype=torch.float32)
     last = mesh.world.rank == mesh.world.size - 1
     try:

@@ -22,6 +22,7 @@ from shardwise.models import build_model
 from shardwise.models.blocks import Context, run_blocks
 from shardwise.parallel import DropoutKey
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 TOLERANCE = 0.10
@@ -122,7 +123,7 @@ class Held:
 def measure(config: Config) -> Held:
     """Run the blocks of a model forward and backward on this rank."""
     torch.set_num_threads(1)
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     layout, train, precision = config.check(mesh.world.size), config.train, config.precision.resolved(False)
     dtype = getattr(torch, precision.parameter)
     model: Any = build_model(config, mesh.tp, sequence_parallel=layout.sequence, dtype=dtype)
@@ -211,7 +212,7 @@ def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> No
 def measure_step(config: Config) -> int:
     """Most that this rank holds in an optimizer step but the first, from the model's construction on."""
     torch.set_num_threads(1)
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     data = make_data(config.model.vocab_size, length=128, pairs="nsp" in config.model.objectives)
     with LiveTensors() as live:
         trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)

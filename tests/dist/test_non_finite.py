@@ -10,6 +10,7 @@ from shardwise.errors import RunError
 from shardwise.mesh import Mesh
 from shardwise.testing import RankPool
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -18,7 +19,7 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool]:
     """Two good steps, then poison on one rank; what the third step says, and whether it left the weights alone."""
     config = make_config(**sections)
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
     for _ in range(2):
         trainer.step()

@@ -9,13 +9,14 @@ from torch import nn
 from shardwise import GQAQKVColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
 from shardwise.testing import RankPool, canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 
 def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[str, int]]:
     """Norms and what they should be, and the sums of partial gradients over the tensor-parallel ranks."""
     config = make_config(**sections)
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
     batch = config.train
     micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
@@ -59,7 +60,7 @@ def test_norms_count_every_element_once(world: int, sections: dict[str, Any], su
 
 def short_copied_bias() -> list[float]:
     """K/V biases of one element each, shared by two ranks, closer together than the alignment of parameters."""
-    mesh = Mesh(tensor=4, device="cpu")
+    mesh = shared_mesh(4)
     layers = nn.ModuleList(
         GQAQKVColumnParallelLinear(
             4, (4, 2), gather_output=False, head_dim=1, group=mesh.tp, seed=1, names=[f"{i}.{n}" for n in "qkv"]

@@ -6,12 +6,13 @@ import pytest
 
 from shardwise.mesh import Mesh
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 
 def trainer(name: str) -> Any:
     config = make_config(model={"family": f"tests.dist.own_models:{name}", "vocab_size": 131})
-    mesh = Mesh(device="cpu")
+    mesh = shared_mesh(1)
     return build_trainer(config, config.check(mesh.world.size), mesh, make_data())
 
 

@@ -10,6 +10,7 @@ from shardwise.config import Config, load_config
 from shardwise.data import prepare
 from shardwise.mesh import Mesh
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 F, B = "float32", "bfloat16"
@@ -23,7 +24,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, f
     overrides = ["model.num_hidden_layers=2", "train.steps=60", "train.micro_batch=8", "train.eval_batches=4"]
     for mode in ("float32", "mixed", "bfloat16"):
         config = load_config("llama2-tiny", [*overrides, f"precision.mode={mode}"])
-        trainer = build_trainer(config, config.check(1), Mesh(device="cpu"), prepare(config, cache))
+        trainer = build_trainer(config, config.check(1), shared_mesh(1), prepare(config, cache))
         before, _ = trainer.evaluate()
         for _ in range(config.train.steps):
             trainer.step()
@@ -42,7 +43,7 @@ def test_mode_reaches_the_loss_of_float32(mode: str, losses: dict[str, tuple[flo
 
 def observe(config: Config) -> dict[str, set[str]]:
     """One step on a rank: the dtypes of what is held, and of what goes over data parallelism."""
-    mesh = Mesh(device="cpu")
+    mesh = shared_mesh(1)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
     seen: dict[str, set[str]] = {kind: set() for kind in ("reduce_scatter", "all_reduce", "all_gather")}
     plain = {kind: getattr(comm, f"{kind}_async") for kind in seen}

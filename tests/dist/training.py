@@ -15,6 +15,7 @@ from shardwise.data.tokenizer import PairTokens
 from shardwise.mesh import Mesh
 from shardwise.testing import canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 
 MODEL: dict[str, Any] = {
     "family": "llama",
@@ -80,7 +81,7 @@ class Outcome:
 
 def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = True) -> Outcome:
     """Run on this rank; rank 0's outcome holds the weights at step 0 and the gradients of step 1, in canonical form."""
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
     if uneven:

@@ -6,8 +6,8 @@ import torch
 
 from shardwise.config import load_config
 from shardwise.data import prepare
-from shardwise.mesh import Mesh
 from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
 
 Curve = dict[str, list[float]]
 
@@ -16,7 +16,7 @@ def train(recipe: str, overrides: list[str], cache: Path) -> Curve:
     """Loss and gradient norm of every step on this rank, by the names of metrics.jsonl."""
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
-    mesh = Mesh(tensor=config.parallel.tensor, device="cpu")
+    mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, prepare(config, cache))
     records = [trainer.step() for _ in range(config.train.steps)]
     return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}
