@@ -143,7 +143,7 @@ def text(results: dict[str, Any]) -> str:
         f"{Table(columns, rows).markdown()}\n\n{claims(results)}"
         f"In brackets: ratios to {DP}; for speed the median over {results['rounds']} turns, in which each layout took "
         "a step. Memory: of the rank with most, above Python, torch and a step of a tiny model, with what the "
-        "allocator keeps of freed tensors and without.\n"
+        "allocator keeps of freed tensors and without. Both with fast dropout; the losses with invariant dropout.\n"
         f"{describe(results['environment'])}"
     )
 
