@@ -24,11 +24,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _MODEL = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_attention_heads=4"]
 _TRAIN = ["train.global_batch=8", "train.micro_batch=2", "train.sequence_length=64", "train.stop_after=2"]
-_SMALL = ["model.vocab_size=512", "model.num_hidden_layers=2", "precision.mode=float32", "log.sample_tokens=4", *_TRAIN]
+_LOG = ["log.sample_tokens=4", "log.tensorboard=false"]
+_SMALL = ["model.vocab_size=512", "model.num_hidden_layers=2", "precision.mode=float32", *_LOG, *_TRAIN]
 _TP2 = ["parallel.tensor=2"]
 _PAIRS = ["data.max_predictions=10"]
 RECIPES = {
-    "llama2-7b": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2],
+    # its page opens TensorBoard
+    "llama2-7b": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2, "log.tensorboard=true"],
     "gpt-neox-20b": [*_SMALL, *_MODEL, *_TP2],
     "gpt-neox-6.9b": [*_SMALL, *_MODEL, *_TP2],
     "bert-large": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
@@ -43,7 +45,7 @@ SCRIPTS = {
         *("model.vocab_size=512", "model.num_hidden_layers=1", *_MODEL, "train.sequence_length=64", *_PAIRS),
     ],
     "scripts.tutorial_zero1": [
-        *("--degrees", "1", "2", "--out", "measured"),
+        *("--degrees", "2", "--out", "measured"),
         *("model.vocab_size=509", "model.num_hidden_layers=1", "model.hidden_size=50", "model.intermediate_size=200"),
     ],
 }
