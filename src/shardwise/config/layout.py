@@ -94,6 +94,7 @@ def check_layout(config: Config, world: int) -> Layout:
     if not problems:
         problems += batch_problems(config.train, world // tensor)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
+    problems += _resume_problems(config)
     if problems:
         raise ConfigError(problems)
     return Layout(world, tensor, sequence)
@@ -150,6 +151,22 @@ def _schedule_problems(config: Config) -> list[str]:
             f"{train.eval_every}: give it a weight, or set train.eval_every=0"
         )
     return problems
+
+
+def _resume_problems(config: Config) -> list[str]:
+    """Batches are left out after a step that the user names, and there are steps after it."""
+    train, resume = config.train, config.checkpoint.resume
+    if resume == "auto" and train.skip_batches:
+        return [
+            f"train.skip_batches ({train.skip_batches}) must be 0 with checkpoint.resume auto: it would count again at "
+            "each restart; name the checkpoint before the batches to leave out by checkpoint.resume=STEP"
+        ]
+    if resume != "auto" and resume >= train.steps:
+        return [
+            f"checkpoint.resume ({resume}) must be less than train.steps ({train.steps}): "
+            "name an earlier checkpoint, or raise train.steps"
+        ]
+    return []
 
 
 def _masking_problems(config: Config) -> list[str]:

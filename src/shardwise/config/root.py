@@ -27,7 +27,9 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
     data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="where weights come from")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
+    )
     log: LogConfig = Field(default_factory=LogConfig, description="what the run tells")
 
     def check(self, world: int) -> Layout:

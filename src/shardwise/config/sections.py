@@ -33,6 +33,11 @@ class TrainConfig(Section):
     stop_after: int | None = Field(
         default=None, gt=0, description="end after this many steps of this run; the schedule stays that of steps"
     )
+    skip_batches: int = Field(
+        default=0,
+        ge=0,
+        description="global batches left out right after checkpoint.resume=STEP, to get past a loss spike",
+    )
     global_batch: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
@@ -172,14 +177,52 @@ class DataConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Where weights come from."""
+    """When a run is saved, what is kept, and where weights and training state come from."""
 
+    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = only at the end")
+    every_minutes: float | None = Field(
+        default=None, gt=0, description="also a checkpoint where the last is this many minutes old; null = never"
+    )
+    keep: int | None = Field(default=3, ge=1, description="newest checkpoints that stay; null = all")
+    keep_every: int | None = Field(
+        default=None, gt=0, description="every checkpoint whose step is a multiple of this stays too; null = none"
+    )
+    resume: Literal["auto"] | int = Field(
+        default="auto",
+        description="where a run whose folder is given again goes on: auto = its newest intact checkpoint, or the STEP "
+        "of one",
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="where checkpoints lie: a folder or a URL such as s3://bucket/run; null = checkpoints in the run's "
+        "folder",
+    )
+    buffer_mib: float | None = Field(
+        default=None,
+        gt=0,
+        description="host memory in MiB into which each rank copies what it saves, while training waits; less makes it "
+        "wait longer; null = room for the whole",
+    )
     load: str | None = Field(
         default=None,
         min_length=1,
         description="weights to start from: a Hugging Face folder or hub id; null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _resume_is_auto_or_a_step(cls, value: object) -> object:
+        """One sentence instead of pydantic's two on the parts of a union; to Python `true` is a number."""
+        step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value).lower()
+        reject(
+            []
+            if step or value == "auto"
+            else [f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"]
+        )
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:

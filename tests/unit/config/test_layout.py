@@ -57,6 +57,12 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
             ["train.sequence_length=65"],
             "train.sequence_length (65) must be at most model.max_position_embeddings (64)",
         ),
+        (
+            1,
+            ["train.skip_batches=3"],
+            "train.skip_batches (3) must be 0 with checkpoint.resume auto: it would count again at each restart",
+        ),
+        (1, ["checkpoint.resume=20"], "checkpoint.resume (20) must be less than train.steps (20): name an earlier"),
         (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most train.steps (20)"),
         (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
     ],

@@ -100,3 +100,27 @@ def test_lamb_has_its_own_epsilon_and_needs_decay() -> None:
 )
 def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected: int) -> None:
     assert load_config("bert-tiny", overrides).data.predictions(length) == expected
+
+
+@pytest.mark.parametrize(("value", "read"), [("auto", "auto"), ("0", 0), ("100", 100)])
+def test_a_run_goes_on_at_its_newest_checkpoint_or_a_step(value: str, read: str | int) -> None:
+    config = load_config("llama2-tiny", [f"checkpoint.resume={value}", "train.steps=200"])
+    config.check(1)
+    assert config.checkpoint.resume == read
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("1.5", "1.5"), ("null", "null")]
+)
+def test_anything_else_to_go_on_at_is_one_mistake(value: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", [f"checkpoint.resume={value}"])
+    assert caught.value.problems == [
+        f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"
+    ]
+
+
+def test_batches_are_left_out_after_a_named_step() -> None:
+    config = load_config("llama2-tiny", ["checkpoint.resume=10", "train.skip_batches=3"])
+    config.check(1)
+    assert config.train.skip_batches == 3
