@@ -16,6 +16,12 @@ class RunError(ShardwiseError):
     """A run that had started and failed (exit code 1)."""
 
 
+class StoppedError(ShardwiseError):
+    """A run that was asked to stop, and did so once a checkpoint was complete (exit code 75: safe to start again)."""
+
+    exit_code = 75
+
+
 class ConfigError(ShardwiseError, ValueError):
     """The configuration or the input is wrong and no step was taken (exit code 2); carries every problem found."""
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.launch.environment import ERROR_FILE
+from shardwise.runlog import write_atomic
 
 # No error of another rank ends a process by one of these: such a death is the cause, whoever reported first.
 _OWN_DEATHS: dict[int, str] = {
@@ -54,6 +55,21 @@ def read_failure(path: Path) -> Failure | None:
         return Failure(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
+
+
+def report_stop(rank: int, text: str) -> bool:
+    """Record that the run stopped as it was asked to, and all is saved. True where a launcher shows it."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return False
+    if rank == 0:
+        write_atomic(stop_record(Path(path).parent), json.dumps({"text": text}))
+    return True
+
+
+def stop_record(logs: Path) -> Path:
+    """Where `report_stop` writes; beside the failure, which may be of a rank that only stumbles on its way out."""
+    return logs / "stopped.json"
 
 
 def root_cause(reported: Failure | None, exit_codes: Mapping[int, int], logs: Path) -> Failure:

@@ -1,0 +1,146 @@
+"""Asking a run to stop: by a signal to a process of it, or by a file in its folder.
+
+A stop that is asked for while a run trains waits for the step under way and for a checkpoint. Ranks learn of it from
+`requested`, which rank 0 asks after each step: signals set a flag here, the launcher and `shardwise stop` write
+RUN/stop.json. Before `install`, and again at the second SIGINT or SIGTERM, a signal ends a process at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+from shardwise.launch.environment import ERROR_FILE, is_launched, joined
+from shardwise.launch.failure import signal_name
+from shardwise.runlog import json_text, write_atomic
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+NOTICE = "stopping after the current step; a checkpoint is saved first (Ctrl-C again ends at once)"
+STOP_FILE = "stop.json"
+_END_AT_SECOND = (signal.SIGINT, signal.SIGTERM)
+# `timeout`, SLURM and wrappers around a command may deliver one request twice: to a process and to its group.
+_ONE_REQUEST_SECONDS = 1.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ends this process at once; the text names it."""
+
+
+class Requests:
+    """What signals have asked of one process.
+
+    Attributes:
+        by: the first signal, as a user reads it; None where none came.
+    """
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+        self._since: float | None = None
+
+    def hear(self, number: int) -> bool:
+        """Note a signal. True where it asks to end at once: it is the second SIGINT or SIGTERM."""
+        now = time.monotonic()
+        self.by = self.by or called(number)
+        if number not in _END_AT_SECOND:
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= _ONE_REQUEST_SECONDS
+
+
+_requests = Requests()  # of this process, as its signal handlers are
+
+
+def install() -> None:
+    """From here on the first signal asks for a stop after a checkpoint. Call it in the main thread, before training."""
+    global _requests
+    _requests = Requests()
+    _hear_signals(_note)
+    place = joined()
+    if is_launched() and place is not None and place.rank == 0:
+        training_mark(Path(os.environ[ERROR_FILE]).parent).touch()
+
+
+def end_at_once() -> None:
+    """Have signals raise `Interrupted`: there is nothing to save yet."""
+    _hear_signals(_interrupt)
+
+
+def ignore() -> None:
+    """Hear no signal any more: the process is leaving because of one, with all saved."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def requested(run_path: Path | str) -> str | None:
+    """Who asked this run to stop, to be read after "stopped by"; None where nobody did. Costs one stat a call."""
+    if _requests.by is not None:
+        return _requests.by
+    path = Path(run_path) / STOP_FILE
+    if not path.exists():
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_text(encoding="utf-8"))["by"])
+    return STOP_FILE
+
+
+def request(run_path: Path, by: str) -> None:
+    """Ask the run in a folder to stop. `by`: who asks."""
+    asked = {"by": by, "host": platform.node(), "pid": os.getpid(), "time": datetime.now(UTC).isoformat()}
+    write_atomic(run_path / STOP_FILE, json_text(asked, indent=2) + "\n")
+
+
+def clear(run_path: Path) -> None:
+    """Forget what was asked of an earlier run in this folder. Only who holds its lock may."""
+    (run_path / STOP_FILE).unlink(missing_ok=True)
+
+
+def training_mark(logs: Path) -> Path:
+    """The file by which rank 0 tells its launcher that steps have begun: from then on a stop waits for a checkpoint."""
+    return logs / "training"
+
+
+def called(number: int) -> str:
+    """A signal as a user knows it."""
+    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal_name(number)
+
+
+def say(text: str) -> None:
+    """Tell the user on standard error, from inside a signal handler; a terminal that is gone hears nothing."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _hear_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in SIGNALS:
+        # Whoever had a signal ignored, as nohup does, meant it.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _note(number: int, _frame: FrameType | None) -> None:
+    if number == signal.SIGTERM and is_launched() and Path(os.environ[ERROR_FILE]).exists():
+        os._exit(1)  # torchrun's agent ends the other ranks by SIGTERM once one has failed, and said why
+    first = _requests.by is None
+    if _requests.hear(number):
+        raise Interrupted(called(number))
+    place = joined()
+    # torchrun, too, ends ranks by SIGTERM when one has failed: only Ctrl-C is surely a person's, who wants an answer.
+    if first and (place is None or (number == signal.SIGINT and place.rank == 0 and not is_launched())):
+        say(NOTICE)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise Interrupted(called(number))
