@@ -1,14 +1,16 @@
 """A run's folder: its layout on disk and the only code that writes its shared files.
 
     runs/NAME/
-        config.yaml          as resolved
-        environment.json     versions, commit, command line, devices
+        config.yaml          as resolved; config-0001.yaml is that of before the run first went on
+        environment.json     versions, commit, command line, devices; environment-0001.json likewise
         metrics.jsonl        one event a line
         ranks/rank-0000.jsonl
         tensorboard/
         checkpoints/step-00000100/
         logs/rank-0000.log
         results.json
+        stop.json            a request to stop
+        .lock                held by the one process that runs here
     runs/latest -> NAME
 
 Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite float is written as the string "nan",
@@ -16,6 +18,7 @@ Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite f
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -35,6 +38,7 @@ from shardwise.errors import ConfigError
 from shardwise.units import size
 
 RUNS = Path("runs")
+_LOCK = ".lock"
 _REDACTED = "(redacted)"
 _SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 # Arguments are matched by the end of their name: data.tokenizer and data.text_key are not secrets.
@@ -145,30 +149,52 @@ class RunDirectory:
         """Whether a run was started here: an empty or merely reserved folder holds none."""
         return self.config.exists() or self.metrics.exists() or self.results.exists()
 
-    def require_free(self) -> None:
-        """ConfigError when the path is no folder or already holds a run."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"--run-dir ({self.path}) must be a folder, it is a file: choose another path")
-        if self.holds_run:
-            raise ConfigError(
-                f"--run-dir ({self.path}) already holds a run: choose a new folder, or leave --run-dir out and "
-                f"one is named {RUNS}/RECIPE-YYYYMMDD-HHMMSS"
-            )
-
     def create(self) -> "RunDirectory":
-        """Makes the folders. ConfigError when the path is not free or cannot be written."""
-        self.require_free()
+        """Makes the folders, where a run may go on. ConfigError when the path is no folder or cannot be written."""
+        self.require_folder()
         with _making(self.path):
             for folder in ("ranks", "logs"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
         return self
+
+    def require_folder(self) -> None:
+        """ConfigError when the path is something else than a folder."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"--run-dir ({self.path}) must be a folder, it is a file: choose another path")
+
+    def stored_config(self) -> dict[str, Any] | None:
+        """The configuration of the run that is here, as it was resolved; None where there is none."""
+        if not self.holds_run:
+            return None
+        from shardwise.config import parse_yaml  # pydantic, which `shardwise --help` does without
+
+        try:
+            values = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(self._unreadable(str(error))) from None
+        if not isinstance(values, dict):
+            raise ConfigError(self._unreadable("it holds no configuration"))
+        return values
+
+    def _unreadable(self, reason: str) -> str:
+        return (
+            f"--run-dir ({self.path}) holds a run whose {self.config.name} cannot be read ({reason}): choose another "
+            "folder"
+        )
+
+    def finished_steps(self) -> int | None:
+        """Steps that results.json tells of, None where no run came to an end here."""
+        try:
+            return int(json.loads(self.results.read_text(encoding="utf-8"))["steps"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
 
     def require_room(self, needed: int) -> None:
         """ConfigError when the disk under the folder has fewer than `needed` bytes left."""
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise ConfigError(
-                f"the free disk space under {self.path} ({size(free)}) must be at least what the final weights take "
+                f"the free disk space under {self.path} ({size(free)}) must be at least what one checkpoint takes "
                 f"({size(needed)}): make room, or set --run-dir to another disk"
             )
 
@@ -186,6 +212,7 @@ class RunDirectory:
             temporary.replace(link)
 
     def write_config(self, yaml_text: str) -> None:
+        _keep_former(self.config)
         write_atomic(self.config, yaml_text)
 
     def write_environment(
@@ -196,10 +223,99 @@ class RunDirectory:
         command_line: Iterable[str] | None = None,
     ) -> None:
         described = environment(versions, devices, cpus, command_line)
+        _keep_former(self.environment)
         write_atomic(self.environment, json_text(described, indent=2) + "\n")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
+
+
+def _keep_former(path: Path) -> None:
+    """Keeps what `path` has, which is about to be replaced, under the next number: config-0001.yaml, …"""
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.stem}-{number:04d}{path.suffix}")).exists():
+        number += 1
+    shutil.copy2(path, kept)
+
+
+class RunLock:
+    """The right to run in a folder: one process of one host has it, until it ends in whatever way.
+
+    A context manager. Entering it raises ConfigError, which names the holder, where another process has the lock. The
+    kernel lets go of it with the process; the file stays, because removing it would let two processes lock two files.
+
+    Attributes:
+        problem: why the file system gives no locks, so that nobody would be refused; None where it does.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._descriptor: int | None = None
+        self.problem: str | None = None
+
+    def __enter__(self) -> "RunLock":
+        with _making(self._run):
+            descriptor = os.open(self._run / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            taken = _lock(descriptor)
+        except OSError as error:
+            taken, self.problem = True, error.strerror
+        if not taken:
+            os.close(descriptor)
+            raise ConfigError(
+                f"--run-dir ({self._run}) is in use by another run{_told(self._run)}: wait for its end, stop it by "
+                f"`shardwise stop {self._run}`, or choose another folder"
+            )
+        holder = {"host": platform.node(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat("T", "seconds")}
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, json_text(holder).encode(), 0)
+        self._descriptor = descriptor
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._descriptor is not None
+        os.close(self._descriptor)
+
+    @staticmethod
+    def is_held(run: Path) -> bool:
+        """Whether a process runs in this folder; True also where the file system cannot tell."""
+        try:
+            descriptor = os.open(run / _LOCK, os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock is taken. Who only asks whether it is held has it for a moment, so one refusal is none yet."""
+    for pause in (0.05, 0.1, 0.2, None):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if pause is not None:
+                time.sleep(pause)
+        else:
+            return True
+    return False
+
+
+def _told(run: Path) -> str:
+    """Who holds the lock, as far as the file says."""
+    try:
+        holder = json.loads((run / _LOCK).read_text(encoding="utf-8"))
+        return f" (process {holder['pid']} on {holder['host']}, since {holder['started']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def environment(

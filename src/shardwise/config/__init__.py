@@ -4,6 +4,7 @@ from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, Llam
 from shardwise.config.layout import Layout
 from shardwise.config.load import config_from, load_config, recipe_name, recipe_names, recipe_text
 from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
+from shardwise.config.resumption import resume_changes, resume_problems
 from shardwise.config.root import Config
 from shardwise.config.sections import (
     CheckpointConfig,
@@ -48,4 +49,6 @@ __all__ = [
     "recipe_name",
     "recipe_names",
     "recipe_text",
+    "resume_changes",
+    "resume_problems",
 ]

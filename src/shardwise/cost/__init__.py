@@ -13,7 +13,13 @@ from shardwise.cost.comm import (
     step_transfers,
 )
 from shardwise.cost.flops import flops_per_token, model_flops_utilization, recomputed_flops_per_token
-from shardwise.cost.memory import MemoryEstimate, expected_memory, final_weights_bytes, invariant_dropout
+from shardwise.cost.memory import (
+    MemoryEstimate,
+    checkpoint_bytes,
+    expected_memory,
+    final_weights_bytes,
+    invariant_dropout,
+)
 from shardwise.cost.params import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
 
 __all__ = [
@@ -23,6 +29,7 @@ __all__ = [
     "bytes_per_evaluation_batch",
     "bytes_per_step",
     "canonical_tensor_count",
+    "checkpoint_bytes",
     "evaluation_transfers",
     "expected_memory",
     "final_weights_bytes",

@@ -1,4 +1,4 @@
-"""Bytes that one rank needs at its peak, and bytes of the weights that a run leaves on disk.
+"""Bytes that one rank needs at its peak, and bytes of a checkpoint on disk.
 
 Legend: see `cost/case.py`.
 """
@@ -92,6 +92,19 @@ def loss_chunk_elements(rows: int, accelerator: bool) -> int:
     """Logits that the chunked loss holds at once, where a rank has `rows` of the head."""
     limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
     return max(limit, LOSS_CHUNK_TOKENS * rows)
+
+
+def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
+    """Disk that one checkpoint takes: weights in the dtype that the model computes in, moments, and masters if any.
+
+    Every element once, whatever the layout, without padding. None for a model of your own.
+    """
+    parameters = parameter_count(config.model)
+    if parameters is None:
+        return None
+    precision = config.precision.resolved(accelerator)
+    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
+    return parameters * (DTYPE_BYTES[precision.parameter] + moments_and_master * DTYPE_BYTES[precision.optimizer])
 
 
 def final_weights_bytes(config: Config, accelerator: bool = False) -> int | None:

@@ -3,7 +3,9 @@
 `python -m shardwise.launch.agent --nproc N --logs DIR -- COMMAND …` runs COMMAND on N local ranks. The only module of
 this package that imports torch, and only inside `main`. What torch prints about ranks that failed goes to
 DIR/launcher.log; the cause goes to the run's error file, which `local.launch` reads. Ranks inherit this process's own
-standard output and error, so rank 0 still writes to the terminal.
+standard output and error, so rank 0 still writes to the terminal. Signals are the launcher's to judge: where SLURM
+sends one to every process of a job, torch would give the ranks 30 s, and a checkpoint may take longer. Only SIGKILL
+ends this process before its ranks.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import uuid
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.launch import guard
+from shardwise.launch import guard, stopping
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID
-from shardwise.launch.failure import read_failure, report_failure, root_cause, signal_name
+from shardwise.launch.failure import read_failure, root_cause
 from shardwise.runlog import write_atomic
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -26,6 +29,10 @@ _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 def main() -> int:
     guard.die_with_parent()
+    for number in stopping.SIGNALS:
+        # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     parser = argparse.ArgumentParser(prog="shardwise.launch.agent")
     parser.add_argument("--nproc", type=int, required=True)
     parser.add_argument("--logs", type=Path, required=True)
@@ -44,7 +51,7 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
     quiet = _NATIVE_LOG_LEVEL not in os.environ
     if quiet:
         os.environ[_NATIVE_LOG_LEVEL] = "ERROR"
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -61,6 +68,7 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
         local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        signals_to_handle="SIGQUIT",
     )
     error_file = Path(os.environ[ERROR_FILE])
     try:
@@ -70,9 +78,6 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
         failure = root_cause(read_failure(error_file), exit_codes, logs)
         write_atomic(error_file, json.dumps(asdict(failure)))
         return failure.exit_code
-    except SignalException as error:
-        report_failure(0, f"the run was stopped by {signal_name(error.sigval)}; no checkpoint was saved")
-        return 1
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -14,15 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from shardwise.errors import RunError
+from shardwise.errors import RunError, StoppedError
 from shardwise.hardware import cpu_count
+from shardwise.launch import stopping
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID
-from shardwise.launch.failure import read_failure, signal_name
+from shardwise.launch.failure import read_failure, signal_name, stop_record
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Once a rank has failed or a stop was asked for, ranks that do not end at SIGTERM get this long; torch would wait 30 s.
+# Once a rank has failed, ranks that do not end at SIGTERM get this long; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+_SHOW_CURSOR = "\x1b[?25h"
 
 
 class LaunchError(RunError):
@@ -36,35 +38,43 @@ class LaunchError(RunError):
 def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Mapping[str, str] | None = None) -> None:
     """Run `command` on `nproc` local ranks through torchrun's agent, and return when all are done.
 
-    The ranks share this process's terminal output until they redirect it. Ctrl-C, SIGTERM and SIGHUP stop all of them.
-    Where this process dies, SIGKILL included, so do they, once they have called `guard.die_with_parent`.
-    Call it in the main thread: only there can signals be forwarded.
+    The ranks share this process's terminal output until they redirect it. A signal ends all of them at once as long as
+    no step was taken; later the first asks them to stop with a checkpoint, however long that takes, and a second SIGINT
+    or SIGTERM ends them. Where this process dies, SIGKILL included, so do they, once they have called
+    `guard.die_with_parent`. Call it in the main thread: only there can signals be heard.
 
     Args:
-        run_path: the run directory; `logs/` in it is made, and `logs/error.json` and `logs/launcher.log` used.
+        run_path: the run directory; `logs/` in it is made, and the launcher's own files in that are replaced.
         variables: set in the ranks' environment, besides the inherited.
 
     Raises:
-        LaunchError: with the cause, where a rank failed or the run was stopped.
+        StoppedError: the ranks stopped as they were asked to, with a checkpoint.
+        LaunchError: with the cause, where a rank failed or the run was ended at once.
     """
     logs = run_path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     error_file = (logs / "error.json").resolve()
-    error_file.unlink(missing_ok=True)
+    for left_over in (error_file, stop_record(logs), stopping.training_mark(logs)):
+        left_over.unlink(missing_ok=True)
     environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ, **(variables or {})}
     environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid())}
     agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", "--nproc", str(nproc), "--logs", str(logs)]
-    stop = _Stop()
-    with _forwarding(stop):
+    stop = _Stop(run_path, logs)
+    with _hearing(stop):
         agent = subprocess.Popen(
             [*agent_command, "--", *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
         stop.watch(agent)
-        code = _wait(agent, lambda: stop.signal is not None or error_file.exists())
+        code = _wait(agent, error_file.exists)
+    stopping.training_mark(logs).unlink(missing_ok=True)
+    if stop_record(logs).exists():
+        raise StoppedError(_taken(stop_record(logs)))
     if code == 0:
         return
-    if stop.signal is not None:
-        raise LaunchError(f"the run was stopped by {_called(stop.signal)}; no checkpoint was saved")
+    if stop.ended_by is not None:
+        if sys.stdout.isatty():
+            sys.stdout.write(_SHOW_CURSOR)  # a rank that is killed leaves it hidden by its progress line
+        raise LaunchError(f"the run was stopped by {stop.ended_by}; no checkpoint was saved")
     failure = read_failure(error_file)
     if failure is not None:
         raise LaunchError(failure.text, failure.exit_code)
@@ -72,52 +82,64 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
     raise LaunchError(f"the process that starts the ranks {ending}; its log: {logs / 'launcher.log'}")
 
 
-def _wait(agent: subprocess.Popen[bytes], is_ending: Callable[[], bool]) -> int:
+def _taken(record: Path) -> str:
+    """The text of a stop, whose record is of no use once it is told."""
+    text = str(json.loads(record.read_text(encoding="utf-8"))["text"])
+    record.unlink()
+    return text
+
+
+def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int:
     """The agent's exit code. Killing it kills its ranks: each has asked the kernel to die with it."""
     deadline = math.inf
     while True:
         try:
             return agent.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            if is_ending():
+            if has_failed():
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             if time.monotonic() >= deadline:
                 agent.kill()
 
 
 class _Stop:
-    """Forwards the first stop signal to the agent as SIGTERM, and kills it at the second."""
+    """Makes the first signal a stop request to the ranks, and ends them where one must not wait for a checkpoint."""
 
-    def __init__(self) -> None:
-        self.signal: int | None = None
+    def __init__(self, run_path: Path, logs: Path) -> None:
+        self.ended_by: str | None = None
+        self._run_path, self._logs = run_path, logs
+        self._requests = stopping.Requests()
         self._agent: subprocess.Popen[bytes] | None = None
 
     def watch(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent
-        if self.signal is not None:
-            agent.terminate()
+        if self.ended_by is not None:
+            agent.kill()
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        again = self.signal is not None
-        self.signal = self.signal or number
-        if self._agent is not None:
-            self._agent.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        first = self._requests.by is None
+        if self._requests.hear(number) or not stopping.training_mark(self._logs).exists():
+            self.ended_by = self.ended_by or stopping.called(number)
+            if self._agent is not None:
+                self._agent.kill()
+        elif first:
+            try:
+                stopping.request(self._run_path, stopping.called(number))
+                stopping.say(stopping.NOTICE)
+            except OSError as error:
+                stopping.say(f"the run cannot be asked to stop: {self._run_path}: {error.strerror or error}")
 
 
 @contextmanager
-def _forwarding(stop: _Stop) -> Iterator[None]:
+def _hearing(stop: _Stop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     # Whoever had a signal ignored, as nohup does, meant it.
-    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [number for number in stopping.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, stop.handle) for number in heard}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _called(number: int) -> str:
-    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal_name(number)

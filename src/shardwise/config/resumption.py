@@ -1,0 +1,69 @@
+"""What of a run's configuration may change when the run goes on, and what has changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.config.load import config_from
+from shardwise.errors import ConfigError
+
+_FIXED_SECTIONS = ("model", "data")
+_FIXED_KEYS = ("train.seed", "train.sequence_length", "train.dropout_mode", "optimizer.name")
+
+
+def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Why a run with the configuration `stored` cannot go on with `new`; both resolved, as nested mappings.
+
+    Model and data, what draws from them, and the kind of the optimizer's state stay: otherwise the checkpoint does not
+    fit, or the curve is that of no run. One text, which lists every difference with both values; none where it can.
+    """
+    try:
+        before = _complete(stored)
+    except ConfigError as error:
+        listed = "\n".join(f"  {problem}" for problem in error.problems)
+        return [f"the configuration of the run in this folder is not valid:\n{listed}\nchoose another --run-dir"]
+    different = [
+        f"  {key} ({_shown(now)}) must be {_shown(then)}" for key, then, now in _differences(before, new, fixed=True)
+    ]
+    if not different:
+        return []
+    listed = "\n".join(different)
+    return [
+        f"the run in this folder goes on only with the model and data that it began with:\n{listed}\n"
+        f"set {'it' if len(different) == 1 else 'them'} back, or start a new run in another --run-dir, with "
+        "checkpoint.load for the weights of this one"
+    ]
+
+
+def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What changes as the run goes on, one line a key, such as `train.steps 240 → 480`."""
+    differences = _differences(_complete(stored), new, fixed=False)
+    return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in differences]
+
+
+def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """With the defaults of keys that are younger than the stored configuration."""
+    return config_from(stored).model_dump(mode="json")
+
+
+def _differences(
+    stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool
+) -> Iterator[tuple[str, object, object]]:
+    """(key, value then, value now), in the order of the new configuration."""
+    then, now = dict(_leaves(stored)), dict(_leaves(new))
+    for key in dict.fromkeys([*now, *then]):
+        is_fixed = key.partition(".")[0] in _FIXED_SECTIONS or key in _FIXED_KEYS
+        if is_fixed == fixed and then.get(key) != now.get(key):
+            yield key, then.get(key), now.get(key)
+
+
+def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Every key of the sections by its dotted name; a value that is itself a mapping is one value."""
+    for section, keys in values.items():
+        yield from ((f"{section}.{key}", value) for key, value in keys.items())
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
