@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
+    "stop": "stop a run after the step under way, with a checkpoint",
     "recipes": "list the shipped recipes, print one, or copy one to edit",
 }
 
@@ -27,7 +28,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names and return the exit code: 0 done, 2 wrong input, 1 failed."""
+    """Run the command that `argv` names and return its exit code.
+
+    0 done, 2 wrong input, 1 failed, 75 stopped with a checkpoint.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)

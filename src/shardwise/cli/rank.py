@@ -3,76 +3,114 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import traceback
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import NoReturn
 
 from shardwise.cli import output
+from shardwise.cli.claim import claim, finished
 from shardwise.cli.inputs import prepare_inputs
 from shardwise.config import Config
-from shardwise.errors import ConfigError, RunError, ShardwiseError
-from shardwise.launch import guard, stdio
-from shardwise.launch.environment import Rank, is_launched
-from shardwise.launch.failure import signal_name
-from shardwise.runlog import RunDirectory
-
-
-class _Stopped(KeyboardInterrupt):
-    """A signal asked this process to end."""
+from shardwise.errors import ConfigError, RunError, ShardwiseError, StoppedError
+from shardwise.launch import guard, stdio, stopping
+from shardwise.launch.environment import Rank, is_launched, may_restart
+from shardwise.launch.failure import report_stop
+from shardwise.runlog import RunDirectory, new_run_path
 
 
 def run_alone(config: Config, recipe: str, run_path: Path) -> int:
     """Train in this process, which is the only rank."""
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise _Stopped(signal_name(number))
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Whoever had a signal ignored, as nohup does, meant it.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, stop)
+    stopping.end_at_once()
     failure = _train(config, recipe, run_path, 0)
     if failure is None:
         return 0
-    output.complain(failure[0])
-    return failure[1]
+    output.complain(failure.text)
+    if failure.at_once:
+        _leave(failure.code)  # without waiting for threads that still write
+    return failure.code
 
 
 def run_rank(config: Config, recipe: str, run_path: Path | None, place: Rank) -> int:
     """Train as one rank of a launched job. A rank that fails leaves at once: its peers may never answer again."""
     guard.die_with_parent()
-    if not is_launched():
-        prepare_inputs(config, output.progress if place.local_rank == 0 else None)
-    elif run_path is not None:
-        stdio.redirect(place.rank, RunDirectory(run_path).log(place.rank))
+    if place.rank == 0:
+        stdio.survive_hangup()
+    if is_launched():
+        if run_path is not None:
+            stdio.redirect(place.rank, RunDirectory(run_path).log(place.rank))
+        return _train_as_rank(config, recipe, run_path, place)
+    said = finished(config, run_path) if run_path is not None else None
+    if said is not None:
+        if place.rank == 0:
+            output.line(said)
+        return 0
+    prepare_inputs(config, output.progress if place.local_rank == 0 else None)
+    with ExitStack() as held:
+        if place.rank == 0:
+            run_path = run_path or new_run_path(recipe)
+            RunDirectory(run_path).create()
+            claim(held, run_path)
+        return _train_as_rank(config, recipe, run_path, place)
+
+
+def _train_as_rank(config: Config, recipe: str, run_path: Path | None, place: Rank) -> int:
     failure = _train(config, recipe, run_path, place.rank)
     if failure is None:
         return 0
-    text, code = failure
-    output.complain_as_rank(place, text, code)
+    if failure.code == StoppedError.exit_code:
+        _leave(_tell_of_stop(place, failure.text))
+    output.complain_as_rank(place, failure.text, failure.code)
+    return _leave(failure.code)
+
+
+def _tell_of_stop(place: Rank, text: str) -> int:
+    """Tell the user once, with all saved, and return the exit code of this rank."""
+    if report_stop(place.rank, text):
+        return 0  # torchrun's agent takes anything else for a failure; the launcher says 75
+    if place.rank == 0:
+        output.complain(text)
+    # torchrun would start a rank that failed once more, and the run that was asked to stop would go on.
+    return 0 if may_restart() else StoppedError.exit_code
+
+
+def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _train(config: Config, recipe: str, run_path: Path | None, rank: int) -> tuple[str, int] | None:
-    """None when the run is done, else the text for the user and the exit code."""
+@dataclass(frozen=True)
+class _Failure:
+    """Text for the user and exit code; `at_once`: a signal ended the rank without a checkpoint."""
+
+    text: str
+    code: int
+    at_once: bool = False
+
+
+def _train(config: Config, recipe: str, run_path: Path | None, rank: int) -> _Failure | None:
+    """None when the run is done."""
     try:
         from shardwise.train import run
 
         code = run(config, run_path, recipe)
+    except StoppedError as error:
+        stopping.ignore()
+        return _Failure(str(error), error.exit_code)
     except ConfigError as error:
-        return output.error_text(error), error.exit_code
+        return _Failure(output.error_text(error), error.exit_code)
     except ShardwiseError as error:
-        return str(error), error.exit_code
+        return _Failure(str(error), error.exit_code)
     except KeyboardInterrupt as stop:
         cause = str(stop) or "Ctrl-C (SIGINT)"
-        return f"the run was stopped by {cause}; no checkpoint was saved", RunError.exit_code
+        text = f"the run was stopped by {cause}; no checkpoint was saved"
+        return _Failure(text, RunError.exit_code, at_once=True)
     except Exception as error:  # noqa: BLE001  the user reads one sentence, and the log has the traceback
-        return _unexpected(error, run_path, rank), RunError.exit_code
-    return None if code == 0 else (f"rank {rank} ended with exit code {code}", code)
+        return _Failure(_unexpected(error, run_path, rank), RunError.exit_code)
+    return None if code == 0 else _Failure(f"rank {rank} ended with exit code {code}", code)
 
 
 def _unexpected(error: Exception, run_path: Path | None, rank: int) -> str:

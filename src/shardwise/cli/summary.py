@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from shardwise import cost, units
 from shardwise.config import Config, Layout, dump_yaml
 
@@ -109,12 +111,38 @@ def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     memory = cost.expected_memory(config, layout, accelerator)
     wire = cost.bytes_per_step(config, layout, accelerator)
-    weights = cost.final_weights_bytes(config, accelerator)
-    if memory is None or wire is None or weights is None:
+    checkpoint = cost.checkpoint_bytes(config, accelerator)
+    if memory is None or wire is None or checkpoint is None:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
     rows = [("memory", f"{units.size(memory.total)} expected on each rank, beside Python and torch")]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
-    rows.append(("disk", f"{units.size(weights)} for the final weights"))
+    rows.append(("disk", _disk(config, checkpoint)))
     rows.append(("communication", f"{units.size(sum(wire.values()))} sent by each rank per step"))
     rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
     return rows
+
+
+def _disk(config: Config, checkpoint: int) -> str:
+    """What checkpoints take where they lie."""
+    keep = config.checkpoint.keep
+    each = f"{units.size(checkpoint)} for each checkpoint"
+    at_once = _checkpoints_at_once(config)
+    if at_once is None:
+        return f"{each}, all of them kept (checkpoint.keep=null)"
+    kept = f"checkpoint.keep={'null' if keep is None else keep}"
+    return f"{each}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
+
+
+def _checkpoints_at_once(config: Config) -> int | None:
+    """The most checkpoints on disk; None where only time tells. A new one is complete before an old one goes."""
+    steps, settings = config.train.steps, config.checkpoint
+    every, keep_every = settings.every or steps, settings.keep_every
+    made = steps // every + (steps % every > 0) if settings.every_minutes is None else None
+    if settings.keep is None:
+        return made
+    stay = 0
+    if keep_every is not None:
+        ending = steps % keep_every == 0 and steps % every > 0
+        stay = steps // math.lcm(every, keep_every) + ending if made is not None else steps // keep_every
+    most = settings.keep + stay + 1
+    return most if made is None else min(made, most)

@@ -2,12 +2,16 @@
 
 Started by itself it starts the local ranks: one per accelerator, rounded down to a multiple of the tensor-parallel
 degree, or on CPU that degree. Inside torchrun it joins. Everything that can be wrong is checked before any rank starts.
+
+A --run-dir that holds a run goes on with it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
+Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the step under way, with a checkpoint (exit code 75).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from shardwise.cli import output
@@ -24,7 +28,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
     parser.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="where the run is written (default: runs/RECIPE-YYYYMMDD-HHMMSS)"
+        "--run-dir",
+        metavar="DIR",
+        type=Path,
+        help="the run's folder, new or to go on in (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
     )
     parser.add_argument(
         "--dry-run",
@@ -84,20 +91,31 @@ def _default_nproc(config: Config, count: int) -> int:
 
 
 def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_dir: Path | None) -> int:
-    """Prepare inputs and run directory, then train: in this process on one rank, through torchrun on several."""
+    """Claim the run directory and prepare inputs, then train: here on one rank, through torchrun on several."""
+    from shardwise.cli.claim import claim, finished
     from shardwise.cli.inputs import prepare_inputs
+    from shardwise.launch import stdio
     from shardwise.launch.local import launch
     from shardwise.runlog import RunDirectory, new_run_path
 
-    if run_dir is not None:
-        RunDirectory(run_dir).require_free()
-    prepare_inputs(config, output.progress)
-    run_path = run_dir if run_dir is not None else new_run_path(recipe)
-    RunDirectory(run_path).create()
-    if nproc == 1:
-        from shardwise.cli.rank import run_alone
+    stdio.survive_hangup()
+    with ExitStack() as held:
+        is_there = run_dir is not None and run_dir.is_dir()
+        if run_dir is not None and is_there:
+            claim(held, run_dir)
+        said = finished(config, run_dir) if run_dir is not None else None
+        if said is not None:
+            output.line(said)
+            return 0
+        prepare_inputs(config, output.progress)
+        run_path = run_dir if run_dir is not None else new_run_path(recipe)
+        RunDirectory(run_path).create()
+        if not is_there:
+            claim(held, run_path)
+        if nproc == 1:
+            from shardwise.cli.rank import run_alone
 
-        return run_alone(config, recipe_name(recipe), run_path)
-    command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
-    launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
+            return run_alone(config, recipe_name(recipe), run_path)
+        command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
+        launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
     return 0

@@ -50,3 +50,9 @@ def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
     """Whether `local.launch` started this process, and will tell the user why it failed."""
     return ERROR_FILE in variables
+
+
+def may_restart(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun starts the ranks again when one of them fails."""
+    restarts, done = (variables.get(f"TORCHELASTIC_{name}", "") for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return restarts.isdecimal() and int(restarts) > (int(done) if done.isdecimal() else 0)

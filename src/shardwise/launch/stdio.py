@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def redirect(rank: int, log_path: Path) -> None:
@@ -20,3 +25,26 @@ def redirect(rank: int, log_path: Path) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     os.close(descriptor)
+
+
+def survive_hangup() -> None:
+    """Let stdout and stderr go on when their terminal is closed: what is left to do, a checkpoint, matters more."""
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+
+
+class _Terminal(io.FileIO):
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def _lasting(stream: TextIO, descriptor: int) -> TextIO:
+    if not os.isatty(descriptor):
+        return stream
+    stream.flush()
+    raw = _Terminal(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)

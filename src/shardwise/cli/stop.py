@@ -1,0 +1,75 @@
+"""Stop a run after the step under way, with a checkpoint.
+
+The run ends with exit code 75; the same `shardwise train` command with --run-dir RUN goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli import output
+from shardwise.errors import ConfigError, RunError
+from shardwise.launch import stopping
+from shardwise.runlog import RUNS, RunDirectory, RunLock
+
+_POLL_SECONDS = 0.2
+# The last events of a run are few lines; what a rank wrote before them may be gigabytes.
+_TAIL_BYTES = 1 << 20
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    latest = RUNS / "latest"
+    parser.add_argument("run", metavar="RUN", nargs="?", type=Path, default=latest, help=f"its folder (default: {latest})")
+    parser.add_argument("--wait", action="store_true", help="return when the run has ended, and tell what it saved")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    path: Path = arguments.run
+    directory = RunDirectory(path)
+    if not path.is_dir():
+        raise ConfigError(f"there is no run {path}: name its folder")
+    if not RunLock.is_held(path):
+        raise ConfigError(f"no run is under way in {path}{_ended(directory)}")
+    try:
+        stopping.request(path, "`shardwise stop`")
+    except OSError as error:
+        raise RunError(f"{path} cannot be asked to stop: {error.strerror or error}") from None
+    shown = path.resolve() if path.is_symlink() else path
+    output.line(f"asked {shown} to stop after its current step, with a checkpoint")
+    if arguments.wait:
+        # The run itself asks each step; it may save for as long as it takes.
+        while RunLock.is_held(path):
+            time.sleep(_POLL_SECONDS)
+        output.line(f"{shown} ended{_ended(directory)}")
+    return 0
+
+
+def _ended(directory: RunDirectory) -> str:
+    """How the last run in the folder ended and what it saved, as far as its events tell."""
+    events = _last_events(directory.metrics)
+    stop, checkpoint = events.get("stop"), events.get("checkpoint")
+    ending = f": {stop.get('reason')} after step {stop.get('step', 0):,}" if stop is not None else ""
+    saved = f"its newest checkpoint is of step {checkpoint.get('step', 0):,}" if checkpoint is not None else ""
+    return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
+
+
+def _last_events(metrics: Path) -> dict[str, dict[str, Any]]:
+    """The last event of each kind."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
+    events = {}
+    for line in lines:
+        try:
+            event = json.loads(line)
+            events[event["event"]] = event
+        except (ValueError, KeyError, TypeError):
+            continue  # the first line may be the end of one, and the last the beginning
+    return events
