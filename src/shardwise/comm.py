@@ -10,7 +10,7 @@ Shapes: `dim 0` is the one that is gathered and scattered (activations are seque
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -142,6 +142,60 @@ def all_gather_objects(value: _R, group: Group) -> list[_R]:
     values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group=group.process_group)
     return values
+
+
+def gather_objects(value: _R, group: Group) -> list[_R] | None:
+    """Every rank's picklable value on the group's first rank, in group order; None on the others."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size if group.rank == 0 else None
+    dist.gather_object(value, values, dst=group.ranks[0], group=group.process_group)
+    return values
+
+
+def broadcast_object(value: _R, group: Group) -> _R:
+    """The first rank's picklable value, on every rank."""
+    if group.size == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=group.ranks[0], group=group.process_group)
+    return values[0]
+
+
+def exchange(
+    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: Group, device: torch.device
+) -> None:
+    """Copy tensors between ranks: `sent[r]`, in order, into what rank r gives as `received[this rank]`.
+
+    Each rank gives one list for each rank of the group, itself included. The two lists of a pair of ranks agree in
+    shapes and dtypes, which may differ from tensor to tensor. One all-to-all of bytes, in buffers on `device`.
+    """
+    if group.size == 1:
+        for source, target in zip(sent[0], received[0], strict=True):
+            target.copy_(source)
+        return
+    out, incoming = ([sum(map(_slot_bytes, each)) for each in tensors] for tensors in (sent, received))
+    wire, arrived = (torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for sizes in (out, incoming))
+    for slot, tensor in _slots(wire, sent):
+        slot.copy_(tensor)
+    group.count("all_to_all", max(len(wire), len(arrived)))
+    _call(group.meter, dist.all_to_all_single, arrived, wire, incoming, out, group=group.process_group)
+    for slot, tensor in _slots(arrived, received):
+        tensor.copy_(slot)
+
+
+def _slot_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor on the wire, with the padding that lets any dtype follow."""
+    return -(-_bytes(tensor) // 8) * 8
+
+
+def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with the view of the buffer that holds it."""
+    start = 0
+    for each in tensors:
+        for tensor in each:
+            yield buffer[start : start + _bytes(tensor)].view(tensor.dtype).view(tensor.shape), tensor
+            start += _slot_bytes(tensor)
 
 
 def barrier(group: Group) -> None:

@@ -164,6 +164,7 @@ class Mesh:
                 f"world size ({self.world.size}) must be a multiple of tensor × pipeline ({tensor} × {pipeline})"
             )
         self.device_mesh: DeviceMesh | None = None
+        self._host_groups: dict[str, Group] = {}
         if self.world.size == 1:
             self.tp, self.dp, self.pp = Group(name="tp"), Group(name="dp"), Group(name="pp")
             return
@@ -180,6 +181,16 @@ class Mesh:
     def groups(self) -> tuple[Group, ...]:
         """Every axis of the mesh, then the world."""
         return (self.tp, self.dp, self.pp, self.world)
+
+    def host_group(self, name: str) -> Group:
+        """All ranks once more, over gloo: for numbers on the host, or for a thread beside the training's own.
+
+        One for each name, made at the first call, which is collective.
+        """
+        if name not in self._host_groups:
+            made = dist.new_group(backend="gloo") if self.world.size > 1 else None
+            self._host_groups[name] = Group(made, name=name)
+        return self._host_groups[name]
 
     def __repr__(self) -> str:
         return f"Mesh(pp={self.pp.size}, dp={self.dp.size}, tp={self.tp.size}, rank={self.world.rank}, {self.device})"

@@ -1,17 +1,51 @@
-"""Whether what lies beside the weights in a folder is the recipe's: the model's `config.json`, the tokenizer."""
+"""Agreement: of the ranks on what they found, and of a folder's `config.json` and tokenizer with the recipe's."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from shardwise import comm
 from shardwise.config import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.hugging_face import read_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.errors import ConfigError
+from shardwise.mesh import Group
+
+
+def agree(problems: list[str], group: Group, error: Callable[[list[str]], Exception] = ConfigError) -> None:
+    """Every rank raises what any rank of the group found, or none does."""
+    found = dict.fromkeys(problem for each in comm.all_gather_objects(problems, group) for problem in each)
+    if found:
+        raise error(list(found))
+
+
+def by_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The same of many layers in one line: `h.0.ln_1.bias` … `h.11.ln_1.bias` as `h.{0…11}.ln_1.bias`."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name, fact in found:
+        number = re.search(r"(?<=\.)\d+(?=\.)", f".{name}")
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}", count=1)[1:]
+        layers.setdefault((pattern, fact), []).extend([int(number[0])] if number else [])
+    for (pattern, fact), numbers in layers.items():
+        runs = _runs(numbers)
+        yield pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1), fact
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """`0…3, 7` of 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("…".join(map(str, run)) for run in runs)
 
 
 def config_problems(config: ModelConfig, folder: Path) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import config_problems
+from shardwise.checkpoint.agreement import agree, by_layers, config_problems
 from shardwise.checkpoint.spelling import spelling
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
@@ -58,9 +57,9 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
             stored, disagreements = list(_stored(folder, opened)), config_problems(config, folder)
         except ConfigError as error:
             problems = error.problems
-        _agree(problems, world)
+        agree(problems, world)
         pieces, sources, problems = _survey(model, config.family, mesh.pp, folder, stored)
-        _agree(disagreements + problems, world)
+        agree(disagreements + problems, world)
         problems = []
         try:
             problems = _differing(pieces, sources, folder)
@@ -68,14 +67,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
                 _copy(model, sources)
         except (OSError, SafetensorError) as error:
             problems = [f"checkpoint.load ({folder}) cannot be read: {error}"]
-        _agree(problems, world)
-
-
-def _agree(problems: list[str], world: Group) -> None:
-    """Every rank raises what any rank found, or none does."""
-    found = [problem for each in comm.all_gather_objects(problems, world) for problem in each]
-    if found:
-        raise ConfigError(list(dict.fromkeys(found)))
+        agree(problems, world)
 
 
 def _stored(folder: Path, opened: ExitStack) -> Iterator[_Stored]:
@@ -130,38 +122,15 @@ def _survey(
         entries.sort(key=lambda entry: entry.name != name)  # the canonical spelling first
     missing = [(name, f"{list(shapes[name])}") for name, entries in sources.items() if not entries]
     where = f"checkpoint.load ({folder})"
-    problems = [f"{where} lacks {name} {shape}" for name, shape in _by_layers(missing)]
-    problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in _by_layers(unexpected)]
-    problems += [f"{where}: shape of {name} {shapes}" for name, shapes in _by_layers(misshapen)]
+    problems = [f"{where} lacks {name} {shape}" for name, shape in by_layers(missing)]
+    problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in by_layers(unexpected)]
+    problems += [f"{where}: shape of {name} {shapes}" for name, shapes in by_layers(misshapen)]
     problems += [
         f"{where}: dtype of {name} ({dtype}) must be float64, float32, float16 or bfloat16: "
         "quantized weights cannot be trained"
-        for name, dtype in _by_layers(strange)
+        for name, dtype in by_layers(strange)
     ]
     return pieces, sources, problems
-
-
-def _by_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """The same of many layers in one line: `h.0.ln_1.bias` … `h.11.ln_1.bias` as `h.{0…11}.ln_1.bias`."""
-    layers: dict[tuple[str, str], list[int]] = {}
-    for name, fact in found:
-        number = re.search(r"(?<=\.)\d+(?=\.)", f".{name}")
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}", count=1)[1:]
-        layers.setdefault((pattern, fact), []).extend([int(number[0])] if number else [])
-    for (pattern, fact), numbers in layers.items():
-        runs = _runs(numbers)
-        yield pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1), fact
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    """`0…3, 7` of 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("…".join(map(str, run)) for run in runs)
 
 
 def _differing(pieces: list[Piece], sources: dict[str, list[_Stored]], folder: Path) -> list[str]:

@@ -170,6 +170,18 @@ class Bucket:
 
     # ---- where the model's elements lie in the owned part
 
+    @property
+    def share(self) -> slice:
+        """The elements of the owned part that this rank answers for when each is to be stored once.
+
+        All of them, or with state that every rank keeps whole, an equal part.
+        """
+        owned = len(self.master)
+        if self.sharded:
+            return slice(0, owned)
+        part = -(-owned // self.group.size)
+        return slice(min(self.group.rank * part, owned), min((self.group.rank + 1) * part, owned))
+
     def owned_runs(self, index: int, box: placement.Box) -> list[tuple[int, int]]:
         """A box of parameter `index`, as `(start, length)` runs of the owned part."""
         runs = []

@@ -316,6 +316,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._norms = None
         self._overlapping = False
 
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer, whose parameters are the buckets' masters."""
+        assert self._inner is not None
+        return self._inner
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: the wrapped class's state, the options, the layout they belong to, and the masters.
 

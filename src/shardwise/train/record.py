@@ -1,4 +1,4 @@
-"""What is measured of optimizer steps."""
+"""Where a training is, and what is measured of its steps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,32 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwise.config import Config
+
 WINDOW_STEPS = 10
 """Steps over which throughput is averaged."""
+
+
+@dataclass
+class Progress:
+    """Where a training is, over all its runs, and what it was doing when something went wrong.
+
+    Attributes:
+        step: optimizer steps done. samples, tokens: trained on. position: in the order of the data, which is ahead of
+        `samples` where batches were left out.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    position: int = 0
+    phase: str = "start"
+
+
+def end_of_run(config: Config, steps_before: int) -> int:
+    """The step after which a run ends that begins after `steps_before` steps."""
+    train = config.train
+    return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,13 +22,15 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise import units
+from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
 from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.runlog import JsonLines, RunDirectory
+from shardwise.store.manifest import Manifest
 from shardwise.train.own import StateMemory
 from shardwise.train.progress import ProgressLine, parts_of_loss
-from shardwise.train.record import StepRecord, Throughput
+from shardwise.train.record import StepRecord, Throughput, end_of_run
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -42,7 +44,6 @@ class Reporter:
         device_name: product name of a rank's device, from which its peak is looked up. precision: as resolved.
         parameters: of the whole model. memory: expected on each rank. Both are set before `start` where they are None
         here, as for a model of the user's own, which is counted when it is built.
-        steps_before: steps that earlier runs of this training took.
         stream: where rank 0 prints; default: standard output.
     """
 
@@ -57,7 +58,6 @@ class Reporter:
         precision: Precision,
         parameters: int | None,
         memory: MemoryEstimate | None,
-        steps_before: int = 0,
         stream: IO[str] | None = None,
     ) -> None:
         self.run, self.config, self.layout, self.rank = run, config, layout, rank
@@ -65,7 +65,7 @@ class Reporter:
         self.parameters = parameters
         self.memory: MemoryEstimate | StateMemory | None = memory
         train = config.train
-        self._end = train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
+        self._before, self._end = 0, end_of_run(config, 0)
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
@@ -75,15 +75,20 @@ class Reporter:
         self._tensorboard: SummaryWriter | None = None
         self._log = _open_log(run.log(0)) if rank == 0 else None
         self._consoles = [Console(file=stream or sys.stdout, highlight=False), _plain(self._log)] if self._log else []
-        self._progress = [ProgressLine(console, steps_before, self._end) for console in self._consoles]
+        self._progress: list[ProgressLine] = []
         self._last: StepRecord | None = None
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._stopped = False
 
-    def start(self, *, loaded: Path | None = None) -> None:
-        """Print the summary and begin the progress line. `loaded`: where weights came from that were not drawn."""
+    def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
+        """Print the summary and begin the progress line.
+
+        `loaded`: where weights came from that were not drawn. `steps_before`: steps that earlier runs of this training
+        took.
+        """
         self._started = time.perf_counter()
+        self._before, self._end = steps_before, end_of_run(self.config, steps_before)
         if self._metrics is None:
             return
         if self.config.log.tensorboard:
@@ -98,11 +103,39 @@ class Reporter:
             precision=asdict(self.precision),
             memory_expected_bytes=dict(self.memory.rows()) if self.memory else None,
             steps=self.config.train.steps,
-            loaded=None if loaded is None else str(loaded),
+            loaded=loaded,
         )
-        for console, progress in zip(self._consoles, self._progress, strict=True):
+        for console in self._consoles:
             _print_summary(console, self._summary())
+            progress = ProgressLine(console, steps_before, self._end)
             progress.start(self._started)
+            self._progress.append(progress)
+
+    def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str]) -> None:
+        """Record that the training goes on from a checkpoint, and what of the configuration is new."""
+        self._event("resume", step=manifest.step, checkpoint=folder, written_by=manifest.layout, changes=list(changes))
+        self.message(f"resumed after step {manifest.step:,} from {folder}")
+        for change in changes:
+            self.message(f"changed: {change}")
+
+    def saved(self, saved: Saved) -> None:
+        """Record a checkpoint that is complete, or warn that there is none."""
+        if saved.problem is not None:
+            self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}; the run goes on")
+            return
+        self._event(
+            "checkpoint",
+            step=saved.step,
+            path=saved.folder,
+            bytes=saved.bytes,
+            seconds=saved.seconds,
+            blocked_seconds=saved.blocked,
+            removed=list(saved.removed),
+        )
+        self.message(
+            f"checkpoint of step {saved.step:,}: {saved.folder}, {units.size(saved.bytes)} in {saved.seconds:.1f} s, "
+            f"of which training waited {saved.blocked:.2f} s"
+        )
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called for every step, `log.every` decides what is written."""
@@ -203,7 +236,7 @@ class Reporter:
 
     @property
     def _step(self) -> int:
-        return self._last.step if self._last is not None else 0
+        return self._last.step if self._last is not None else self._before
 
     def _event(self, event: str, **fields: Any) -> None:
         if self._metrics is not None:
@@ -261,6 +294,7 @@ class Reporter:
         config, layout, train = self.config, self.layout, self.config.train
         assert self.parameters is not None
         samples = train.steps * train.global_batch
+        begin = f", {self._before:,} of them done" if self._before else ""
         stop = "" if self._end == train.steps else f", this run stops at {self._end:,}"
         sequence = " + sequence" if layout.sequence else ""
         ranks = f"{layout.world} rank{'s' if layout.world > 1 else ''}"
@@ -269,7 +303,7 @@ class Reporter:
         finer = "".join(f", {role} {dtype}" for role, dtype in dtypes.items())
         return [
             ("model", f"{config.model.family}, {units.count(self.parameters)} parameters ({self.parameters:,})"),
-            ("steps", f"{train.steps:,}{stop}"),
+            ("steps", f"{train.steps:,}{begin}{stop}"),
             ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {samples * train.sequence_length:,} tokens"),
             (
                 "batch",

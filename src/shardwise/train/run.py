@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 
-from shardwise import __version__, comm, hub
+from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
-from shardwise.checkpoint import differ_in_tokens, export_hugging_face
-from shardwise.config import Config, Layout, dump_yaml
-from shardwise.cost.memory import expected_memory, final_weights_bytes
+from shardwise.checkpoint.agreement import agree, differ_in_tokens
+from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.config import Config, Layout, dump_yaml, resume_changes, resume_problems
+from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
 from shardwise.data import PreparedData, Tokenizer, prepare
-from shardwise.errors import ConfigError, RunError
+from shardwise.errors import ConfigError, RunError, StoppedError
 from shardwise.hardware import cpu_count
-from shardwise.launch import stdio
+from shardwise.launch import stdio, stopping
 from shardwise.mesh import Mesh, join
 from shardwise.runlog import RunDirectory, new_run_path
+from shardwise.store.folders import step_name
+from shardwise.store.root import Root
 from shardwise.train.build import build_trainer
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.own import StateMemory, count_parameters
+from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
+from shardwise.train.resume import abandon_later, choose, find_checkpoints, require_same_data, restore_first
 from shardwise.train.sample import Generator, continue_text
-from shardwise.train.trainer import Progress, Trainer
+from shardwise.train.saving import Checkpoints
+from shardwise.train.trainer import Trainer
 
 
 def run(config: Config, run_path: Path | None, recipe: str) -> int:
@@ -43,8 +51,8 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
     try:
         data = prepare(config)
         weights = _weights(config, mesh)
-        directory = _open_directory(config, run_path, recipe, mesh)
-        _train(config, layout, mesh, data, weights, directory, progress)
+        opened = _open_directory(config, run_path, recipe, mesh)
+        _train(config, layout, mesh, data, weights, opened, progress)
     except Exception as error:
         if not devices.is_out_of_memory(error):
             raise
@@ -65,51 +73,61 @@ def _weights(config: Config, mesh: Mesh) -> Path | None:
         folder = hub.resolve(load, revision, cached=True)
     except ConfigError as error:
         problems = error.problems
-    answers = comm.all_gather_objects((problems, folder.name), mesh.world)
-    found = [problem for each, _ in answers for problem in each]
-    commits = sorted({name for _, name in answers})
-    if not found and len(commits) > 1:
-        found = [f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"]
-    if found:
-        raise ConfigError(list(dict.fromkeys(found)))
+    agree(problems, mesh.world)
+    commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
+    if len(commits) > 1:
+        raise ConfigError(
+            f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
+        )
     return folder
 
 
-def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> RunDirectory:
-    """Rank 0 names and makes the run directory; all ranks agree on it, or all fail."""
-    problem, chosen = None, run_path
-    if mesh.world.rank == 0:
-        try:
-            chosen = run_path or new_run_path(recipe)
-            directory = RunDirectory(chosen).create()
-            weights_bytes = final_weights_bytes(config, mesh.device.type != "cpu")
-            if weights_bytes is not None:
-                directory.require_room(weights_bytes)
-            directory.write_config(dump_yaml(config.model_dump(mode="json")))
-            directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
-            directory.mark_latest()
-        except ConfigError as error:
-            problem = error.problems
-    problem, chosen = comm.all_gather_objects((problem, chosen), mesh.world)[0]
-    if problem:
-        raise ConfigError(problem)
-    assert chosen is not None
-    directory = RunDirectory(chosen)
-    stdio.redirect(mesh.world.rank, directory.log(mesh.world.rank))
-    return directory
+@dataclass(frozen=True)
+class _Opened:
+    """The run's folder, whether it held a run before, and what of the configuration has changed since."""
+
+    directory: RunDirectory
+    is_resumed: bool = False
+    changes: tuple[str, ...] = ()
 
 
-def _require_room(directory: RunDirectory, weights_bytes: int, mesh: Mesh) -> None:
-    """Rank 0 looks for room for the final weights; all ranks go on, or all fail."""
-    problem = None
+def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> _Opened:
+    """Rank 0 names and makes the run directory, or opens that of an earlier run; all ranks agree, or all fail."""
+    problems: list[str] = []
+    opened: _Opened | None = None
     if mesh.world.rank == 0:
         try:
-            directory.require_room(weights_bytes)
+            opened = _open(config, run_path or new_run_path(recipe), mesh)
         except ConfigError as error:
-            problem = error.problems
-    problem = comm.all_gather_objects(problem, mesh.world)[0]
-    if problem:
-        raise ConfigError(problem)
+            problems = error.problems
+    agree(problems, mesh.world)
+    opened = comm.broadcast_object(opened, mesh.world)
+    assert opened is not None
+    stdio.redirect(mesh.world.rank, opened.directory.log(mesh.world.rank))
+    return opened
+
+
+def _open(config: Config, run_path: Path, mesh: Mesh) -> _Opened:
+    directory = RunDirectory(run_path)
+    resolved = config.model_dump(mode="json")
+    stored = directory.stored_config()
+    changes: tuple[str, ...] = ()
+    if stored is not None:
+        problems = resume_problems(stored, resolved)
+        if problems:
+            raise ConfigError(problems)
+        changes = tuple(resume_changes(stored, resolved))
+    directory.create()
+    _require_room(directory, config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
+    directory.write_config(dump_yaml(resolved))
+    directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
+    directory.mark_latest()
+    return _Opened(directory, stored is not None, changes)
+
+
+def _require_room(directory: RunDirectory, config: Config, needed: int | None) -> None:
+    if needed is not None and config.checkpoint.path is None:
+        directory.require_room(needed)
 
 
 def _versions() -> dict[str, str | None]:
@@ -125,10 +143,13 @@ def _train(
     mesh: Mesh,
     data: PreparedData,
     weights: Path | None,
-    directory: RunDirectory,
+    opened: _Opened,
     progress: Progress,
 ) -> None:
-    accelerator = mesh.device.type != "cpu"
+    accelerator, directory = mesh.device.type != "cpu", opened.directory
+    root = Root.of(config.checkpoint.path or directory.checkpoints)
+    found = find_checkpoints(root, mesh)
+    candidates = choose(found, config, root, is_resumed=opened.is_resumed)
     with Reporter(
         directory,
         config,
@@ -140,34 +161,96 @@ def _train(
         memory=expected_memory(config, layout, accelerator),
     ) as reporter:
         progress.phase = "construction of the model"
-        trainer = build_trainer(config, layout, mesh, data, reporter, progress, weights)
+        trainer = build_trainer(config, layout, mesh, data, reporter, progress, None if candidates else weights)
         if reporter.parameters is None:
-            reporter.parameters = count_parameters(trainer.model)
-            reporter.memory = StateMemory.of(trainer.model, trainer.optimizer)
-            _require_room(directory, reporter.parameters * next(trainer.model.parameters()).itemsize, mesh)
-        reporter.start(loaded=weights)
+            _count_own_model(trainer, reporter, opened, config)
+        restored = restore_first(candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
+        if restored is not None:
+            require_same_data(restored[0], data)
+        reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
         reporter.message(f"data: {data.summary}")
-        if weights is not None:
-            reporter.message(f"weights: those of {weights}")
-            if differ_in_tokens(weights, data.tokenizer_path):
-                reporter.warning(
-                    f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to go on "
-                    f"with what they learned, set data.tokenizer={weights}"
-                )
-        trainer.run()
-        progress.phase = "export of the weights"
-        folder = directory.checkpoint(progress.step)
+        if restored is not None:
+            if config.checkpoint.resume != "auto":
+                for name in abandon_later(root, found, progress.step, mesh):
+                    reporter.message(f"set aside: {name}")
+            reporter.resumed(restored[0], str(restored[1].folder), opened.changes)
+        elif weights is not None:
+            _tell_of_weights(weights, data, reporter)
+        saver = Saver(
+            root,
+            trainer.model,
+            trainer.optimizer,
+            config,
+            mesh,
+            mesh.host_group("checkpoint"),
+            described={
+                "layout": {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero},
+                "data": {"fingerprint": data.fingerprint, "summary": data.summary},
+                "versions": _versions(),
+            },
+            tokenizer=data.tokenizer_path,
+            buffer_bytes=None if config.checkpoint.buffer_mib is None else int(config.checkpoint.buffer_mib * 2**20),
+            keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
+        )
+        with Checkpoints(saver, config, reporter, mesh.host_group("control"), _asker(directory)) as saving:
+            trainer.saving = saving
+            stopping.install()
+            stopped_by = trainer.run()
+            progress.phase = "wait for the checkpoint"
+            saving.finish()
+        folder = root / step_name(progress.step)
+        if stopped_by is not None:
+            _stop(stopped_by, progress.step, folder, directory, reporter)
+        _finish(config, trainer, data, directory, str(folder), reporter)
+
+
+def _asker(directory: RunDirectory) -> Callable[[], str | None]:
+    """Why this rank thinks that the run shall stop."""
+    return lambda: stopping.requested(directory.path)
+
+
+def _stop(by: str, step: int, folder: Root, directory: RunDirectory, reporter: Reporter) -> NoReturn:
+    reporter.stop(f"stopped by {by}")
+    raise StoppedError(
+        f"the run was stopped by {by} after step {step:,}; checkpoint: {folder}; the same command with --run-dir "
+        f"{directory.path} goes on"
+    )
+
+
+def _count_own_model(trainer: Trainer, reporter: Reporter, opened: _Opened, config: Config) -> None:
+    """What no formula knows of a model of the user's own."""
+    reporter.parameters = count_parameters(trainer.model)
+    reporter.memory = memory = StateMemory.of(trainer.model, trainer.optimizer)
+    problems: list[str] = []
+    if trainer.mesh.world.rank == 0:
+        each = next(trainer.model.parameters()).itemsize + memory.optimizer // max(memory.parameters, 1)
         try:
-            export_hugging_face(trainer.model, config.model, mesh, folder, tokenizer=data.tokenizer_path)
-        except (OSError, SafetensorError) as error:
-            raise RunError(f"the final weights could not be written to {folder}: {error}") from error
-        progress.phase = "generation of the sample"
-        sample = _sample(config, trainer, data)
-        comm.barrier(mesh.world)
-        reporter.finish({"weights": str(folder), "optimizer_bytes": trainer.optimizer.state_bytes(), "sample": sample})
-        reporter.message(f"weights: {folder}")
-        if sample:
-            reporter.message(f"sample: {sample}")
+            _require_room(opened.directory, config, reporter.parameters * each)
+        except ConfigError as error:
+            problems = error.problems
+    agree(problems, trainer.mesh.world)
+
+
+def _tell_of_weights(weights: Path, data: PreparedData, reporter: Reporter) -> None:
+    reporter.message(f"weights: those of {weights}")
+    if differ_in_tokens(weights, data.tokenizer_path):
+        reporter.warning(
+            f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to go on "
+            f"with what they learned, set data.tokenizer={weights}"
+        )
+
+
+def _finish(
+    config: Config, trainer: Trainer, data: PreparedData, directory: RunDirectory, folder: str, reporter: Reporter
+) -> None:
+    """The sample and the results of a run that came to its end."""
+    trainer.progress.phase = "generation of the sample"
+    sample = _sample(config, trainer, data)
+    comm.barrier(trainer.mesh.world)
+    reporter.finish({"weights": folder, "optimizer_bytes": trainer.optimizer.state_bytes(), "sample": sample})
+    reporter.message(f"weights: {folder}")
+    if sample:
+        reporter.message(f"sample: {sample}")
 
 
 def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:

@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,19 @@ from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
 from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
-from shardwise.train.record import StepRecord
+from shardwise.train.record import Progress, StepRecord, end_of_run
 from shardwise.train.report import Reporter
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
 
 
-@dataclass
-class Progress:
-    """Where a run is: optimizer steps done, and what it was doing when something went wrong."""
+class Saving(Protocol):
+    """What saves a training on its way."""
 
-    step: int = 0
-    phase: str = "start"
+    def after_step(self, progress: Progress, last: bool) -> str | None:
+        """Save where a checkpoint is due; returns why the run shall stop now, the same on every rank."""
+        ...
 
 
 class Trainer:
@@ -51,36 +51,43 @@ class Trainer:
         evaluation: Batches | None,
         reporter: Reporter | None = None,
         progress: Progress | None = None,
+        saving: Saving | None = None,
     ) -> None:
         self.config, self.layout, self.mesh = config, layout, mesh
         self.model, self.optimizer = model, optimizer
         self.batches, self.evaluation = batches, evaluation
         self.reporter = reporter
         self.progress = progress or Progress()
+        self.saving = saving
         self._draws_masks = "dropout" in inspect.signature(model.forward).parameters
 
-    @property
-    def last_step(self) -> int:
-        """The step after which this run ends."""
-        train = self.config.train
-        return min(train.steps, train.stop_after or train.steps)
+    def run(self) -> str | None:
+        """Train to the last step, with evaluations, drift checks and checkpoints on the way.
 
-    def run(self) -> None:
-        """Train to the last step, with evaluations and drift checks on the way."""
+        Returns:
+            why the run was asked to stop before its last step; None where it was not.
+        """
         every = self.config.train.eval_every
         drift_every = self.config.log.drift_every
-        if every:
+        last_step = end_of_run(self.config, self.progress.step)
+        if every and not self.progress.step:
             self.evaluate()
-        for step in range(1, self.last_step + 1):
+        for step in range(self.progress.step + 1, last_step + 1):
             record = self.step()
             if self.reporter is not None:
                 self.reporter.step(record)
                 self._warn_of_a_mean(record)
-            if drift_every and (step % drift_every == 0 or step == self.last_step):
+            if drift_every and (step % drift_every == 0 or step == last_step):
                 self.progress.phase = "comparison of replicas"
                 check_replicas(self.model, self.mesh, step)
-            if every and (step % every == 0 or step == self.last_step):
+            if every and (step % every == 0 or step == last_step):
                 self.evaluate()
+            if self.saving is not None:
+                self.progress.phase = "checkpoint"
+                stop = self.saving.after_step(self.progress, step == last_step)
+                if stop is not None and step < last_step:
+                    return stop
+        return None
 
     def _warn_of_a_mean(self, record: StepRecord) -> None:
         """Tell the user of a model of their own whose first loss is far below that of a guess."""
@@ -96,9 +103,8 @@ class Trainer:
         start = time.perf_counter()
         train, step = self.config.train, self.progress.step + 1
         self.progress.phase = "forward and backward"
-        consumed = self.progress.step * train.global_batch
         micro_batches = self.batches.local_batch(
-            consumed, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
+            self.progress.position, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
         )
         counted_K = self._counted(micro_batches)
         losses = self._forward_backward(micro_batches, counted_K)
@@ -118,14 +124,17 @@ class Trainer:
         self.optimizer.step()
         devices.synchronize(self.mesh.device)
         self.progress.step = step
+        self.progress.position += train.global_batch
+        self.progress.samples += train.global_batch
+        self.progress.tokens += train.global_batch * train.sequence_length
         return StepRecord(
             step=step,
             loss=loss,
             lr=lr,
             grad_norm=gradient_norm,
             param_norm=parameter_norm,
-            tokens=step * train.global_batch * train.sequence_length,
-            samples=step * train.global_batch,
+            tokens=self.progress.tokens,
+            samples=self.progress.samples,
             seconds=time.perf_counter() - start,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
             losses=self._named(by_objective),

@@ -1,0 +1,212 @@
+"""Reading boxes of stored tensors into however a model is cut, each byte by one rank.
+
+The ranks of a group tell each other what they want. What one rank alone wants, it reads. What several want (a tensor
+that they hold copies of, rows of which each holds some columns) is read by one of them and sent to the others: a
+checksum covers a whole chunk, so whoever reads a part of a row has read the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise import comm
+from shardwise.boxes import Box
+from shardwise.errors import ShardwiseError
+from shardwise.mesh import Group
+from shardwise.store.chunks import ChunkedReader
+from shardwise.store.manifest import Manifest, PieceEntry, TensorEntry
+from shardwise.store.root import Root
+
+SEGMENT_BYTES = 4 * 2**20
+"""Of a stored tensor that are read at a time."""
+_ROUND_BYTES = 64 * 2**20
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Want:
+    """A box of a stored tensor (`state` and canonical name), and where it belongs: a view of shape `box.size`."""
+
+    state: str
+    name: str
+    box: Box
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Rows of a stored piece that somebody wants."""
+
+    entry: TensorEntry
+    piece: PieceEntry
+    box: Box
+    wanted: tuple[tuple[int, int, Box], ...]
+    """(rank in the group, number of its want, what of it lies in these rows)."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * _DTYPES[self.entry.dtype].itemsize
+
+    @property
+    def ranks(self) -> set[int]:
+        return {rank for rank, _, _ in self.wanted}
+
+
+class Source:
+    """The tensors of one checkpoint, read with their checksums verified.
+
+    Attributes:
+        bytes_read: so far, by this rank, whole chunks.
+    """
+
+    def __init__(self, folder: Root, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._readers: dict[int, ChunkedReader] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(reader.bytes_read for reader in self._readers.values())
+
+    def read(self, entry: TensorEntry, piece: PieceEntry, box: Box) -> Tensor:
+        """Whole rows of a piece.
+
+        Raises:
+            StoreError: the file cannot be read, or is damaged there.
+        """
+        dtype = _DTYPES[entry.dtype]
+        inside = box.relative_to(piece.box)
+        ((offset, length),) = inside.runs(piece.box.size)
+        start = piece.offset + offset * dtype.itemsize
+        reader = self._readers.get(piece.file)
+        if reader is None:
+            reader = self._readers[piece.file] = ChunkedReader(self.folder, self.manifest.files[piece.file])
+        data = reader.read(start, start + length * dtype.itemsize)
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(box.size)
+
+
+@torch.no_grad()
+def read(source: Source, wants: Sequence[Want], group: Group, device: torch.device) -> list[str]:
+    """Fill the targets of every rank of the group; collective over it.
+
+    Returns:
+        what could not be read, as this rank found it: the targets are then not to be used.
+    """
+    segments = list(_segments(source.manifest.tensors, wants, group))
+    segments.sort(key=lambda each: (each.piece.file, each.piece.offset, each.box.start))
+    problems: list[str] = []
+    for segment in segments:
+        if segment.ranks == {group.rank}:
+            _deliver(segment, _read(source, segment, problems), wants, group.rank)
+    shared = [segment for segment in segments if len(segment.ranks) > 1]
+    for round_ in _rounds(shared, group.size):
+        _share(source, round_, wants, group, device, problems)
+    return problems
+
+
+def _segments(
+    tensors: Mapping[str, Mapping[str, TensorEntry]], wants: Sequence[Want], group: Group
+) -> Iterator[_Segment]:
+    """Every run of rows of a stored piece of which somebody wants something."""
+    everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
+    by_tensor: dict[tuple[str, str], list[tuple[int, int, Box]]] = {}
+    for rank, boxes in enumerate(everyone):
+        for number, (state, name, box) in enumerate(boxes):
+            by_tensor.setdefault((state, name), []).append((rank, number, box))
+    for (state, name), wanted in by_tensor.items():
+        entry = tensors[state][name]
+        for piece in entry.pieces:
+            common = [(rank, number, part) for rank, number, box in wanted if (part := box.intersect(piece.box))]
+            if common:
+                yield from _rows(entry, piece, common)
+
+
+def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[tuple[int, int, Box]]) -> Iterator[_Segment]:
+    box = piece.box
+    if not box.size:
+        yield _Segment(entry, piece, box, tuple(wanted))
+        return
+    row_bytes = max(1, box.numel // box.size[0] * _DTYPES[entry.dtype].itemsize)
+    step = max(1, SEGMENT_BYTES // row_bytes)
+    low = min(part.start[0] for _, _, part in wanted)
+    high = max(part.start[0] + part.size[0] for _, _, part in wanted)
+    for start in range(low, high, step):
+        rows = Box((start, *box.start[1:]), (min(step, high - start), *box.size[1:]))
+        common = tuple((rank, number, part) for rank, number, each in wanted if (part := each.intersect(rows)))
+        if common:
+            yield _Segment(entry, piece, rows, common)
+
+
+def _read(source: Source, segment: _Segment, problems: list[str]) -> Tensor:
+    """A segment's rows; zeros where they cannot be read, since other ranks wait for something."""
+    try:
+        return source.read(segment.entry, segment.piece, segment.box)
+    except ShardwiseError as error:
+        problems.append(str(error))
+        return torch.zeros(segment.box.size, dtype=_DTYPES[segment.entry.dtype])
+
+
+def _deliver(segment: _Segment, rows: Tensor, wants: Sequence[Want], rank: int) -> None:
+    for owner, number, part in segment.wanted:
+        if owner == rank:
+            _slot(wants[number], part).copy_(rows[part.relative_to(segment.box).slices])
+
+
+def _slot(want: Want, part: Box) -> Tensor:
+    return want.target[part.relative_to(want.box).slices]
+
+
+def _rounds(shared: Sequence[_Segment], ranks: int) -> Iterator[list[list[_Segment]]]:
+    """The segments by reader, some megabytes at a time: each rank reads one run of the files, all about as much."""
+    total = sum(segment.nbytes for segment in shared)
+    queues: list[list[_Segment]] = [[] for _ in range(ranks)]
+    before = 0
+    for segment in shared:
+        queues[min(before * ranks // max(total, 1), ranks - 1)].append(segment)
+        before += segment.nbytes
+    limit = max(SEGMENT_BYTES, _ROUND_BYTES // ranks)
+    while any(queues):
+        round_: list[list[_Segment]] = []
+        for queue in queues:
+            taken, size = 0, 0
+            while taken < len(queue) and (not taken or size + queue[taken].nbytes <= limit):
+                size += queue[taken].nbytes
+                taken += 1
+            round_.append(queue[:taken])
+            del queue[:taken]
+        yield round_
+
+
+def _share(
+    source: Source,
+    round_: Sequence[Sequence[_Segment]],
+    wants: Sequence[Want],
+    group: Group,
+    device: torch.device,
+    problems: list[str],
+) -> None:
+    """Read this rank's segments of a round, and send everybody's parts where they belong."""
+    sent: list[list[Tensor]] = [[] for _ in range(group.size)]
+    for segment in round_[group.rank]:
+        rows = _read(source, segment, problems)
+        for rank, _, part in segment.wanted:
+            sent[rank].append(rows[part.relative_to(segment.box).slices])
+    arrivals: list[list[Tensor]] = []
+    deliveries: list[Callable[[], object]] = []
+    for segments in round_:
+        arriving = []
+        for segment in segments:
+            for rank, number, part in segment.wanted:
+                if rank == group.rank:
+                    slot = _slot(wants[number], part)
+                    # What was stored in another dtype is cast on arrival, where it belongs.
+                    room = torch.empty(part.size, dtype=_DTYPES[segment.entry.dtype], device=device)
+                    arriving.append(room)
+                    deliveries.append(lambda slot=slot, room=room: slot.copy_(room))  # type: ignore[misc]
+        arrivals.append(arriving)
+    comm.exchange(sent, arrivals, group, device)
+    for deliver in deliveries:
+        deliver()

@@ -1,0 +1,386 @@
+"""Saving: training waits while its state is copied to host memory; a thread writes it while training goes on.
+
+    training thread    collect weights, take slices of optimizer state → conveyor
+    writing thread     conveyor → files with checksums → all ranks agree → manifest → the folder's name
+
+Every byte is written once: a canonical weight by its owner (`weights.py`), a slice of optimizer state by the rank that
+answers for it (`optim/state.py`). A checkpoint is complete with its manifest or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.boxes import Box
+from shardwise.checkpoint.conveyor import Aborted, Conveyor
+from shardwise.checkpoint.export import MAX_SHARD_BYTES, hugging_face_config
+from shardwise.checkpoint.weights import WeightPlan
+from shardwise.config import Config
+from shardwise.errors import RunError, ShardwiseError
+from shardwise.hub import INDEX
+from shardwise.mesh import Group, Mesh
+from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.optim.state import StateSlice, state_slices, state_tensors
+from shardwise.store.chunks import ChunkedWriter
+from shardwise.store.folders import partial_name, prune, step_name
+from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry
+from shardwise.store.root import Root, StoreError
+from shardwise.store.safetensors import header
+from shardwise.units import size
+
+MODEL = "model"
+_DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor in a file: of which state (`model`, `exp_avg`, …), and where its bytes begin."""
+
+    state: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file as it will be, before its first byte is written."""
+
+    path: str
+    header: bytes
+    size: int
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(path: str, named: Sequence[tuple[str, Part]]) -> File:
+        """`named`: what the file holds, in order, under the names that it has there."""
+        head, offsets, total = header([(name, part.dtype, part.box.size) for name, part in named], {"format": "pt"})
+        placed = tuple(
+            Part(part.state, part.name, part.shape, part.dtype, part.box, offset)
+            for (_, part), offset in zip(named, offsets, strict=True)
+        )
+        return File(path, head, total, placed)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended: what the trainer tells the user.
+
+    Attributes:
+        bytes: of all files, over all ranks. blocked: seconds that training waited; seconds: until it was complete.
+        problem: why there is no checkpoint, or None. removed: steps whose checkpoints `keep` let go.
+    """
+
+    step: int
+    folder: str
+    bytes: int
+    blocked: float
+    seconds: float
+    problem: str | None = None
+    removed: tuple[int, ...] = ()
+
+
+@dataclass
+class _Job:
+    """One save, as the writing thread needs it."""
+
+    step: int
+    files: tuple[File, ...]
+    manifest: dict[str, Any]
+    started: float
+    blocked: float = 0.0
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which checkpoints stay: the last `last` (None: all) and those of every `every`-th step."""
+
+    last: int | None = None
+    every: int | None = None
+
+
+class Saver:
+    """Saves one training to one root; every rank of the mesh has one and calls it alike.
+
+    Args:
+        root: the folder of the checkpoints. group: all ranks, for the writing threads alone: their agreements must not
+        meet the training's collectives. tokenizer: a folder whose files are copied along. described: what the manifest
+        says that no save changes (`data`, `versions`, `layout`). buffer_bytes: host memory of this rank for copies;
+        None: as much as a save needs. keeping: what stays after each save.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        model: nn.Module,
+        optimizer: ZeroRedundancyOptimizer,
+        config: Config,
+        mesh: Mesh,
+        group: Group,
+        *,
+        described: Mapping[str, Any],
+        tokenizer: Path | None = None,
+        buffer_bytes: int | None = None,
+        keeping: Keeping | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        self.root = root
+        self._model, self._optimizer, self._config = model, optimizer, config
+        self._mesh, self._group = mesh, group
+        self._described, self._tokenizer = described, tokenizer
+        self._keeping = keeping or Keeping()
+        self._weights = WeightPlan(model, mesh, max_shard_bytes)
+        self._conveyor = Conveyor(mesh.device, buffer_bytes)
+        self._thread: threading.Thread | None = None
+        self._done: list[Saved] = []
+
+    def save(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Copy the state, and have it written; waits for the save before. Collective over the mesh.
+
+        `progress`: what the manifest says of the training's place (`samples`, `position`, `tokens`, `schedule`, `rng`).
+        """
+        self.wait()
+        started = time.perf_counter()
+        slices = self._slices()
+        files = tuple(self._files(slices))
+        job = _Job(step, files, self._manifest(step, progress, slices), started)
+        self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
+        try:
+            self._copy(slices, files)
+        except BaseException:
+            self._conveyor.abort()
+            raise
+        job.blocked = time.perf_counter() - started
+        self._conveyor.end()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finished(self) -> list[Saved]:
+        """The saves that ended since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    # ---- in the training thread
+
+    def _slices(self) -> dict[str, list[tuple[StateSlice, Tensor]]]:
+        """By state: the slices that this rank writes, each with the flat tensor that it is in."""
+        mine = [each for each in state_slices(self._model, self._optimizer) if each.piece.copies.rank == 0]
+        mine.sort(key=lambda each: (each.piece.name, each.box.start))
+        return {
+            state: [(each, flats[each.bucket]) for each in mine if each.bucket in flats]
+            for state, flats in sorted(state_tensors(self._optimizer).items())
+        }
+
+    def _files(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]]) -> Iterator[File]:
+        """This rank's files, in the order in which their bytes are copied."""
+        rank = self._mesh.world.rank
+        for file in self._weights.files:
+            if file.owner == rank:
+                parts = [
+                    (w.name, Part(MODEL, w.name, w.shape, _DTYPE_NAMES[w.dtype], Box.whole(w.shape)))
+                    for w in file.weights
+                ]
+                yield File.of(file.name, parts)
+        named = []
+        for state, held in slices.items():
+            for each, flat in held:
+                start = ",".join(map(str, each.box.start))
+                part = Part(state, each.piece.name, each.piece.shape, _DTYPE_NAMES[flat.dtype], each.box)
+                named.append((f"{state}/{each.piece.name}@{start}", part))
+        if named:
+            yield File.of(f"optimizer/rank-{rank:05}.safetensors", named)
+
+    def _copy(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]], files: Sequence[File]) -> None:
+        heads = {file.parts[0].name: file.header for file in files if file.parts[0].state == MODEL}
+        for weight, box, segment in self._weights.collect():
+            if not any(box.start):
+                self._conveyor.put_bytes(heads.get(weight.name, b""))
+            self._conveyor.put(segment)
+        if files and files[-1].parts[0].state != MODEL:
+            self._conveyor.put_bytes(files[-1].header)
+        for held in slices.values():
+            for each, flat in held:
+                self._conveyor.put(each.of(flat))
+
+    def _manifest(self, step: int, progress: Mapping[str, Any], slices: Mapping[str, Any]) -> dict[str, Any]:
+        steps = [int(state["step"]) for state in self._optimizer.inner.state.values() if isinstance(state, dict)]
+        optimizer = {"name": self._config.optimizer.name, "steps": max(steps, default=0), "states": list(slices)}
+        return {
+            "step": step,
+            "config": self._config.model_dump(mode="json"),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "optimizer": optimizer,
+            **self._described,
+            **progress,
+        }
+
+    # ---- in the writing thread
+
+    def _write(self, job: _Job) -> None:
+        final = self.root / step_name(job.step)
+        staging = self.root / partial_name(job.step) if self.root.is_local else final
+        problem, total, removed = self._together(lambda: self._prepare(staging, job)), 0, ()
+        entries: list[FileEntry] = []
+        problem = self._drain(staging, job, entries, problem)
+        problem = self._together(lambda: self._raise(problem))
+        if problem is None:
+            gathered = comm.gather_objects((entries, job.files), self._group)
+            total = sum(entry.bytes for each, _ in gathered or [] for entry in each)
+            problem = self._together(lambda: self._commit(staging, final, job, gathered))
+        if self._group.rank == 0:
+            try:
+                if problem is not None:
+                    staging.remove()
+                else:
+                    removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
+            except ShardwiseError as error:
+                problem = problem or f"{error}; the checkpoint of step {job.step} is complete"
+        seconds = time.perf_counter() - job.started
+        self._done.append(Saved(job.step, str(final), total, job.blocked, seconds, problem, removed))
+
+    def _together(self, action: Any) -> str | None:
+        """Run an action on every rank; why it failed on any, the same text on all, or None."""
+        problem = None
+        try:
+            action()
+        except ShardwiseError as error:
+            problem = str(error)
+        except Exception as error:  # noqa: BLE001  the other ranks wait for an answer, whatever happened here
+            problem = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+        found = dict.fromkeys(each for each in comm.all_gather_objects(problem, self._group) if each)
+        return "; ".join(found) or None
+
+    def _prepare(self, staging: Root, job: _Job) -> None:
+        needed = sum(comm.all_gather_objects(sum(file.size for file in job.files), self._group))
+        if self._group.rank == 0:
+            staging.remove()
+            staging.make()
+            (staging / "optimizer").make()
+            free = self.root.free_bytes()
+            if free is not None and free < needed:
+                raise StoreError(
+                    f"the checkpoint of step {job.step} needs {size(needed)} ({needed:,} bytes) in {self.root}, where "
+                    f"{size(free)} are free: make room, or lower checkpoint.keep"
+                )
+
+    def _drain(self, staging: Root, job: _Job, entries: list[FileEntry], problem: str | None) -> str | None:
+        """Write what comes along the conveyor, which is emptied in any case; returns why it could not be written."""
+        stream = _Files(staging, job.files, entries)
+        try:
+            for block in self._conveyor.blocks():
+                if problem is None:
+                    try:
+                        stream.write(block)
+                    except Exception as error:  # noqa: BLE001  told to all ranks; the conveyor must run on
+                        problem = (
+                            str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
+                        )
+        except Aborted:
+            problem = problem or "the copy of the state failed"
+        if problem is not None:
+            stream.abandon()
+        return problem
+
+    def _raise(self, problem: str | None) -> None:
+        if problem is not None:
+            raise RunError(problem)
+
+    def _commit(
+        self, staging: Root, final: Root, job: _Job, gathered: list[tuple[list[FileEntry], tuple[File, ...]]] | None
+    ) -> None:
+        """On rank 0: the small files, the manifest, and the folder's name."""
+        if gathered is None:
+            return
+        entries = [entry for each, _ in gathered for entry in each]
+        index = {entry.path: number for number, entry in enumerate(entries)}
+        tensors: dict[str, dict[str, TensorEntry]] = {}
+        for _, files in gathered:
+            for file in files:
+                for part in file.parts:
+                    piece = PieceEntry(index[file.path], part.offset, part.box)
+                    known = tensors.setdefault(part.state, {}).get(part.name)
+                    pieces = (*known.pieces, piece) if known else (piece,)
+                    tensors[part.state][part.name] = TensorEntry(part.shape, part.dtype, pieces)
+        entries += [_write_small(staging / name, name, data) for name, data in self._small_files().items()]
+        manifest = Manifest(**job.manifest, files=tuple(entries), tensors=tensors)
+        (staging / MANIFEST).write(manifest.to_json().encode())
+        if staging is not final:
+            for folder in (staging / "optimizer", staging):
+                folder.sync()
+            final.remove()
+            staging.rename(final)
+            self.root.sync()
+
+    def _small_files(self) -> dict[str, bytes]:
+        """What `transformers` reads beside the weights."""
+        dtype = next(self._weights.weights()).dtype
+        described = hugging_face_config(self._config.model, dtype, self._tokenizer)
+        files = {"config.json": _json(described)}
+        if len(self._weights.files) > 1:
+            names = {weight.name: file.name for file in self._weights.files for weight in file.weights}
+            total = sum(weight.nbytes for weight in self._weights.weights())
+            files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": names})
+        for file in sorted(self._tokenizer.iterdir()) if self._tokenizer else ():
+            files.setdefault(file.name, file.read_bytes())
+        return files
+
+
+@dataclass
+class _Files:
+    """Cuts the stream of bytes into files."""
+
+    folder: Root
+    files: Sequence[File]
+    entries: list[FileEntry]
+    _number: int = 0
+    _left: int = 0
+    _writer: ChunkedWriter | None = field(default=None)
+
+    def write(self, data: memoryview) -> None:
+        while len(data):
+            if self._writer is None:
+                file = self.files[self._number]
+                self._writer = ChunkedWriter(self.folder / file.path, file.size, file.path)
+                self._left = file.size
+            taken = min(self._left, len(data))
+            self._writer.write(data[:taken])
+            self._left -= taken
+            data = data[taken:]
+            if not self._left:
+                self.entries.append(self._writer.close())
+                self._writer = None
+                self._number += 1
+
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+
+
+def _write_small(file: Root, name: str, data: bytes) -> FileEntry:
+    writer = ChunkedWriter(file, len(data), name)
+    writer.write(data)
+    return writer.close()
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()

@@ -1,0 +1,98 @@
+"""When a run saves, and when it stops because somebody asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise import comm
+from shardwise.checkpoint.save import Saver
+from shardwise.config import Config
+from shardwise.errors import RunError
+from shardwise.mesh import Group
+from shardwise.optim import learning_rate
+from shardwise.train.record import Progress
+from shardwise.train.report import Reporter
+
+
+class Checkpoints:
+    """Saves by steps, by minutes, at the end, and before a stop; tells the user how each save ended.
+
+    Args:
+        control: all ranks, for a few numbers a step on the host. asked_to_stop: why this rank thinks that the run shall
+        stop, or None: what one rank heard, all do.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        config: Config,
+        reporter: Reporter,
+        control: Group,
+        asked_to_stop: Callable[[], str | None],
+    ) -> None:
+        self._saver, self._config, self._reporter = saver, config, reporter
+        self._control, self._asked_to_stop = control, asked_to_stop
+        self._saved_at = time.monotonic()
+
+    def after_step(self, progress: Progress, last: bool) -> str | None:
+        """Save where a checkpoint is due; returns why the run shall stop now, the same on every rank."""
+        self._tell()
+        every, minutes = self._config.checkpoint.every, self._config.checkpoint.every_minutes
+        old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        reason = self._asked_to_stop()
+        heard = torch.tensor([reason is not None, old and self._control.rank == 0], dtype=torch.int32)
+        stop, old = comm.all_reduce_(heard, self._control, op="max").tolist()
+        if stop or old or last or (every and progress.step % every == 0):
+            self._saver.save(progress.step, self._described(progress))
+            self._saved_at = time.monotonic()
+        if not stop:
+            return None
+        return next(each for each in comm.all_gather_objects(reason, self._control) if each is not None)
+
+    def finish(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            RunError: on every rank, it failed: this run's last steps are lost.
+        """
+        self._saver.wait()
+        finished = self._saver.finished()
+        if not finished:  # the run that was resumed had taken all its steps
+            return
+        *before, last = finished
+        for saved in before:
+            self._reporter.saved(saved)
+        if last.problem is not None:
+            raise RunError(f"the checkpoint of step {last.step:,} could not be saved: {last.problem}")
+        self._reporter.saved(last)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let a save that is under way come to its end, whatever ended the training."""
+        self._saver.wait()
+        self._tell()
+
+    def _tell(self) -> None:
+        for saved in self._saver.finished():
+            self._reporter.saved(saved)
+
+    def _described(self, progress: Progress) -> dict[str, Any]:
+        config = self._config
+        return {
+            "samples": progress.samples,
+            "position": progress.position,
+            "tokens": progress.tokens,
+            "schedule": {
+                "name": config.optimizer.schedule,
+                "steps": config.train.steps,
+                "lr": learning_rate(config, max(progress.step, 1)),
+            },
+            # Whatever is drawn is a function of these, of the step and of the sample: there is no other state.
+            "rng": {"seed": config.train.seed, "dropout_mode": config.train.dropout_mode},
+        }

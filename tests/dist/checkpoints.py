@@ -1,0 +1,103 @@
+"""What the checkpoint tests run on every rank: training, saving and restoring by the parts that the command uses."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise import comm
+from shardwise.checkpoint.restore import read_manifest, restore
+from shardwise.checkpoint.save import Saved, Saver
+from shardwise.config import Config
+from shardwise.mesh import Mesh
+from shardwise.optim.state import state_slices, state_tensors
+from shardwise.store.root import Root
+from shardwise.testing import canonical_weights
+from shardwise.train.build import build_trainer
+from shardwise.train.trainer import Trainer
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_data
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+@dataclass
+class Result:
+    losses: list[float] = field(default_factory=list)
+    state: State = field(default_factory=dict)
+    saved: list[Saved] = field(default_factory=list)
+    bytes_read: int = 0
+
+
+def make_trainer(config: Config) -> Trainer:
+    mesh = shared_mesh(config.parallel.tensor)
+    data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
+    return build_trainer(config, config.check(mesh.world.size), mesh, data)
+
+
+def make_saver(trainer: Trainer, root: str, **options: Any) -> Saver:
+    described = {"layout": {"ranks": trainer.mesh.world.size}, "data": {}, "versions": {}}
+    group = trainer.mesh.host_group("checkpoint")
+    return Saver(
+        Root.of(root),
+        trainer.model,
+        trainer.optimizer,
+        trainer.config,
+        trainer.mesh,
+        group,
+        described=described,
+        **options,
+    )
+
+
+def save(trainer: Trainer, root: str, **options: Any) -> list[Saved]:
+    saver = make_saver(trainer, root, **options)
+    progress = trainer.progress
+    place = {"samples": progress.samples, "position": progress.position, "tokens": progress.tokens}
+    saver.save(progress.step, {**place, "schedule": {}, "rng": {}})
+    saver.wait()
+    return saver.finished()
+
+
+def load(trainer: Trainer, folder: str, **options: Any) -> int:
+    where = Root.of(folder)
+    manifest = read_manifest(where, trainer.mesh.world)
+    restored = restore(where, manifest, trainer.model, trainer.optimizer, trainer.mesh, **options)
+    trainer.progress.step, trainer.progress.position = manifest.step, manifest.position
+    trainer.progress.samples, trainer.progress.tokens = manifest.samples, manifest.tokens
+    return restored.bytes_read
+
+
+def canonical_state(trainer: Trainer) -> State:
+    """Weights and optimizer state by canonical name, whole, on every rank."""
+    mesh: Mesh = trainer.mesh
+    weights = canonical_weights(trainer.model)
+    found: State = {"model": weights}
+    slices = [s for s in state_slices(trainer.model, trainer.optimizer) if s.piece.copies.rank == 0]
+    for name, flats in state_tensors(trainer.optimizer).items():
+        whole = {n: torch.zeros(t.shape, dtype=torch.float32) for n, t in weights.items()}
+        for each in slices:
+            whole[each.piece.name][each.box.slices] = each.of(flats[each.bucket])
+        found[name] = {n: comm.all_reduce_(t, mesh.world) for n, t in whole.items()}
+    return found
+
+
+def run(config: Config, before: int, after: int, source: str | None, target: str | None, **options: Any) -> Result:
+    """Restore from `source`, train `before` steps, save to `target`, train `after` steps."""
+    trainer = make_trainer(config)
+    result = Result()
+    if source is not None:
+        result.bytes_read = load(trainer, source)
+    result.losses += [trainer.step().loss for _ in range(before)]
+    state = canonical_state(trainer)
+    if target is not None:
+        result.saved = save(trainer, target, **options)
+    result.losses += [trainer.step().loss for _ in range(after)]
+    if trainer.mesh.world.rank == 0:
+        result.state = state
+    return result
+
+
+def step_folder(root: Path | str, step: int) -> str:
+    return str(Path(root) / f"step-{step:08d}")

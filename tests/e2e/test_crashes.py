@@ -1,0 +1,116 @@
+"""Processes are killed at random moments; each restart goes on from the last complete checkpoint, to the bit."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import processes
+from tests.e2e.command import metrics, miniature, outcome, shardwise, start
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+
+LAYOUT = ("parallel.tensor=2", "--nproc", "4")
+SIZES = (
+    "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=4", "train.eval_every=50",
+    "log.tensorboard=false", "log.sample_tokens=0",
+)  # fmt: skip
+VICTIMS = ("rank", "launcher", "all")
+
+
+def _kill(job_pid: int, victim: str, chance: random.Random) -> bool:
+    """SIGKILL to a random rank, to the launcher, or to every process of the job; False where there was none."""
+    ranks = list(processes.ranks(job_pid).values())
+    everyone = [job_pid, *processes.descendants(job_pid)]
+    if victim == "rank" and not ranks:
+        return False
+    chosen = {"rank": [chance.choice(ranks)] if ranks else [], "launcher": [job_pid], "all": everyone}[victim]
+    for pid in chosen:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+    return True
+
+
+def _steps(run: Path) -> list[dict[str, float]]:
+    """Complete lines of the run so far: the last one may be cut off by a kill."""
+    path = run / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [event for line in lines if line and (event := json.loads(line))["event"] == "step"]
+
+
+def crash_until_done(folder: Path, kills: int, steps: int, seed: int) -> Counter[str]:
+    """Kill and restart a run until it was killed so often, then let it finish; returns what was hit, and when."""
+    chance = random.Random(seed)
+    hits: Counter[str] = Counter()
+    command = (
+        "train",
+        miniature(folder),
+        *SIZES,
+        *LAYOUT,
+        f"train.steps={steps}",
+        "checkpoint.every=3",
+        "--run-dir",
+        "run",
+    )
+    run = folder / "run"
+    while sum(hits[victim] for victim in VICTIMS) < kills:
+        before = len(_steps(run))
+        job = start(*command, at=folder)
+        if chance.random() < 0.9:  # else at any moment of the start
+            processes.wait_for(lambda job=job, before=before: len(_steps(run)) > before or job.poll() is not None, 120)
+            time.sleep(chance.uniform(0, 1.0))
+        else:
+            time.sleep(chance.uniform(0, 6.0))
+        victim = chance.choice(VICTIMS)
+        is_saving = any(run.glob("checkpoints/.step-*.partial"))
+        everyone = processes.descendants(job.pid)
+        if job.poll() is None and _kill(job.pid, victim, chance):
+            hits[victim] += 1
+            hits["while a checkpoint was written"] += is_saving
+        ended = outcome(job, timeout=60)
+        assert "Traceback" not in ended.out + ended.err, ended.err
+        assert ended.code != 2, f"a restart must not refuse what a kill left behind:\n{ended.err}"
+        assert processes.wait_for(lambda e=everyone: not any(map(processes.alive, e)), 20), "a rank outlives the job"
+        if ended.code == 0:
+            break
+    shardwise(*command, at=folder).succeeded()
+    return hits
+
+
+def check(folder: Path, kills: int, steps: int, seed: int) -> Counter[str]:
+    """The curve and the final weights of a run that was killed again and again are those of one that was not."""
+    whole = folder / "whole"
+    whole.mkdir()
+    shardwise(
+        "train", miniature(whole), *SIZES, *LAYOUT, f"train.steps={steps}", "--run-dir", "run", at=whole
+    ).succeeded()
+    wanted = {event["step"]: event["loss"] for event in metrics(whole / "run", "step")}
+    hits = crash_until_done(folder, kills, steps, seed)
+    found = _steps(folder / "run")
+    assert {event["step"] for event in found} == set(wanted), "steps are missing"
+    wrong = [event for event in found if event["loss"] != wanted[event["step"]]]
+    assert not wrong, f"losses after a restart differ from those of the uninterrupted run: {wrong[:3]}"
+    last = f"run/checkpoints/step-{steps:08d}/model.safetensors"
+    assert (folder / last).read_bytes() == (whole / last).read_bytes(), "the final weights differ"
+    return hits
+
+
+def test_a_few_kills(tmp_path: Path) -> None:
+    check(tmp_path, kills=4, steps=40, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    hits = check(tmp_path, kills=100, steps=1200, seed=1)
+    print(dict(hits))
+    assert sum(hits[victim] for victim in VICTIMS) == 100, f"the run ended before: {hits}"
+    assert hits["while a checkpoint was written"] > 5, f"no kill hit a save: {hits}"

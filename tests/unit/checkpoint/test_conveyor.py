@@ -1,0 +1,66 @@
+"""The conveyor carries every byte in order, in as little memory as it was given."""
+
+import threading
+
+import pytest
+import torch
+
+from shardwise.checkpoint.conveyor import Aborted, Conveyor
+
+CPU = torch.device("cpu")
+
+
+def carried(conveyor: Conveyor, tensors: list[torch.Tensor]) -> bytes:
+    """What comes out at the other end, in another thread."""
+    found = bytearray()
+
+    def consume() -> None:
+        for block in conveyor.blocks():
+            found.extend(block)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    for tensor in tensors:
+        conveyor.put(tensor)
+    conveyor.end()
+    thread.join(30)
+    assert not thread.is_alive(), "the consumer still waits"
+    return bytes(found)
+
+
+@pytest.mark.parametrize("limit", [None, 8192, 100_000])
+def test_bytes_in_order(limit: int | None) -> None:
+    tensors = [
+        torch.arange(5000, dtype=torch.float32).view(50, 100).t(),  # not contiguous
+        torch.randn(3, 7, 11).to(torch.bfloat16),
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+        torch.randn(2, 40_000),  # a row is longer than the smallest block
+    ]
+    tensors.insert(2, torch.zeros(1, dtype=torch.bfloat16))  # and the next is not aligned to its size
+    wanted = b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
+    conveyor = Conveyor(CPU, limit)
+    assert carried(conveyor, tensors) == wanted, "first save"
+    assert carried(conveyor, tensors) == wanted, "second save, in blocks used before"
+
+
+def test_memory_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated, empty = [], torch.empty
+
+    def counting(size: int, **options: object) -> torch.Tensor:
+        allocated.append(size)
+        return empty(size, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "empty", counting)
+    conveyor = Conveyor(CPU, 64 * 1024)
+    assert len(carried(conveyor, [torch.ones(1_000_000)])) == 4_000_000
+    assert 0 < sum(allocated) <= 64 * 1024, f"{sum(allocated)} bytes of host memory, 65,536 were allowed"
+
+
+def test_a_given_up_save_reaches_the_writer() -> None:
+    conveyor = Conveyor(CPU)
+    conveyor.put(torch.ones(10))
+    conveyor.abort()
+    with pytest.raises(Aborted):
+        list(conveyor.blocks())
+    assert carried(conveyor, [torch.ones(2)]) == torch.ones(2).numpy().tobytes(), "the next save is whole again"
