@@ -11,7 +11,6 @@ A fused QKV weight is three pieces; a vocabulary-padded embedding is a box short
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,47 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from shardwise.boxes import Box as Box
 from shardwise.comm import broadcast_
 from shardwise.mesh import Group
 
 BLOCK_ROWS = 64
 """Rows of a canonical tensor that are drawn from one seed."""
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rectangle in a tensor: `start[i] ≤ index[i] < start[i] + size[i]`."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-
-    @staticmethod
-    def whole(shape: tuple[int, ...]) -> Box:
-        return Box((0,) * len(shape), shape)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.size)
-
-    def runs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order."""
-        if not self.numel:
-            return []
-        tail = len(shape)
-        while tail > 0 and self.size[tail - 1] == shape[tail - 1]:
-            tail -= 1
-        lead = max(tail - 1, 0)
-        length = math.prod(self.size[lead:])
-        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        base = sum(a * s for a, s in zip(self.start, strides, strict=True))
-        offsets = [base]
-        for size, stride in zip(self.size[:lead], strides[:lead], strict=True):
-            offsets = [o + i * stride for o in offsets for i in range(size)]
-        return [(o, length) for o in offsets]
 
 
 @dataclass(frozen=True)

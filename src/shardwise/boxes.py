@@ -1,0 +1,86 @@
+"""Rectangles in tensors: which part of a canonical tensor somebody holds, stores or wants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in a tensor: `start[i] ≤ index[i] < start[i] + size[i]`."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box((0,) * len(shape), shape)
+
+    @staticmethod
+    def of_run(offset: int, length: int, shape: tuple[int, ...]) -> list[Box]:
+        """A run of a contiguous tensor as the fewest boxes, in order: at most 2·dims − 1.
+
+        Elements `offset` to `offset + length` of a tensor of this shape: the end of a row that begins elsewhere, whole
+        rows, the beginning of a row that ends elsewhere; a part of a row is a run of a tensor with one dim fewer.
+        """
+        assert 0 <= offset <= offset + length <= math.prod(shape), f"run at {offset} of {length} in {shape}"
+        return list(_boxes_of_run(offset, offset + length, (), shape)) if length else []
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def intersect(self, other: Box) -> Box | None:
+        """What both boxes cover, or None where that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        size = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
+        return Box(start, size) if all(n > 0 for n in size) else None
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same box, counted from the first element of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
+
+    def runs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order."""
+        if not self.numel:
+            return []
+        tail = len(shape)
+        while tail > 0 and self.size[tail - 1] == shape[tail - 1]:
+            tail -= 1
+        lead = max(tail - 1, 0)
+        length = math.prod(self.size[lead:])
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        base = sum(a * s for a, s in zip(self.start, strides, strict=True))
+        offsets = [base]
+        for size, stride in zip(self.size[:lead], strides[:lead], strict=True):
+            offsets = [o + i * stride for o in offsets for i in range(size)]
+        return [(o, length) for o in offsets]
+
+
+def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Box]:
+    """Elements `begin` to `end` of the contiguous tensor of `shape` that `lead` selects from a larger one."""
+    if not shape:
+        yield Box(lead, (1,) * len(lead))
+        return
+    rest = shape[1:]
+    stride = math.prod(rest)
+    first, last = -(-begin // stride), end // stride
+    if first > last:  # inside of one row
+        yield from _boxes_of_run(begin - last * stride, end - last * stride, (*lead, last), rest)
+        return
+    if begin < first * stride:
+        yield from _boxes_of_run(begin - (first - 1) * stride, stride, (*lead, first - 1), rest)
+    if first < last:
+        yield Box((*lead, first, *(0,) * len(rest)), (*(1,) * len(lead), last - first, *rest))
+    if last * stride < end:
+        yield from _boxes_of_run(0, end - last * stride, (*lead, last), rest)

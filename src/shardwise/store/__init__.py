@@ -1,0 +1,1 @@
+"""What a checkpoint on a disk or in an object store is: files, checksums, manifest. Never imports torch."""

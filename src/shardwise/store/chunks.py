@@ -1,0 +1,167 @@
+"""Files with a checksum per chunk: hashed while they are written, verified by whoever reads the chunk.
+
+xxh3_64 of each chunk: it runs at memory speed, where a cryptographic hash would take longer than the disk.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+from shardwise.store.manifest import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
+from shardwise.store.root import Buffer, DamageError, Root, StoreError
+
+_CHUNKS_OF_A_FILE = 8192
+READ_BYTES = 16 * 2**20
+"""Of a file that are read at a time."""
+
+
+def chunk_bytes(size: int) -> int:
+    """How much of a file of `size` bytes one checksum covers: a power of two, about `size` / 8192.
+
+    From 64 KiB to 16 MiB. A checksum costs 8 bytes of manifest, and who reads any of a chunk reads all of it.
+    """
+    chunk = MIN_CHUNK_BYTES
+    while chunk < MAX_CHUNK_BYTES and chunk * _CHUNKS_OF_A_FILE < size:
+        chunk *= 2
+    return chunk
+
+
+class ChunkedWriter:
+    """Writes one file from its first byte to its last.
+
+    Args:
+        file: where. size: the file's bytes, known beforehand. path: relative to the checkpoint's folder, for the entry
+        (default: the file's name).
+    """
+
+    def __init__(self, file: Root, size: int, path: str | None = None) -> None:
+        self._path = file.name if path is None else path
+        self._size, self._chunk = size, chunk_bytes(size)
+        self._written = 0
+        self._checksums: list[int] = []
+        self._hash = xxhash.xxh3_64()
+        self._file = file.open(size)
+
+    def write(self, data: Buffer) -> None:
+        """The next bytes: any number."""
+        view = memoryview(data).cast("B")
+        assert self._written + len(view) <= self._size, f"{self._path} gets more than {self._size} bytes"
+        self._file.write(view)
+        while len(view):
+            inside = self._written % self._chunk
+            part = view[: self._chunk - inside]
+            self._hash.update(part)
+            self._written += len(part)
+            if inside + len(part) == self._chunk:
+                self._next_chunk()
+            view = view[len(part) :]
+
+    def close(self) -> FileEntry:
+        """All bytes are there; on a local disk they are on the disk."""
+        assert self._written == self._size, f"{self._path} got {self._written} of {self._size} bytes"
+        if self._written % self._chunk:
+            self._next_chunk()
+        self._file.close()
+        checksums = struct.pack(f"<{len(self._checksums)}Q", *self._checksums)
+        return FileEntry(self._path, self._size, self._chunk, checksums)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self._file.abandon()
+
+    def _next_chunk(self) -> None:
+        self._checksums.append(self._hash.intdigest())
+        self._hash.reset()
+
+
+class ChunkedReader:
+    """Reads parts of one file; nothing is handed out before its checksum was verified.
+
+    Attributes:
+        bytes_read: from the store so far, whole chunks.
+    """
+
+    def __init__(self, folder: Root, entry: FileEntry) -> None:
+        self.bytes_read = 0
+        self._file, self._entry = folder / entry.path, entry
+        self._last: tuple[int, memoryview] | None = None
+        self._sized = False
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes `start` to `stop`.
+
+        Adjacent chunks come in one request of at most 16 MiB; the last chunk is kept for the next call.
+
+        Raises:
+            DamageError: a chunk does not match its checksum, or the file is missing or of another length.
+        """
+        entry = self._entry
+        assert 0 <= start <= stop <= entry.bytes, f"bytes {start} to {stop} of {entry.path} ({entry.bytes} bytes)"
+        if start == stop:
+            return memoryview(b"")
+        first, last = start // entry.chunk_bytes, (stop - 1) // entry.chunk_bytes
+        if self._last is not None and first == last == self._last[0]:
+            base = first * entry.chunk_bytes
+            return self._last[1][start - base : stop - base]
+        at_once = max(1, READ_BYTES // entry.chunk_bytes)
+        if last - first < at_once:
+            base = first * entry.chunk_bytes
+            return self._chunks(first, last + 1)[start - base : stop - base]
+        whole = memoryview(bytearray(stop - start))
+        for chunk in range(first, last + 1, at_once):
+            data = self._chunks(chunk, min(chunk + at_once, last + 1))
+            base = chunk * entry.chunk_bytes
+            part = data[max(start - base, 0) : stop - base]
+            at = max(base - start, 0)
+            whole[at : at + len(part)] = part
+        return whole.toreadonly()
+
+    def _chunks(self, first: int, end: int) -> memoryview:
+        """Chunks `first` to `end`, verified."""
+        entry, kept = self._entry, self._last
+        begin, stop = first * entry.chunk_bytes, min(end * entry.chunk_bytes, entry.bytes)
+        if kept is not None and kept[0] == first:
+            fetched = self._fetch(begin + len(kept[1]), stop)
+            data = memoryview(b"".join((kept[1], fetched)))
+            fresh = range(first + 1, end)
+        else:
+            data, fresh = memoryview(self._fetch(begin, stop)), range(first, end)
+        for chunk in fresh:
+            at = (chunk - first) * entry.chunk_bytes
+            verify_chunk(self._file, entry, chunk, data[at : at + entry.chunk_bytes])
+        final = data[(end - 1 - first) * entry.chunk_bytes :]
+        self._last = end - 1, final if len(final) == len(data) else memoryview(bytes(final))
+        return data
+
+    def _fetch(self, start: int, stop: int) -> bytes:
+        if not self._sized:
+            require_size(self._file, self._entry)
+            self._sized = True
+        data = self._file.read(start, stop)
+        if len(data) != stop - start:
+            raise DamageError(f"{self._file} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
+        self.bytes_read += len(data)
+        return data
+
+
+def require_size(file: Root, entry: FileEntry) -> None:
+    """DamageError where a file is missing or has another length than its entry."""
+    try:
+        found = file.size()
+    except StoreError as error:
+        if error.missing:
+            raise DamageError(f"{file} is missing, and the manifest lists it ({entry.bytes:,} bytes)") from None
+        raise
+    if found != entry.bytes:
+        raise DamageError(f"{file} is damaged: its length ({found:,} bytes) must be {entry.bytes:,} bytes")
+
+
+def verify_chunk(file: Root, entry: FileEntry, chunk: int, data: memoryview) -> None:
+    """DamageError where the bytes of chunk number `chunk` do not match its checksum."""
+    if xxhash.xxh3_64_intdigest(data) != entry.checksum(chunk):
+        begin = chunk * entry.chunk_bytes
+        raise DamageError(
+            f"{file} is damaged: bytes {begin:,} to {begin + len(data):,} do not match their checksum (chunk {chunk})"
+        )

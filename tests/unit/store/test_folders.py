@@ -1,0 +1,94 @@
+"""A run's checkpoints: which are found, which are intact at a glance, which stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.store.folders import abandon, abandoned, checkpoints, partial_name, prune, removable, step_name
+from shardwise.store.manifest import MANIFEST
+from shardwise.store.root import Root
+from tests.stored import bfloat16, write_checkpoint
+
+TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    """Six checkpoints, of which the newest was not completed and the third is short of a byte; and strangers."""
+    for step in range(100, 700, 100):
+        write_checkpoint(tmp_path, step, TENSORS)
+    (tmp_path / step_name(600) / MANIFEST).unlink()
+    weights = tmp_path / step_name(300) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for name in (partial_name(200), partial_name(700), "step-7", "notes", "step-00000500.abandoned"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    return Root.of(tmp_path)
+
+
+def names(root: Root) -> set[str]:
+    return set(root.names())
+
+
+def test_newest_first_and_what_is_wrong(root: Root) -> None:
+    found = checkpoints(root)
+    assert [each.step for each in found] == [600, 500, 400, 300, 200, 100]
+    problems = {each.step: each.problem for each in found if each.problem}
+    assert set(problems) == {600, 300}
+    assert "step-00000600 has no manifest.json: it was not completed" in str(problems[600])
+    assert "model.safetensors is damaged: its length" in str(problems[300])
+
+
+def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
+    (root / step_name(100)).rename(root / step_name(150))
+    problem = checkpoints(root)[-1].problem
+    assert problem is not None
+    assert problem.endswith("is of step 100, and its folder of step 150")
+
+
+def test_no_folder_no_checkpoints(tmp_path: Path) -> None:
+    assert checkpoints(Root.of(tmp_path / "none")) == []
+    assert prune(Root.of(tmp_path / "none"), 1) == []
+
+
+def test_prune_keeps_the_newest_intact(root: Root) -> None:
+    assert prune(root, 2) == [300, 200, 100]
+    assert names(root) == {
+        step_name(600), step_name(500), step_name(400), partial_name(700), "step-7", "notes", "step-00000500.abandoned"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "protect", "gone"),
+    [
+        (None, None, (), []),
+        (None, 200, (), []),
+        (1, 200, (), [300, 100]),
+        (1, None, (100,), [400, 300, 200]),
+        (0, None, (), [400, 300, 200, 100]),
+        (9, None, (), [300]),
+    ],
+)
+def test_what_is_kept(
+    root: Root, keep: int | None, every: int | None, protect: tuple[int, ...], gone: list[int]
+) -> None:
+    going = removable(root, keep, every, protect)
+    assert [each.step for each in going.checkpoints] == gone
+    assert all(each.bytes > 0 for each in going.checkpoints)
+    assert all(each.folder.exists() for each in going.checkpoints), "asking removes nothing"
+
+
+def test_nothing_intact_nothing_removed(root: Root) -> None:
+    for step in range(100, 600, 100):
+        (root / step_name(step) / MANIFEST).remove()
+    before = names(root)
+    assert prune(root, 1) == []
+    assert names(root) == before
+
+
+def test_setting_aside(root: Root) -> None:
+    assert abandon(root, 500).name == "step-00000500.abandoned-2"
+    assert [each.step for each in checkpoints(root)] == [600, 400, 300, 200, 100]
+    assert [each.name for each in abandoned(root)] == ["step-00000500.abandoned", "step-00000500.abandoned-2"]
