@@ -1,8 +1,12 @@
 """The run directory: names, atomic files, valid JSON, redaction."""
 
+import errno
+import fcntl
 import json
 import math
 import subprocess
+import sys
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +14,7 @@ import pytest
 
 from shardwise import runlog
 from shardwise.errors import ConfigError
-from shardwise.runlog import JsonLines, RunDirectory
+from shardwise.runlog import JsonLines, RunDirectory, RunLock
 
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
@@ -36,12 +40,98 @@ def test_paths(tmp_path: Path) -> None:
     assert run.create().path.is_dir()
 
 
-def test_a_reserved_folder_is_free_and_a_used_one_is_not(tmp_path: Path) -> None:
+def test_a_reserved_folder_holds_no_run_and_a_used_one_does(tmp_path: Path) -> None:
     run = RunDirectory(runlog.new_run_path("quickstart", tmp_path))
-    run.create().create()
-    run.write_config("model: {}\n")
-    with pytest.raises(ConfigError, match=r"--run-dir \(.*\) already holds a run: choose a new folder"):
-        RunDirectory(run.path).create()
+    assert not run.create().holds_run
+    assert run.stored_config() is None
+    run.write_config("model: {vocab_size: 7}\n")
+    assert RunDirectory(run.path).create().holds_run
+    assert run.stored_config() == {"model": {"vocab_size": 7}}
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"config.yaml": ""}, "it holds no configuration"),
+        ({"config.yaml": "- 1"}, "it holds no configuration"),
+        ({"metrics.jsonl": ""}, "No such file"),
+    ],
+)
+def test_a_run_without_its_configuration_cannot_go_on(tmp_path: Path, files: dict[str, str], reason: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(
+        ConfigError, match=rf"holds a run whose config.yaml cannot be read \(.*{reason}.*choose another"
+    ):
+        RunDirectory(tmp_path).stored_config()
+
+
+def test_what_is_replaced_is_kept_under_a_number(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for number in (1, 2, 3):
+        run.write_config(f"run: {number}\n")
+        run.write_environment({"torch": str(number)}, ["cpu"], 1)
+    kept = {path.name: path.read_text() for path in tmp_path.glob("config*")}
+    assert kept == {"config.yaml": "run: 3\n", "config-0001.yaml": "run: 1\n", "config-0002.yaml": "run: 2\n"}
+    versions = {path.name: json.loads(path.read_text())["versions"]["torch"] for path in tmp_path.glob("env*")}
+    assert versions == {"environment.json": "3", "environment-0001.json": "1", "environment-0002.json": "2"}
+
+
+def test_how_far_a_run_came(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.finished_steps() is None
+    run.write_results({"steps": 12})
+    assert run.finished_steps() == 12
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from shardwise.runlog import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_one_process_runs_in_a_folder_until_it_is_gone_in_whatever_way(tmp_path: Path) -> None:
+    assert not RunLock.is_held(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert RunLock.is_held(tmp_path)
+        named = rf"--run-dir \(.*\) is in use by another run \(process {holder.pid} on \S+, since 20.*\): wait for its"
+        with pytest.raises(ConfigError, match=named), RunLock(tmp_path):
+            raise AssertionError("two processes hold one lock")
+        holder.kill()
+        holder.wait()
+    assert not RunLock.is_held(tmp_path)
+    for _ in range(2):
+        with RunLock(tmp_path) as lock:
+            assert lock.problem is None
+            assert RunLock.is_held(tmp_path)
+    assert not RunLock.is_held(tmp_path)
+
+
+def test_who_asks_whether_a_run_is_under_way_refuses_none(tmp_path: Path) -> None:
+    """The question takes the lock for a moment."""
+    with RunLock(tmp_path):
+        pass
+    with (tmp_path / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        with RunLock(tmp_path):
+            pass
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with RunLock(tmp_path) as lock:
+        assert lock.problem == "Function not implemented"
+        assert RunLock.is_held(tmp_path), "it cannot be told that the run is over"
 
 
 def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
@@ -62,7 +152,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> 
             make()
 
 
-def test_the_final_weights_must_fit_on_the_disk(tmp_path: Path) -> None:
+def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.require_room(1)
     with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):

@@ -23,7 +23,9 @@ _TAIL_BYTES = 1 << 20
 
 def configure(parser: argparse.ArgumentParser) -> None:
     latest = RUNS / "latest"
-    parser.add_argument("run", metavar="RUN", nargs="?", type=Path, default=latest, help=f"its folder (default: {latest})")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", type=Path, default=latest, help=f"its folder (default: {latest})"
+    )
     parser.add_argument("--wait", action="store_true", help="return when the run has ended, and tell what it saved")
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.environment import ERROR_FILE
-from shardwise.launch.failure import Failure, read_failure
+from shardwise.launch.failure import Failure, read_failure, stop_record
+from shardwise.launch.stopping import NOTICE, training_mark
 
 SCRIPT = """
 import os, signal, sys, types
 from pathlib import Path
 from shardwise.cli import rank
 from shardwise.config import load_config
-from shardwise.errors import ConfigError, RunError
+from shardwise.errors import ConfigError, RunError, StoppedError
+from shardwise.launch import stopping
 from shardwise.launch.environment import joined
 
 def run(*arguments):
@@ -23,10 +25,12 @@ def run(*arguments):
 
 sys.modules["shardwise.train"] = types.SimpleNamespace(run=run)
 config, path = load_config("llama2-tiny"), Path(sys.argv[1])
+rank.prepare_inputs = lambda *arguments: None
 place = joined()
 sys.exit(rank.run_alone(config, "r", path) if place is None else rank.run_rank(config, "r", path, place))
 """
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+STOPPED = "stopping.install(); os.kill(os.getpid(), signal.{name}); raise StoppedError(stopping.requested(path))"
 SENTENCES = [
     ("pass", 0, ""),
     ("raise RunError('loss is nan at step 3')", 1, "loss is nan at step 3"),
@@ -53,11 +57,60 @@ def test_alone(body: str, code: int, text: str, tmp_path: Path) -> None:
         assert "in run\n" in log.read_text()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_alone_and_stopped(name: str, tmp_path: Path) -> None:
     result = train(f"os.kill(os.getpid(), signal.{name})", tmp_path, {})
     assert result.returncode == 1
     assert result.stderr == f"shardwise: the run was stopped by {name}; no checkpoint was saved\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+def test_alone_and_stopped_with_a_checkpoint(name: str, tmp_path: Path) -> None:
+    result = train(STOPPED.format(name=name), tmp_path, {})
+    shown = "Ctrl-C (SIGINT)" if name == "SIGINT" else name
+    assert (result.returncode, result.stderr) == (75, f"{NOTICE}\nshardwise: {shown}\n")
+
+
+def test_a_signal_that_comes_while_a_stopped_rank_leaves_changes_nothing(tmp_path: Path) -> None:
+    """torchrun ends the others when the first rank leaves, and a user may be impatient."""
+    late = "stopping.ignore = lambda ignore=stopping.ignore: (ignore(), [os.kill(os.getpid(), n) for n in (2, 15, 15)])"
+    result = train(f"{late}; {STOPPED.format(name='SIGTERM')}", tmp_path, {**PLACE, "RANK": "0"})
+    assert (result.returncode, result.stderr) == (75, "shardwise: SIGTERM\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "err"),
+    [
+        ({}, 75, ""),
+        ({"RANK": "0"}, 75, "shardwise: SIGTERM\n"),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2"}, 0, ""),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "3"}, 75, ""),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, 75, ""),
+    ],
+    ids=["rank-1", "rank-0", "would-restart", "no-restart-left", "no-restart"],
+)
+def test_in_a_job_and_stopped(variables: dict[str, str], code: int, err: str, tmp_path: Path) -> None:
+    """Rank 0 speaks for all. A rank that torchrun would start again as failed ends well."""
+    result = train(STOPPED.format(name="SIGTERM"), tmp_path, {**PLACE, **variables})
+    assert (result.returncode, result.stderr) == (code, err)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_launched_and_stopped(rank: int, tmp_path: Path) -> None:
+    variables = {**PLACE, "RANK": str(rank), ERROR_FILE: str(tmp_path / "error.json")}
+    result = train(STOPPED.format(name="SIGUSR1"), tmp_path, variables)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), "the launcher tells it"
+    assert read_failure(tmp_path / "error.json") is None
+    assert stop_record(tmp_path).exists() == (rank == 0)
+    assert training_mark(tmp_path).exists() == (rank == 0)
+
+
+def test_torchrun_ends_the_ranks_of_a_failed_one_at_once(tmp_path: Path) -> None:
+    """Not a request to stop: another rank has already said why the run ends."""
+    (tmp_path / "error.json").write_text('{"rank": 0, "text": "the cause", "exit_code": 1}')
+    result = train(STOPPED.format(name="SIGTERM"), tmp_path, {**PLACE, ERROR_FILE: str(tmp_path / "error.json")})
+    assert (result.returncode, result.stderr) == (1, "")
+    assert not stop_record(tmp_path).exists()
 
 
 @pytest.mark.parametrize(("body", "code", "text"), SENTENCES, ids=[body for body, _, _ in SENTENCES])

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise import cost, units
 from shardwise.cli.summary import dry_run
-from shardwise.config import Config, Layout, config_from
+from shardwise.config import CheckpointConfig, Config, Layout, config_from
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500,
@@ -96,3 +96,32 @@ def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> Non
         "parameters", "compute", "memory", "disk", "communication",
     }  # fmt: skip
     assert found["batch"] == "2 micro batch × 1 accumulation × 2 DP = 4 global batch"
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoint", "at_once", "kept"),
+    [
+        (100, {}, 1, "checkpoint.keep=3"),
+        (100, {"every": 50}, 2, "checkpoint.keep=3"),
+        (100, {"every": 5}, 4, "checkpoint.keep=3"),  # the fourth is complete before the first goes
+        (101, {"every": 50, "keep": None}, 3, "checkpoint.keep=null"),
+        (100, {"every": 10, "keep": 2, "keep_every": 40}, 2 + 2 + 1, "checkpoint.keep=2"),
+        (45, {"every": 10, "keep": 1, "keep_every": 15}, 2 + 1 + 1, "checkpoint.keep=1"),
+        (100, {"every_minutes": 5.0, "keep": 2}, 3, "checkpoint.keep=2"),
+        (100, {"every_minutes": 5.0, "keep": 2, "keep_every": 50}, 5, "checkpoint.keep=2"),
+    ],
+)
+def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once: int, kept: str) -> None:
+    chosen = config(steps=steps).model_copy(update={"checkpoint": CheckpointConfig(**checkpoint)})
+    each = cost.checkpoint_bytes(chosen)
+    assert each is not None
+    assert rows(chosen)["disk"] == (
+        f"{units.size(each)} for each checkpoint, at most {at_once} at once ({kept}), "
+        f"{units.size(at_once * each)} in all"
+    )
+
+
+def test_how_many_checkpoints_time_makes_is_not_known() -> None:
+    settings = CheckpointConfig(every_minutes=5.0, keep=None)
+    found = rows(config().model_copy(update={"checkpoint": settings}))["disk"]
+    assert found.endswith("for each checkpoint, all of them kept (checkpoint.keep=null)")

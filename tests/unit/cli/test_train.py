@@ -1,5 +1,6 @@
 """`shardwise train`: what it checks, how many ranks it starts, and what a dry run tells."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 
 from shardwise import cost, units
 from shardwise.cli import main
-from shardwise.config import config_from, load_config, parse_yaml
+from shardwise.config import config_from, dump_yaml, load_config, parse_yaml
 from shardwise.errors import DataError
+from shardwise.launch.stopping import request, requested
+from shardwise.runlog import RunDirectory, RunLock
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,9 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert rows["parameters"].startswith(f"468 k ({cost.parameter_count(config.model):,}), ")
     assert rows["memory"].startswith(units.size(memory.total))
     assert rows["  optimizer"] == units.size(memory.optimizer)
-    assert rows["disk"].startswith(units.size(cost.final_weights_bytes(config)))
+    assert rows["disk"].startswith(
+        f"{units.size(cost.checkpoint_bytes(config))} for each checkpoint, at most 1 at once"
+    )
     assert rows["communication"].startswith(units.size(sum(cost.bytes_per_step(config, layout).values())))
     assert config_from(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
@@ -104,7 +109,12 @@ def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -
             ["--nproc", "4", "train.micro_batch=1"],
             "--nproc (4) must be at most the number of accelerators",
         ),
-        (("cpu", 0), ["--run-dir", "old"], "--run-dir (old) already holds a run: choose a new folder"),
+        (
+            ("cpu", 0),
+            ["--run-dir", "old"],
+            "--run-dir (old) holds a run whose config.yaml cannot be read (it holds no configuration): choose another",
+        ),
+        (("cpu", 0), ["--run-dir", "old/config.yaml"], "--run-dir (old/config.yaml) must be a folder, it is a file"),
     ],
 )
 def test_mistakes_start_nothing(
@@ -122,6 +132,85 @@ def test_mistakes_start_nothing(
     assert capsys.readouterr().err.count(text) == 1
     assert not started
     assert not Path("runs").exists()
+
+
+def stored(folder: str, recipe: str, *overrides: str, steps: int | None = None) -> Path:
+    """A folder that holds a run of a recipe, which has ended after `steps` if they are given."""
+    run = RunDirectory(folder).create()
+    run.write_config(dump_yaml(load_config(recipe, overrides).model_dump(mode="json")))
+    if steps is not None:
+        run.write_results({"steps": steps})
+    return run.path
+
+
+def test_a_run_goes_on_in_its_folder(started: list[tuple[list[str], int, Path]]) -> None:
+    run = stored("old", "quickstart", steps=240)
+    request(run, "an earlier signal")
+    assert main(["train", "quickstart", "train.steps=480", "--run-dir", "old"]) == 0
+    ((command, _, run_path),) = started
+    assert (run_path, command[6]) == (run, "train.steps=480")
+    assert requested(run) is None, "a request to the earlier run must not stop this one"
+
+
+@pytest.mark.parametrize("machine", [("cpu", 0), ("nvidia", 1)])
+def test_a_finished_run_says_so(
+    machine: tuple[str, int],
+    started: list[tuple[list[str], int, Path]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: machine)
+    run = stored("old", "llama2-tiny", steps=20)
+    assert main(["train", "llama2-tiny", "--run-dir", "old"]) == 0
+    out, err = capsys.readouterr()
+    assert out == (
+        f"the run in {run} is finished: 20 of 20 steps, results in {run}/results.json; to go on, raise train.steps\n"
+    )
+    assert not err
+    assert not started
+
+
+def test_a_named_step_is_gone_back_to_from_the_end(started: list[tuple[list[str], int, Path]]) -> None:
+    stored("old", "quickstart", steps=240)
+    assert main(["train", "quickstart", "checkpoint.resume=80", "--run-dir", "old"]) == 0
+    assert len(started) == 1
+
+
+def test_another_model_or_data_is_refused_with_every_difference(
+    started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored("old", "quickstart")
+    changed = [
+        "model.num_hidden_layers=2",
+        "train.seed=7",
+        "data.dataset=tiny",
+        "optimizer.lr=1e-2",
+        "--run-dir",
+        "old",
+    ]
+    assert main(["train", "quickstart", *changed]) == 2
+    assert capsys.readouterr().err == (
+        "shardwise: the run in this folder goes on only with the model and data that it began with:\n"
+        "  model.num_hidden_layers (2) must be 4\n"
+        "  train.seed (7) must be 1234\n"
+        "  data.dataset (tiny) must be python\n"
+        "set them back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one\n"
+    )
+    assert not started
+
+
+def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
+    started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stored("old", "quickstart")
+    with RunLock(run):
+        request(run, "SIGTERM")
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        assert main(["train", "quickstart", "--run-dir", "old"]) == 2
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    err = capsys.readouterr().err
+    assert err.startswith(f"shardwise: --run-dir (old) is in use by another run (process {os.getpid()} on ")
+    assert not started
 
 
 def test_bad_data_starts_nothing(

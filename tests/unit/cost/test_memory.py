@@ -8,8 +8,8 @@ import torch
 from shardwise.config import Config, Layout, config_from
 from shardwise.cost import (
     MemoryEstimate,
+    checkpoint_bytes,
     expected_memory,
-    final_weights_bytes,
     invariant_dropout,
     local_parameter_count,
     parameter_count,
@@ -252,10 +252,20 @@ def test_masks_cost_what_they_hash_and_hold() -> None:
     assert again.bytes_held == 9 * probabilities + 2 * hidden + hidden
 
 
-def test_final_weights_follow_the_parameter_dtype_and_the_device() -> None:
-    chosen = config(mode="mixed")
-    assert final_weights_bytes(chosen) == 2 * parameters(chosen)
-    assert final_weights_bytes(config()) == 4 * parameters(config())
+@pytest.mark.parametrize(
+    ("mode", "accelerator", "each"),
+    [
+        ("float32", True, 4 + 2 * 4),
+        ("mixed", False, 2 + 3 * 4),
+        ("bfloat16", False, 2 + 2 * 2),
+        (None, True, 2 + 3 * 4),
+    ],
+)
+def test_a_checkpoint_holds_weights_moments_and_masters_where_they_differ(
+    mode: str | None, accelerator: bool, each: int
+) -> None:
+    chosen = config(mode=mode)
+    assert checkpoint_bytes(chosen, accelerator) == each * parameters(chosen)
 
 
 def test_of_a_model_of_your_own_nothing_is_known() -> None:
@@ -268,5 +278,5 @@ def test_of_a_model_of_your_own_nothing_is_known() -> None:
     )
     assert parameter_count(own.model) is None
     assert expected_memory(own, Layout(1)) is None
-    assert final_weights_bytes(own) is None
+    assert checkpoint_bytes(own) is None
     assert invariant_dropout(own, Layout(1)) is None

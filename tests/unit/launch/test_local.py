@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.local import LaunchError, launch
+from shardwise.launch.stopping import NOTICE
 
 RANK = """
 import os, signal, sys, time
@@ -24,11 +25,12 @@ rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 LAUNCHER = """
 import sys
 from pathlib import Path
-from shardwise.launch.local import LaunchError, launch
+from shardwise.errors import ShardwiseError
+from shardwise.launch.local import launch
 try:
     launch([sys.executable, sys.argv[1], sys.argv[2]], 2, Path(sys.argv[2]))
-except LaunchError as error:
-    sys.exit(f"{error}")
+except ShardwiseError as error:
+    sys.exit(f"{error.exit_code}: {error}")
 """
 HANG = "while True: time.sleep(0.1)"
 
@@ -152,8 +154,74 @@ def test_a_stopped_launcher_says_so_in_one_sentence(tmp_path: Path, number: sign
     launcher = start(tmp_path)
     launcher.send_signal(number)
     _, error = launcher.communicate(timeout=20)
-    assert error == f"the run was stopped by {name}; no checkpoint was saved\n"
+    assert error == f"1: the run was stopped by {name}; no checkpoint was saved\n"
     assert launcher.returncode == 1
+    assert wait_for(lambda: not any(alive(pid) for pid in pids(tmp_path)), 3)
+
+
+TRAINS = """
+from shardwise.launch import stopping
+from shardwise.launch.failure import report_stop
+stopping.install()
+while not (by := stopping.requested(folder)): time.sleep(0.05)
+{ending}
+"""
+SAVES = """
+time.sleep(8)
+if rank == 1: (folder / "pid-1").unlink()
+report_stop(rank, f"stopped by {by}, with a checkpoint")
+os._exit(0)
+"""
+
+
+def training(tmp_path: Path, ending: str) -> subprocess.Popen[str]:
+    script = command(tmp_path, TRAINS.format(ending=ending))[1]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, script, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
+    assert wait_for((tmp_path / "logs/training").exists, 60)
+    return launcher
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_a_signal_waits_for_the_checkpoint_of_a_run_that_trains(tmp_path: Path, name: str) -> None:
+    """Longer than the grace of a run that failed, and though everyone gets the signal, as from SLURM."""
+    launcher = training(tmp_path, SAVES)
+    number = signal.Signals[name]
+    agent = int(Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[0])
+    for pid in (launcher.pid, agent, *(pids(tmp_path) if number != signal.SIGHUP else ())):
+        os.kill(pid, number)
+    _, error = launcher.communicate(timeout=60)
+    shown = "Ctrl-C (SIGINT)" if name == "SIGINT" else name
+    assert error == f"{NOTICE}\n75: stopped by {shown}, with a checkpoint\n"
+    assert not (tmp_path / "pid-1").exists(), "a rank did not come to its end"
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
+    launcher = training(tmp_path, HANG)
+    launcher.send_signal(signal.SIGUSR1)
+    launcher.send_signal(signal.SIGINT)
+    assert wait_for((tmp_path / "stop.json").exists)
+    time.sleep(1.2)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGTERM)
+    _, error = launcher.communicate(timeout=20)
+    assert error == f"{NOTICE}\n1: the run was stopped by SIGTERM; no checkpoint was saved\n"
+    assert wait_for(lambda: not any(alive(pid) for pid in pids(tmp_path)), 3)
+
+
+def test_a_save_that_fails_is_a_failure_and_ends_soon(tmp_path: Path) -> None:
+    ending = f"""
+if rank == 1:
+    report_failure(1, "the checkpoint could not be written")
+    os._exit(1)
+{HANG}
+"""
+    launcher = training(tmp_path, ending)
+    launcher.send_signal(signal.SIGTERM)
+    _, error = launcher.communicate(timeout=30)
+    assert error == f"{NOTICE}\n1: the checkpoint could not be written\n"
     assert not any(alive(pid) for pid in pids(tmp_path))
 
 

@@ -1,0 +1,88 @@
+"""`shardwise stop`: whom it asks, and what it tells of a run that has ended."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.launch import stopping
+from shardwise.runlog import RunDirectory, RunLock
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def tell(run: Path, *events: dict[str, Any]) -> None:
+    with RunDirectory(run).metrics.open("a") as file:
+        file.writelines(f"{json.dumps(event)}\n" for event in events)
+
+
+CHECKPOINT = {"event": "checkpoint", "step": 1200}
+STOP = {"event": "stop", "step": 1234, "reason": "stopped by `shardwise stop`"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["runs/one"], ["runs/latest/"]], ids=["latest", "named", "link"])
+def test_a_run_under_way_is_asked(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory("runs/one").create()
+    run.mark_latest()
+    with RunLock(run.path):
+        assert main(["stop", *arguments]) == 0
+    assert stopping.requested(run.path) == "`shardwise stop`"
+    said = capsys.readouterr().out
+    assert "runs/one to stop after its current step, with a checkpoint\n" in said
+
+
+@pytest.mark.parametrize(
+    ("events", "ending"),
+    [
+        ([], ""),
+        ([CHECKPOINT], "; its newest checkpoint is of step 1,200"),
+        (
+            [CHECKPOINT, STOP],
+            ": stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200",
+        ),
+        ([STOP], ": stopped by `shardwise stop` after step 1,234; no checkpoint is recorded"),
+    ],
+)
+def test_a_run_that_has_ended_is_told(
+    events: list[dict[str, Any]], ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory("run").create().path
+    tell(run, *events)
+    assert main(["stop", "run"]) == 2
+    assert capsys.readouterr().err == f"shardwise: no run is under way in run{ending}\n"
+    assert not (run / stopping.STOP_FILE).exists()
+
+
+@pytest.mark.parametrize("name", ["nothing", "file"])
+def test_what_is_no_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    assert main(["stop", name]) == 2
+    assert capsys.readouterr().err == f"shardwise: there is no run {name}: name its folder\n"
+
+
+def test_waiting_ends_with_the_run_and_tells_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory("run").create().path
+    tell(run, *[{"event": "step", "step": step, "text": "x" * 1000} for step in range(1200)])
+
+    def train() -> None:
+        with RunLock(run):
+            locked.set()
+            while not stopping.requested(run):
+                pass
+            tell(run, CHECKPOINT, STOP)
+
+    locked = threading.Event()
+    thread = threading.Thread(target=train)
+    thread.start()
+    locked.wait()
+    assert main(["stop", "run", "--wait"]) == 0
+    thread.join()
+    asked, ended = capsys.readouterr().out.splitlines()
+    assert asked == "asked run to stop after its current step, with a checkpoint"
+    assert ended == ("run ended: stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200")

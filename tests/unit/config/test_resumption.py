@@ -1,0 +1,81 @@
+"""What of a configuration may change when a run goes on."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.config import load_config, resume_changes, resume_problems
+
+
+def resolved(*overrides: str, recipe: str = "llama2-tiny") -> dict[str, Any]:
+    return load_config(recipe, overrides).model_dump(mode="json")
+
+
+def test_the_same_configuration_goes_on() -> None:
+    assert resume_problems(resolved(), resolved()) == []
+    assert resume_changes(resolved(), resolved()) == []
+
+
+def test_what_may_change_is_told_a_line_each() -> None:
+    overrides = [
+        "parallel.tensor=2",
+        "train.steps=480",
+        "train.global_batch=16",
+        "optimizer.lr=1e-4",
+        "precision.mode=mixed",
+        "checkpoint.load=null",
+        "checkpoint.keep=null",
+        "log.every=10",
+    ]
+    assert resume_problems(resolved(), resolved(*overrides)) == []
+    assert resume_changes(resolved(), resolved(*overrides)) == [
+        "parallel.tensor 1 → 2",
+        "train.steps 20 → 480",
+        "train.global_batch 8 → 16",
+        "optimizer.lr 0.001 → 0.0001",
+        "precision.mode float32 → mixed",
+        "checkpoint.keep 3 → null",
+        "log.every 1 → 10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("model.num_hidden_layers=9", "model.num_hidden_layers (9) must be 8"),
+        ("model.rope_scaling={rope_type: linear, factor: 2}", "model.rope_scaling ({"),
+        ("data.split=90,10", "data.split (90,10) must be 95,5"),
+        ("train.seed=7", "train.seed (7) must be 1234"),
+        ("train.sequence_length=32", "train.sequence_length (32) must be 64"),
+        ("train.dropout_mode=invariant", "train.dropout_mode (invariant) must be fast"),
+        ("optimizer.name=lamb", "optimizer.name (lamb) must be adamw"),
+    ],
+)
+def test_what_must_stay(override: str, difference: str) -> None:
+    (problem,) = resume_problems(resolved(), resolved(override))
+    head, line, fix = problem.splitlines()
+    assert head == "the run in this folder goes on only with the model and data that it began with:"
+    assert line.strip().startswith(difference)
+    assert fix == (
+        "set it back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one"
+    )
+
+
+def test_every_difference_is_told_at_once() -> None:
+    (problem,) = resume_problems(resolved(), resolved(recipe="gpt-tiny"))
+    assert "  model.family (gpt) must be llama\n" in problem
+    assert problem.count(") must be ") > 3
+
+
+def test_a_key_younger_than_the_run_had_its_default() -> None:
+    old = resolved()
+    del old["train"]["skip_batches"], old["train"]["dropout_mode"], old["checkpoint"]
+    assert resume_problems(old, resolved()) == []
+    assert resume_changes(old, resolved()) == []
+    assert resume_changes(old, resolved("checkpoint.every=5")) == ["checkpoint.every 0 → 5"]
+
+
+def test_a_configuration_that_is_none_is_told() -> None:
+    (problem,) = resume_problems({"model": {"family": "llama"}}, resolved())
+    assert problem.startswith("the configuration of the run in this folder is not valid:\n  ")
+    assert "model.vocab_size is missing" in problem
