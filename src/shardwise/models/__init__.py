@@ -10,12 +10,13 @@ from torch import nn
 from shardwise.config import BertConfig, Config, GPTConfig, GPTNeoXConfig, LlamaConfig, OwnConfig
 from shardwise.mesh import Group
 from shardwise.models.bert import Bert
+from shardwise.models.blocks import CausalLM
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
 from shardwise.models.own import build_own, check_own
 
-__all__ = ["GPT", "Bert", "GPTNeoX", "Llama", "build_model", "check_own"]
+__all__ = ["GPT", "Bert", "CausalLM", "GPTNeoX", "Llama", "build_model", "check_own"]
 
 _FAMILIES: dict[type, Callable[..., nn.Module]] = {
     LlamaConfig: Llama,

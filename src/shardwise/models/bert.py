@@ -151,11 +151,34 @@ class Bert(Family[BertConfig]):
         next_sentence_B: 0 where the second sentence follows the first, 1 where it is a random one; -100: not counted.
         """
         x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB, dropout)
+        return self._losses(*self._states(x_SBH, positions_PB), targets_PB, next_sentence_B)
+
+    def _states(self, x_SBH: Tensor, positions_PB: Tensor) -> tuple[Tensor, Tensor]:
+        """What the decoder takes, `[P, B, H]`, and what the pooler takes, `[B, H]`."""
         rows_PBH = x_SBH.gather(0, positions_PB.unsqueeze(-1).expand(-1, -1, x_SBH.shape[-1]))
-        masked = self.heads.decoder.loss(self.heads.predictions(rows_PBH), targets_PB)
-        pairs_B2 = self.heads.relationship(x_SBH[0]).float()
+        return self.heads.predictions(rows_PBH), x_SBH[0]
+
+    def _losses(self, rows_PBH: Tensor, first_BH: Tensor, targets_PB: Tensor, next_sentence_B: Tensor) -> Tensor:
+        masked = self.heads.decoder.loss(rows_PBH, targets_PB)
+        pairs_B2 = self.heads.relationship(first_BH).float()
         pairs = F.cross_entropy(pairs_B2, next_sentence_B, ignore_index=IGNORE_INDEX, reduction="sum")
         return torch.stack((masked, pairs))
+
+    def scores(
+        self,
+        ids_SB: Tensor,
+        token_types_SB: Tensor,
+        mask_SB: Tensor,
+        positions_PB: Tensor,
+        targets_PB: Tensor,
+        next_sentence_B: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The losses of `forward`, `[2]`, and how many targets of each objective the model finds likeliest, `[2]`."""
+        rows_PBH, first_BH = self._states(self.hidden(ids_SB, token_types_SB, mask_SB), positions_PB)
+        losses = self._losses(rows_PBH, first_BH, targets_PB, next_sentence_B)
+        masked = (self.heads.decoder.likeliest(rows_PBH) == targets_PB).sum()
+        pairs = (self.heads.relationship(first_BH).argmax(dim=-1) == next_sentence_B).sum()
+        return losses, torch.stack((masked, pairs))
 
     def logits(self, ids_SB: Tensor, token_types_SB: Tensor, mask_SB: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of every position `[S, B, V]` and of the sentence pairs `[B, 2]`, on every rank of the group."""

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig, Recompute
 from shardwise.mesh import Group
+from shardwise.models.cache import KeyValueCache
 from shardwise.models.rotary import Rotary, rotate
 from shardwise.parallel import (
     ColumnParallelLinear,
@@ -124,10 +125,20 @@ class Maker:
 
 @dataclass(frozen=True)
 class Context:
-    """What every block of one forward pass sees. mask_B11S: which keys may be attended to; None: all."""
+    """What every block of one forward pass sees.
+
+    mask: which keys may be attended to, `[B, 1, 1, S]`, or `[S, L]` where S queries end a row of L keys; None: all, or
+    in a causal model those that are not later. cache: what is known of the tokens before these.
+    """
 
     dropout: DropoutKey | None = None
-    mask_B11S: Tensor | None = None
+    mask: Tensor | None = None
+    cache: KeyValueCache | None = None
+
+    @property
+    def first(self) -> int:
+        """Position of the first token of this pass."""
+        return 0 if self.cache is None else self.cache.length
 
 
 class AttentionCore(nn.Module):
@@ -143,7 +154,7 @@ class AttentionCore(nn.Module):
         self.recompute = make.recompute == "selective"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """q `[S, B, n, d]`, k and v of as many or fewer heads → `[S, B, n·d]`."""
+        """q `[S, B, n, d]`, k and v of as many or fewer heads, and of earlier tokens too → `[S, B, n·d]`."""
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(self._attend, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
             return out
@@ -154,14 +165,16 @@ class AttentionCore(nn.Module):
         key = context.dropout if self.p else None
         grouped = q.shape[1] != k.shape[1]
         if key is None:
-            out = F.scaled_dot_product_attention(q, k, v, context.mask_B11S, is_causal=self.causal, enable_gqa=grouped)
+            # torch aligns its causal mask with the first key; queries after cached keys bring their own.
+            causal = self.causal and q.shape[2] == k.shape[2]
+            out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)
         elif key.mode == "fast" and q.device.type != "cpu":
             with key.seeded(q.device, self.layer, ATTENTION, self.group.rank):
                 out = F.scaled_dot_product_attention(
-                    q, k, v, context.mask_B11S, self.p, is_causal=self.causal, enable_gqa=grouped
+                    q, k, v, context.mask, self.p, is_causal=self.causal, enable_gqa=grouped
                 )
         else:
-            out = self._step_by_step(q, k, v, context.mask_B11S, key)
+            out = self._step_by_step(q, k, v, context.mask, key)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: DropoutKey) -> Tensor:
@@ -234,8 +247,10 @@ class Attention(nn.Module):
         """What the output projection takes: `[S, B, n·d]`."""
         q, k, v = self.heads(x)
         if self.rotary is not None:
-            cos, sin = self.rotary.tables(q.shape[0], q)
+            cos, sin = self.rotary.tables(context.first + q.shape[0], q, context.first)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.core.layer, k, v)
         out: Tensor = self.core(q, k, v, context)
         return out
 
@@ -338,15 +353,29 @@ class CausalLM(Family[_Config]):
     layers: nn.ModuleList
     norm: nn.Module
     lm_head: ParallelLMHead
+    rotary: Rotary | None = None
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
         """Token ids `[S, B]` → x."""
         raise NotImplementedError
 
-    def hidden(self, ids_SB: Tensor, dropout: DropoutKey | None = None) -> Tensor:
-        """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism)."""
-        context = Context(dropout)
+    def hidden(self, ids_SB: Tensor, dropout: DropoutKey | None = None, cache: KeyValueCache | None = None) -> Tensor:
+        """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism).
+
+        cache: the ids follow the tokens that it knows, and are known to it afterwards.
+
+        Raises:
+            ValueError: the cache has no room for them, or knows what `outdates` says is another's.
+        """
+        mask = None
+        if cache is not None:
+            if self.outdates(cache.length, cache.length + len(ids_SB)):
+                raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
+            mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
+        context = Context(dropout, mask, cache)
         x = run_blocks(self.layers, self.embed(ids_SB, context), context, self.recompute)
+        if cache is not None:
+            cache.advance(len(ids_SB))
         out: Tensor = self.norm(x)
         return out
 
@@ -354,7 +383,26 @@ class CausalLM(Family[_Config]):
         """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar."""
         return self.lm_head.loss(self.hidden(ids_SB, dropout), targets_SB)
 
-    def logits(self, ids_SB: Tensor) -> Tensor:
+    def outdates(self, known: int, length: int) -> bool:
+        """Whether a sequence of `length` tokens has other keys at its first `known` than those alone had.
+
+        So it is where rotary angles change with the length: all tokens must then be read in one pass.
+        """
+        return known > 0 and self.rotary is not None and self.rotary.regime(known) != self.rotary.regime(length)
+
+    def logits(self, ids_SB: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
-        whole: Tensor = self.lm_head(self.hidden(ids_SB))
+        whole: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
         return whole
+
+    def next_logits(self, ids_SB: Tensor, cache: KeyValueCache) -> Tensor:
+        """Logits `[B, V]` of the token after the last one; without sequence parallelism, which cuts what is last."""
+        whole: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache)[-1:])
+        return whole[0]
+
+
+def _earlier(queries: int, known: int, device: torch.device) -> Tensor | None:
+    """Which of `known` keys and their own each of the next queries may attend to, `[S, L]`; None: needs no saying."""
+    if known == 0 or queries == 1:
+        return None
+    return torch.ones(queries, known + queries, dtype=torch.bool, device=device).tril_(known)

@@ -60,6 +60,7 @@ class GPT(CausalLM[GPTConfig]):
         self.lm_head = make.head(config, "lm_head", self.wte)
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
-        positions_S1 = torch.arange(ids_SB.shape[0], device=ids_SB.device).unsqueeze(1)
+        end = context.first + ids_SB.shape[0]
+        positions_S1 = torch.arange(context.first, end, device=ids_SB.device).unsqueeze(1)
         x: Tensor = self.dropout(self.wte(ids_SB) + self.wpe(positions_S1), context.dropout)
         return x

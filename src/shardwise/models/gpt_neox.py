@@ -81,7 +81,7 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
     """The causal language model."""
 
     def build(self, config: GPTNeoXConfig, make: Maker) -> None:
-        rotary = Rotary(config)
+        self.rotary = rotary = Rotary(config)
         self.embed_in = make.word_embedding(config, "gpt_neox.embed_in")
         self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
         self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in range(config.num_hidden_layers))

@@ -73,7 +73,7 @@ class Llama(CausalLM[LlamaConfig]):
     """The causal language model."""
 
     def build(self, config: LlamaConfig, make: Maker) -> None:
-        rotary = Rotary(config)
+        self.rotary = rotary = Rotary(config)
         self.embed_tokens = make.word_embedding(config, "model.embed_tokens")
         self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in range(config.num_hidden_layers))
         self.norm = make.norm(config, "model.norm", RMSNorm)

@@ -85,21 +85,36 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 class Rotary:
-    """Cosine and sine tables `[S, 1, 1, r/2]`, made once for each sequence length, device and dtype."""
+    """Cosine and sine tables `[S, 1, 1, r/2]`: for each device and dtype those of the longest sequence so far."""
 
     def __init__(self, config: LlamaConfig | GPTNeoXConfig) -> None:
         self._config = config
-        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[int, Tensor, Tensor]] = {}
 
-    def tables(self, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables for positions 0 … S-1 on the device and in the dtype of `like`."""
-        key = (sequence_length, like.device, like.dtype)
-        if key not in self._tables:
+    def tables(self, sequence_length: int, like: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """The tables for positions `first` … S-1 of S, on the device and in the dtype of `like`."""
+        key, regime = (like.device, like.dtype), self.regime(sequence_length)
+        known, cos, sin = self._tables.get(key, (None, like, like))
+        if known != regime or len(cos) < sequence_length:
+            # A sequence that grows token by token shall not make a table for each.
+            rows = max(sequence_length, 2 * len(cos)) if known == regime and first else sequence_length
             inverse, factor = frequencies(self._config, sequence_length)
-            angles = torch.outer(torch.arange(sequence_length).float(), inverse).view(sequence_length, 1, 1, -1)
+            angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)
             cos, sin = (f(angles).mul(factor).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
-            self._tables[key] = (cos, sin)
-        return self._tables[key]
+            self._tables[key] = (regime, cos, sin)
+        if first == 0 and len(cos) == sequence_length:
+            return cos, sin
+        return cos[first:sequence_length], sin[first:sequence_length]
+
+    def regime(self, sequence_length: int) -> int:
+        """Sequences of one regime have the same angle at each position."""
+        scaling = self._config.rope_scaling or {}
+        kind = scaling.get("rope_type", "default")
+        if kind == "dynamic":
+            return max(sequence_length, self._config.max_position_embeddings)
+        if kind == "longrope":
+            return int(sequence_length > scaling["original_max_position_embeddings"])
+        return 0
 
 
 class _Rotate(torch.autograd.Function):

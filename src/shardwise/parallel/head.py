@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
+from shardwise.cost.memory import loss_chunk_elements
 from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
@@ -53,6 +55,28 @@ class ParallelLMHead(placement.PlacedModule):
         enter = comm.gather_sequence if self.sequence_parallel_enabled else comm.copy_to_group
         local = linear(enter(x, self.group), self.weight, self.bias)
         return comm.gather_last(local, self.group)[..., : self.vocab_size]
+
+    @torch.no_grad()
+    def likeliest(self, x: Tensor) -> Tensor:
+        """x `[…, H]`, whole on every rank → the id of the largest logit of each row `[…]`, chunk by chunk.
+
+        Communicates the ranks' largest logits and their ids, not the logits.
+        """
+        local_rows = self.weight.shape[0]
+        first = self.group.rank * local_rows
+        held = max(0, min(local_rows, self.vocab_size - first))
+        rows = x.flatten(0, -2)
+        largest, ids = [], []
+        for chunk in rows.split(max(1, loss_chunk_elements(local_rows, x.device.type != "cpu") // local_rows)):
+            logits = linear(chunk, self.weight, self.bias).float()
+            logits[:, held:] = float("-inf")
+            value, index = logits.max(dim=-1)
+            largest.append(value)
+            ids.append(index + first)
+        # Of ranks that tie the first wins, as it would on one rank.
+        by_rank = comm.all_gather(torch.cat(largest).unsqueeze(0), self.group)
+        found = comm.all_gather(torch.cat(ids).unsqueeze(0), self.group)
+        return found.gather(0, by_rank.argmax(dim=0, keepdim=True))[0].view(x.shape[:-1])
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Sum of the tokens' cross-entropies, chunk by chunk. Targets are whole on every rank."""

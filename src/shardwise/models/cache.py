@@ -1,0 +1,53 @@
+"""What a causal model remembers of the tokens that it has read: the keys and values of every layer.
+
+Legend, per rank: L tokens that there is room for, S new tokens, B batch, m key and value heads held here, d head width.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+class KeyValueCache:
+    """Keys and values of the first `length` tokens, so that the next ones cost no more than their own.
+
+    A rank keeps its own heads alone, and of grouped-query attention the m shared ones: 2 · layers · L · B · m · d
+    elements in the dtype of the activations. They are allocated once, by the first forward pass, and never grow.
+
+    Args:
+        room: tokens that are kept at most, L.
+
+    Attributes:
+        length: tokens that are kept now.
+    """
+
+    def __init__(self, room: int) -> None:
+        self.room, self.length = room, 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's `[S, B, m, d]` of the next S tokens; returns those of all tokens, `[length + S, B, m, d]`.
+
+        The tokens count once `advance` is called, when all layers have theirs.
+
+        Raises:
+            ValueError: there is no room for them.
+        """
+        end = self.length + k.shape[0]
+        if end > self.room:
+            raise ValueError(f"the tokens ({end}) must be at most those that the cache has room for ({self.room})")
+        if layer not in self._layers:
+            self._layers[layer] = (k.new_empty(self.room, *k.shape[1:]), v.new_empty(self.room, *v.shape[1:]))
+        keys, values = self._layers[layer]
+        keys[self.length : end] = k
+        values[self.length : end] = v
+        return keys[:end], values[:end]
+
+    def advance(self, count: int) -> None:
+        """Count tokens that every layer has kept."""
+        self.length += count
+
+    @property
+    def bytes(self) -> int:
+        """What it holds on this rank, room included; 0 before the first forward pass."""
+        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
