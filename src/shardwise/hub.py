@@ -28,6 +28,11 @@ _LONGEST_ID = 96
 _SHOWN = 6
 
 
+def is_url(load: str) -> bool:
+    """Whether `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
+    return "://" in load
+
+
 def resolve(
     load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Path:

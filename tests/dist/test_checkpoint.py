@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from tests.dist.checkpoints import Result, State, run, step_folder
+from shardwise.errors import ShardwiseError
+from tests.dist.checkpoints import Result, State, canonical_state, load, make_trainer, run, step_folder
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config
 
@@ -70,3 +71,105 @@ def test_reshard(
         assert loss == pytest.approx(reference, rel=1e-5), f"loss {step} steps after loading"
     back = run(config_of(), 0, 0, step_folder(tmp_path, STEPS_BEFORE), None)
     assert not differences(back.state, wanted.state), "written by this layout, read by one process"
+
+
+SAME_LAYOUT = {
+    "one process": (1, config_of(), 5),
+    "dropout, accumulation": (
+        2,
+        config_of(
+            model={"family": "gpt", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                   "num_attention_heads": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+            train={"micro_batch": 1, "dropout_mode": "fast"},
+        ),
+        5,
+    ),
+    "TP 2 + SP × DP 2, mixed, past an epoch": (4, config_of(2, True, mode="mixed"), 9),  # an epoch: 64 samples, 8 steps
+    "TP 2 × DP 2, ZeRO-0, LAMB": (
+        4,
+        config_of(2, zero=0, optimizer={"name": "lamb", "weight_decay": 0.01}),
+        5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME_LAYOUT)
+def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Path) -> None:
+    """Losses and state after a resume equal those of the run that went on, to the bit."""
+    size, config, before = SAME_LAYOUT[case]
+    whole, *_ = on_ranks(ranks, size, run, config, before, 4, None, str(tmp_path))
+    assert whole.saved[0].problem is None, whole.saved[0].problem
+    resumed, *_ = on_ranks(ranks, size, run, config, 4, 0, step_folder(tmp_path, before), None)
+    assert resumed.losses == whole.losses[before:], "losses after the resume"
+    wanted, *_ = on_ranks(ranks, size, run, config, before + 4, 0, None, None)
+    assert not differences(resumed.state, wanted.state), "state at the end"
+
+
+def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
+    """Masters are what counts: mixed → float32 → mixed gives the same masters and moments."""
+    mixed, *_ = on_ranks(ranks, 2, run, config_of(mode="mixed"), 3, 0, None, str(tmp_path / "mixed"))
+    assert "master" in mixed.state, "mixed precision keeps masters"
+    source = step_folder(tmp_path / "mixed", 3)
+    config = config_of(mode="float32", optimizer={"bucket_mib": 1.0})
+    single, *_ = on_ranks(ranks, 2, run, config, 0, 0, source, str(tmp_path / "float32"))
+    assert not differences({"model": single.state["model"]}, {"model": mixed.state["master"]})
+    again, *_ = on_ranks(ranks, 2, run, config_of(mode="mixed"), 0, 0, step_folder(tmp_path / "float32", 3), None)
+    assert not differences(again.state, mixed.state)
+
+
+def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> None:
+    """Over all ranks: files hold the state and little more; another layout reads it and little more."""
+    model = {**make_config().model.model_dump(), "hidden_size": 256, "intermediate_size": 768, "vocab_size": 4096}
+    writing = config_of(2, True, model=model, optimizer={"bucket_mib": 25.0})
+    results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
+    state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())
+    assert results[0].saved[0].bytes == pytest.approx(state, rel=0.01), "bytes of files over bytes of state"
+    for reading in (config_of(4, model=model), config_of(1, zero=0, model=model), config_of(2, model=model)):
+        found = on_ranks(ranks, 4, run, reading, 0, 0, step_folder(tmp_path, 1), None)
+        read = sum(each.bytes_read for each in found)
+        assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read"
+
+
+def test_weights_alone_come_from_the_masters(tmp_path: Path) -> None:
+    trained = run(config_of(mode="mixed"), 3, 0, None, str(tmp_path))
+    trainer = make_trainer(config_of(mode="mixed"))
+    load(trainer, step_folder(tmp_path, 3), weights_only=True)
+    found = canonical_state(trainer)
+    assert not differences(found, {name: trained.state[name] for name in ("model", "master")}), (
+        "no moments, same weights"
+    )
+
+
+@pytest.mark.parametrize("damage", ["weights", "moments"])
+def test_damage_is_met_by_every_rank(damage: str, ranks: Any, tmp_path: Path) -> None:
+    """One rank reads the damaged chunk, all raise what it says."""
+    on_ranks(ranks, 4, run, config_of(2), 1, 0, None, str(tmp_path))
+    folder = Path(step_folder(tmp_path, 1))
+    file = folder / ("model.safetensors" if damage == "weights" else "optimizer/rank-00001.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    said = on_ranks(ranks, 4, refusal, config_of(4), str(folder))
+    assert len(set(said)) == 1, f"ranks tell different things: {said}"
+    assert str(file) in said[0], said[0]
+    assert "do not match their checksum" in said[0]
+
+
+def refusal(config: Config, folder: str) -> str:
+    try:
+        load(make_trainer(config), folder)
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def test_another_model_is_refused_with_every_mismatch(ranks: Any, tmp_path: Path) -> None:
+    run(config_of(), 1, 0, None, str(tmp_path))
+    other = {**make_config().model.model_dump(), "num_hidden_layers": 3, "intermediate_size": 64}
+    said = on_ranks(ranks, 2, refusal, config_of(2, model=other), step_folder(tmp_path, 1))
+    assert len(set(said)) == 1, f"ranks tell different things: {said}"
+    for expected in (
+        "lacks model.layers.2.",
+        "shape of model.layers.{0…1}.mlp.up_proj.weight [96, 64] must be [64, 64]",
+    ):
+        assert expected in said[0], said[0]

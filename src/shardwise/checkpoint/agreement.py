@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from shardwise import comm
 from shardwise.config import FamilyConfig, ModelConfig, OwnConfig
-from shardwise.config.hugging_face import read_hugging_face
+from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
+from shardwise.store.root import Root
 
 
 def agree(problems: list[str], group: Group, error: Callable[[list[str]], Exception] = ConfigError) -> None:
@@ -48,7 +49,16 @@ def _runs(numbers: Iterable[int]) -> str:
     return ", ".join("…".join(map(str, run)) for run in runs)
 
 
-def config_problems(config: ModelConfig, folder: Path) -> list[str]:
+def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
+    """Raise, on every rank of the group, what `config_problems` finds on any."""
+    try:
+        problems = config_problems(config, folder)
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, group)
+
+
+def config_problems(config: ModelConfig, folder: Root) -> list[str]:
     """Every field in which `folder`/config.json describes another model than `config`; none where there is no file.
 
     Free to differ are dropout, the initial weights' deviation, names of one activation (`gelu_new` and
@@ -59,7 +69,7 @@ def config_problems(config: ModelConfig, folder: Path) -> list[str]:
         weights then say nothing more.
     """
     path = folder / "config.json"
-    if isinstance(config, OwnConfig) or not path.is_file():
+    if isinstance(config, OwnConfig) or not path.exists():
         return []
     theirs = _read(path)
     if theirs.family != config.family:
@@ -86,8 +96,8 @@ def _vocabulary(tokenizer: Any) -> Any:
     return tokenizer["model"]["vocab"], {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
 
 
-def _read(path: Path) -> FamilyConfig:
-    section = read_hugging_face(path)
+def _read(path: Root) -> FamilyConfig:
+    section = parse_hugging_face(path.read(), str(path))
     try:
         return FAMILIES[section["family"]].model_validate(section)
     except ValidationError as error:

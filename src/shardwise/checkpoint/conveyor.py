@@ -30,7 +30,7 @@ class Conveyor:
         self._block_bytes = BLOCK_BYTES if limit is None else max(2**12, min(BLOCK_BYTES, limit // 2 // 8 * 8))
         self._room = None if limit is None else max(2, limit // self._block_bytes)
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[Tensor, int] | None | Aborted] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, int] | Aborted | None] = queue.SimpleQueue()
         self._block: Tensor | None = None
         self._filled = 0
 
@@ -86,7 +86,7 @@ class Conveyor:
                 raise item
             block, filled = item
             try:
-                yield memoryview(block.numpy())[:filled]
+                yield memoryview(block.numpy().data)[:filled]
             finally:
                 self._free.put(block)
 

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.hub import weight_files
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Box, Piece, placements
+from shardwise.store.root import Root
 
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _POINTER = b"version https://git-lfs"
@@ -54,7 +55,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     with ExitStack() as opened:
         stored, disagreements, problems = [], [], []
         try:
-            stored, disagreements = list(_stored(folder, opened)), config_problems(config, folder)
+            stored, disagreements = list(_stored(folder, opened)), config_problems(config, Root.of(folder))
         except ConfigError as error:
             problems = error.problems
         agree(problems, world)

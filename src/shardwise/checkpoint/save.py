@@ -239,7 +239,8 @@ class Saver:
     def _write(self, job: _Job) -> None:
         final = self.root / step_name(job.step)
         staging = self.root / partial_name(job.step) if self.root.is_local else final
-        problem, total, removed = self._together(lambda: self._prepare(staging, job)), 0, ()
+        problem, total = self._together(lambda: self._prepare(staging, job)), 0
+        removed: tuple[int, ...] = ()
         entries: list[FileEntry] = []
         problem = self._drain(staging, job, entries, problem)
         problem = self._together(lambda: self._raise(problem))

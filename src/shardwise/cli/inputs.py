@@ -16,6 +16,6 @@ def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> No
     from shardwise import hub
     from shardwise.data import prepare
 
-    if config.checkpoint.load is not None:
+    if config.checkpoint.load is not None and not hub.is_url(config.checkpoint.load):
         hub.resolve(config.checkpoint.load, config.checkpoint.revision, announce=announce)
     prepare(config, announce=announce)

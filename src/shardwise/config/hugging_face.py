@@ -25,18 +25,30 @@ def read_hugging_face(path: Path) -> dict[str, Any]:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        return parse_hugging_face(file.read_bytes(), str(file))
     except FileNotFoundError:
         if path.is_dir():
             raise ConfigError(f"the folder {path} holds no config.json") from None
         raise ConfigError(f"there is no file or folder {path}: give a Hugging Face config.json or its folder") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def parse_hugging_face(text: bytes, origin: str) -> dict[str, Any]:
+    """The `model` section that the text of a `config.json` describes; `origin` names it in errors.
+
+    Raises:
+        ConfigError: the text is no JSON object; else as `from_hugging_face`.
+    """
+    try:
+        values = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{origin} cannot be read: {error}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+        raise ConfigError(f"{origin} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold a JSON object, as a Hugging Face config.json does")
-    return from_hugging_face(values, str(file))
+        raise ConfigError(f"{origin} must hold a JSON object, as a Hugging Face config.json does")
+    return from_hugging_face(values, origin)
 
 
 def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ READ_BYTES = 16 * 2**20
 def chunk_bytes(size: int) -> int:
     """How much of a file of `size` bytes one checksum covers: a power of two, about `size` / 8192.
 
-    From 64 KiB to 16 MiB. A checksum costs 8 bytes of manifest, and who reads any of a chunk reads all of it.
+    From 16 KiB to 16 MiB. A checksum costs 8 bytes of manifest, and who reads any of a chunk reads all of it.
     """
     chunk = MIN_CHUNK_BYTES
     while chunk < MAX_CHUNK_BYTES and chunk * _CHUNKS_OF_A_FILE < size:

@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = "shardwise-checkpoint"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 2**28
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**16, 2**24
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**14, 2**24
 _CHECKSUM = struct.Struct("<Q")
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint import load_hugging_face
+from shardwise.checkpoint.agreement import require_model
+from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.config import Config, Layout, Precision
 from shardwise.data import PreparedData, make_batches
 from shardwise.errors import DataError
@@ -18,8 +20,11 @@ from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
+from shardwise.store.manifest import MANIFEST
+from shardwise.store.root import Root
+from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
-from shardwise.train.trainer import Progress, Trainer
+from shardwise.train.trainer import Trainer
 
 
 def build_trainer(
@@ -29,11 +34,11 @@ def build_trainer(
     data: PreparedData,
     reporter: Reporter | None = None,
     progress: Progress | None = None,
-    weights: Path | None = None,
+    weights: Root | None = None,
 ) -> Trainer:
     """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh.
 
-    `weights`: the Hugging Face folder to start from; None draws them.
+    `weights`: a checkpoint, of which masters are read where it has them, or a Hugging Face folder; None draws them.
     """
     precision = config.precision.resolved(mesh.device.type != "cpu")
     batches = make_batches(config, data, "train")
@@ -46,14 +51,19 @@ def build_trainer(
         device=mesh.device,
         dtype=torch_dtype(precision.parameter),
     )
-    if weights is not None:
-        load_hugging_face(model, config.model, mesh, weights)
+    is_checkpoint = weights is not None and comm.broadcast_object((weights / MANIFEST).exists(), mesh.world)
+    if weights is not None and not is_checkpoint:
+        load_hugging_face(model, config.model, mesh, weights.local())
+    optimizer = build_optimizer(config, precision, model, mesh)
+    if weights is not None and is_checkpoint:
+        require_model(config.model, weights, mesh.world)
+        restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
     return Trainer(
         config=config,
         layout=layout,
         mesh=mesh,
         model=model,
-        optimizer=build_optimizer(config, precision, model, mesh),
+        optimizer=optimizer,
         batches=batches,
         evaluation=make_batches(config, data, "eval"),
         reporter=reporter,

@@ -10,7 +10,7 @@ from shardwise import device as devices
 from shardwise.config import Config, Layout, OwnConfig
 from shardwise.cost.memory import expected_memory
 from shardwise.errors import ConfigError
-from shardwise.train.trainer import Progress
+from shardwise.train.record import Progress
 from shardwise.units import size
 
 

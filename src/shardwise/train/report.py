@@ -201,7 +201,7 @@ class Reporter:
             self.run.write_results(results)
         self.stop("finished" if whole else "stop_after")
         if self.rank == 0 and self._last is not None:
-            self.message(_result_line(results))
+            self.message(_result_line(results, self._before))
             self.message(f"run: {self.run.path}")
         return results
 
@@ -365,8 +365,10 @@ def _print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
     console.print(Panel(table, title="shardwise", title_align="left", border_style="dim", expand=False))
 
 
-def _result_line(results: dict[str, Any]) -> str:
-    parts = [f"{results['steps']:,} steps in {units.duration(results['time_to_train_seconds'])}"]
+def _result_line(results: dict[str, Any], before: int) -> str:
+    """`before`: steps of earlier runs, which the time does not have."""
+    steps = f"steps {before + 1:,} to {results['steps']:,}" if before else f"{results['steps']:,} steps"
+    parts = [f"{steps} in {units.duration(results['time_to_train_seconds'])}"]
     parts.append(f"loss {results['final_loss']:.4f}")
     if results["final_perplexity"] is not None:
         parts.append(f"evaluation perplexity {results['final_perplexity']:,.2f}")

@@ -63,11 +63,11 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
     return 0
 
 
-def _weights(config: Config, mesh: Mesh) -> Path | None:
-    """The folder of `checkpoint.load`, which lies here by now; all ranks have the same, or all fail."""
+def _weights(config: Config, mesh: Mesh) -> Root | None:
+    """The folder of `checkpoint.load`, which lies here by now or behind a URL; all ranks have the same, or all fail."""
     load, revision = config.checkpoint.load, config.checkpoint.revision
-    if load is None:
-        return None
+    if load is None or hub.is_url(load):
+        return None if load is None else Root.of(load)
     folder, problems = Path(), []
     try:
         folder = hub.resolve(load, revision, cached=True)
@@ -79,7 +79,7 @@ def _weights(config: Config, mesh: Mesh) -> Path | None:
         raise ConfigError(
             f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
         )
-    return folder
+    return Root.of(folder)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _train(
     layout: Layout,
     mesh: Mesh,
     data: PreparedData,
-    weights: Path | None,
+    weights: Root | None,
     opened: _Opened,
     progress: Progress,
 ) -> None:
@@ -231,9 +231,9 @@ def _count_own_model(trainer: Trainer, reporter: Reporter, opened: _Opened, conf
     agree(problems, trainer.mesh.world)
 
 
-def _tell_of_weights(weights: Path, data: PreparedData, reporter: Reporter) -> None:
+def _tell_of_weights(weights: Root, data: PreparedData, reporter: Reporter) -> None:
     reporter.message(f"weights: those of {weights}")
-    if differ_in_tokens(weights, data.tokenizer_path):
+    if weights.is_local and differ_in_tokens(weights.local(), data.tokenizer_path):
         reporter.warning(
             f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to go on "
             f"with what they learned, set data.tokenizer={weights}"

@@ -230,9 +230,9 @@ def test_results(tmp_path: Path) -> None:
 def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
     chosen = config()
     train = chosen.train.model_copy(update={"stop_after": 5})
-    made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}), steps_before=20)
+    made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}))
     with made:
-        made.start()
+        made.start(steps_before=20)
         for step in range(21, 26):
             made.step(record(step))
         made.finish()
