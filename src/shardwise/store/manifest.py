@@ -244,7 +244,8 @@ class _Reader:
             f"the path of a file ({path!r}) must be a plain name in the checkpoint's folder",
         )
         power = MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES and chunk & (chunk - 1) == 0
-        self._require(power, f"chunk_bytes of {path} ({chunk}) must be a power of two from 64 KiB to 16 MiB")
+        limits = f"{size_text(MIN_CHUNK_BYTES)} to {size_text(MAX_CHUNK_BYTES)}"
+        self._require(power, f"chunk_bytes of {path} ({chunk}) must be a power of two from {limits}")
         try:
             checksums = base64.b64decode(packed, validate=True)
         except (binascii.Error, ValueError):

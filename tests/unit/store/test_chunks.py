@@ -11,18 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.store.chunks import ChunkedReader, ChunkedWriter, chunk_bytes
-from shardwise.store.manifest import FileEntry
+from shardwise.store.manifest import MIN_CHUNK_BYTES, FileEntry
 from shardwise.store.root import DamageError, Root
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+CHUNK = MIN_CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
     ("size", "chunk"),
     [
-        (0, 64 * KIB),
-        (1, 64 * KIB),
-        (512 * MIB, 64 * KIB),
+        (0, CHUNK),
+        (1, CHUNK),
+        (512 * MIB, CHUNK),
         (512 * MIB + 1, 128 * KIB),
         (5 * GIB, MIB),
         (2**40, 16 * MIB),
@@ -43,9 +44,9 @@ def write(folder: Root, data: bytes, cuts: list[int]) -> FileEntry:
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Root, bytes, FileEntry]:
     """A file of five chunks and a bit."""
-    data = random.Random(0).randbytes(5 * 64 * KIB + 100)
+    data = random.Random(0).randbytes(5 * CHUNK + 100)
     folder = Root.of(tmp_path_factory.mktemp("chunks"))
-    return folder, data, write(folder, data, [3, 64 * KIB, 64 * KIB, 200 * KIB])
+    return folder, data, write(folder, data, [3, CHUNK, CHUNK, 3 * CHUNK + 7])
 
 
 def test_each_chunk_has_its_checksum(stored: tuple[Root, bytes, FileEntry]) -> None:
@@ -53,19 +54,19 @@ def test_each_chunk_has_its_checksum(stored: tuple[Root, bytes, FileEntry]) -> N
     assert (folder / "file").read() == data
     assert entry.chunks == 6
     assert [entry.checksum(i) for i in range(6)] == [
-        xxhash.xxh3_64_intdigest(data[i * 64 * KIB : (i + 1) * 64 * KIB]) for i in range(6)
+        xxhash.xxh3_64_intdigest(data[i * CHUNK : (i + 1) * CHUNK]) for i in range(6)
     ]
 
 
-@given(st.lists(st.integers(0, 200 * KIB), max_size=6).map(sorted))
+@given(st.lists(st.integers(0, 3 * CHUNK + 7), max_size=6).map(sorted))
 @settings(deadline=None, max_examples=30)
 def test_the_checksums_do_not_depend_on_the_writes(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
-    data = random.Random(1).randbytes(200 * KIB)
+    data = random.Random(1).randbytes(3 * CHUNK + 7)
     folder = Root.of(tmp_path_factory.mktemp("cuts"))
     assert write(folder, data, cuts) == write(folder, data, [])
 
 
-@given(st.lists(st.tuples(st.integers(0, 5 * 64 * KIB + 100), st.integers(0, 5 * 64 * KIB + 100)), max_size=8))
+@given(st.lists(st.tuples(st.integers(0, 5 * CHUNK + 100), st.integers(0, 5 * CHUNK + 100)), max_size=8))
 @settings(deadline=None, max_examples=60)
 def test_any_reads(stored: tuple[Root, bytes, FileEntry], reads: list[tuple[int, int]]) -> None:
     folder, data, entry = stored
@@ -104,22 +105,22 @@ def test_long_reads_come_in_requests_of_16_mib(tmp_path: Path, monkeypatch: pyte
 def test_damage_is_found_by_who_reads_the_chunk(stored: tuple[Root, bytes, FileEntry], tmp_path: Path) -> None:
     _, data, entry = stored
     broken = bytearray(data)
-    broken[2 * 64 * KIB + 5] ^= 1
+    broken[2 * CHUNK + 5] ^= 1
     (tmp_path / "file").write_bytes(broken)
     reader = ChunkedReader(Root.of(tmp_path), entry)
-    assert reader.read(0, 2 * 64 * KIB) == data[: 2 * 64 * KIB]
+    assert reader.read(0, 2 * CHUNK) == data[: 2 * CHUNK]
     with pytest.raises(
-        DamageError, match=r"file is damaged: bytes 131,072 to 196,608 do not match their checksum \(chunk 2\)"
+        DamageError, match=rf"bytes {2 * CHUNK:,} to {3 * CHUNK:,} do not match their checksum \(chunk 2\)"
     ):
-        reader.read(2 * 64 * KIB - 1, 2 * 64 * KIB + 1)
-    assert reader.read(3 * 64 * KIB, len(data)) == data[3 * 64 * KIB :]
+        reader.read(2 * CHUNK - 1, 2 * CHUNK + 1)
+    assert reader.read(3 * CHUNK, len(data)) == data[3 * CHUNK :]
 
 
-@pytest.mark.parametrize("length", [0, 70_000, 5 * 64 * KIB + 101])
+@pytest.mark.parametrize("length", [0, CHUNK + 1, 5 * CHUNK + 101])
 def test_another_length_is_damage(stored: tuple[Root, bytes, FileEntry], tmp_path: Path, length: int) -> None:
     _, data, entry = stored
     (tmp_path / "file").write_bytes((data + b"x")[:length])
-    with pytest.raises(DamageError, match=rf"its length \({length:,} bytes\) must be 327,780 bytes"):
+    with pytest.raises(DamageError, match=rf"its length \({length:,} bytes\) must be {len(data):,} bytes"):
         ChunkedReader(Root.of(tmp_path), entry).read(0, 1)
 
 
@@ -137,5 +138,5 @@ def test_an_abandoned_file_is_gone(tmp_path: Path) -> None:
 
 def test_an_empty_file(tmp_path: Path) -> None:
     entry = write(Root.of(tmp_path), b"", [])
-    assert entry == FileEntry("file", 0, 64 * KIB, b"")
+    assert entry == FileEntry("file", 0, CHUNK, b"")
     assert ChunkedReader(Root.of(tmp_path), entry).read(0, 0) == b""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.boxes import Box
-from shardwise.store.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.store.manifest import MANIFEST, MIN_CHUNK_BYTES, Manifest, PieceEntry, TensorEntry
 from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import non_finite, tiling_problem, verify
 from tests.stored import bfloat16, float32, small_tensors, write_checkpoint
@@ -87,9 +87,9 @@ def test_every_problem_is_listed(copy: Path) -> None:
 def test_neighbouring_chunks_are_told_together(copy: Path) -> None:
     file = max(copy.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
-    assert len(data) > 65536
+    assert len(data) > MIN_CHUNK_BYTES
     data[0] ^= 1
-    data[65536] ^= 1
+    data[MIN_CHUNK_BYTES] ^= 1
     file.write_bytes(data)
     (problem,) = verify(Root.of(copy)).problems
     assert "(chunks 0 to 1)" in problem
