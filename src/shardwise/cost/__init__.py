@@ -17,7 +17,6 @@ from shardwise.cost.memory import (
     MemoryEstimate,
     checkpoint_bytes,
     expected_memory,
-    final_weights_bytes,
     invariant_dropout,
 )
 from shardwise.cost.params import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
@@ -32,7 +31,6 @@ __all__ = [
     "checkpoint_bytes",
     "evaluation_transfers",
     "expected_memory",
-    "final_weights_bytes",
     "flops_per_token",
     "invariant_dropout",
     "local_parameter_count",

@@ -107,17 +107,6 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
     return parameters * (DTYPE_BYTES[precision.parameter] + moments_and_master * DTYPE_BYTES[precision.optimizer])
 
 
-def final_weights_bytes(config: Config, accelerator: bool = False) -> int | None:
-    """Disk that the final Hugging Face folder's weights take, in the dtype that the model computes in.
-
-    None for a model of your own.
-    """
-    parameters = parameter_count(config.model)
-    if parameters is None:
-        return None
-    return parameters * DTYPE_BYTES[config.precision.resolved(accelerator).parameter]
-
-
 def _embedding_activations(case: Case) -> int:
     """What the embedding saves: the mask of its dropout, one byte each, and BERT's norm."""
     mask = case.tokens_between * case.model.hidden_size if case.model.embedding_dropout_p else 0

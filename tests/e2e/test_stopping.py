@@ -1,0 +1,220 @@
+"""Runs that are stopped: a checkpoint is saved, exit code 75 says so, and the same command goes on."""
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import processes
+from tests.e2e.command import (
+    ALONE,
+    UNDER_TORCHRUN,
+    Outcome,
+    environment,
+    json_lines,
+    metrics,
+    miniature,
+    outcome,
+    shardwise,
+    start,
+)
+from tests.e2e.conftest import Trained
+
+LONG = ("train.steps=1000000", "train.eval_every=0", "--run-dir", "run")
+NOTICE = "stopping after the current step; a checkpoint is saved first (Ctrl-C again ends at once)\n"
+SECONDS = 60.0
+
+
+def wait_for_a_step(job: subprocess.Popen[str], run: Path) -> None:
+    log = run / "metrics.jsonl"
+    if not processes.wait_for(lambda: log.exists() and '"event": "step"' in log.read_text(), 120):
+        job.kill()
+        raise AssertionError(f"no step within 120 s\n{outcome(job)}")
+
+
+def training(
+    folder: Path, *arguments: str, program: tuple[str, ...] = ALONE, **variables: str
+) -> subprocess.Popen[str]:
+    """A long job that has taken a step."""
+    job = start("train", miniature(folder), *LONG, *arguments, at=folder, program=program, **variables)
+    wait_for_a_step(job, folder / "run")
+    return job
+
+
+def stopped_at(ended: Outcome, run: Path, by: str) -> int:
+    """The step after which a run stopped, which its message, events and checkpoint agree on."""
+    (stop,) = metrics(run, "stop")
+    step = int(stop["step"])
+    assert stop["reason"] == f"stopped by {by}"
+    assert (run / f"checkpoints/step-{step:08d}/manifest.json").exists(), "the checkpoint is not complete"
+    steps = [line["step"] for line in metrics(run, "step")]
+    assert steps == list(range(1, step + 1)), "no step is lost, none is taken after the checkpoint"
+    assert f"stopped by {by} after step {step:,}" in ended.out + ended.err
+    assert not (run / "results.json").exists(), "it is not finished"
+    return step
+
+
+def go_on(folder: Path, step: int, *arguments: str) -> None:
+    """One more step alone, at another layout; then nothing is left to do."""
+    again = ("train", miniature(folder), "train.eval_every=0", f"train.steps={step + 1}", "--run-dir", "run")
+    shardwise(*again, *arguments, at=folder).succeeded()
+    run = folder / "run"
+    (resumed,) = metrics(run, "resume")
+    assert resumed["step"] == step
+    assert f"train.steps 1000000 → {step + 1}" in resumed["changes"]
+    assert [line["step"] for line in metrics(run, "step")] == list(range(1, step + 2))
+    assert "steps: 1000000" in (run / "config-0001.yaml").read_text()
+    assert (run / "environment-0001.json").exists()
+    before = (run / "metrics.jsonl").read_bytes()
+    finished = shardwise(*again, *arguments, at=folder).succeeded()
+    assert re.fullmatch(
+        rf"the run in run is finished: {step + 1:,} of {step + 1:,} steps, results in run/results.json; .*\n",
+        finished.out,
+    )
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments", "name"),
+    [
+        (signal.SIGINT, (), "Ctrl-C (SIGINT)"),
+        (signal.SIGTERM, ("parallel.tensor=2",), "SIGTERM"),
+    ],
+    ids=["alone", "launched"],
+)
+def test_a_signal_saves_and_the_same_command_goes_on(
+    number: signal.Signals, arguments: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    job = training(tmp_path, *arguments)
+    job.send_signal(number)
+    ended = outcome(job, timeout=SECONDS)
+    said = ended.failed(75)
+    step = stopped_at(ended, tmp_path / "run", name)
+    assert said.startswith(f"{NOTICE}shardwise: the run was stopped by {name} after step {step:,}; ")
+    assert said.count("shardwise: ") == 1, "one message for all ranks"
+    go_on(tmp_path, step)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_signal_to_every_process_of_a_job_is_one_request(tmp_path: Path) -> None:
+    """As SLURM sends it at the time limit: to the launcher, to what starts the ranks, and to the ranks."""
+    job = training(tmp_path, "parallel.tensor=2")
+    for pid in (job.pid, *processes.descendants(job.pid)):
+        os.kill(pid, signal.SIGTERM)
+    ended = outcome(job, timeout=SECONDS)
+    ended.failed(75)
+    stopped_at(ended, tmp_path / "run", "SIGTERM")
+
+
+def test_a_run_is_stopped_by_its_folder_while_a_second_one_is_refused(tmp_path: Path) -> None:
+    job = training(tmp_path, "parallel.tensor=2")
+    run = tmp_path / "run"
+    config = (run / "config.yaml").read_bytes()
+    for arguments in (("parallel.tensor=2",), ("model.hidden_size=64",)):
+        err = shardwise("train", miniature(tmp_path), *LONG, *arguments, at=tmp_path).failed(2)
+        assert re.fullmatch(
+            rf"shardwise: --run-dir \(run\) is in use by another run \(process {job.pid} on \S+, since \S+\): .*\n", err
+        )
+    assert (run / "config.yaml").read_bytes() == config
+    assert not list(run.glob("config-*"))
+    asked = shardwise("stop", "--wait", at=tmp_path).succeeded()
+    ended = outcome(job, timeout=SECONDS)
+    ended.failed(75)
+    step = stopped_at(ended, run, "`shardwise stop`")
+    assert asked.out.endswith(
+        f"ended: stopped by `shardwise stop` after step {step:,}; its newest checkpoint is of step {step:,}\n"
+    )
+    assert "no run is under way in run: stopped by" in shardwise("stop", "run", at=tmp_path).failed(2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.parametrize("asks", ["signal", "command"])
+def test_inside_torchrun(asks: str, tmp_path: Path) -> None:
+    """Nobody of ours stands between; torchrun itself ends with 1 whatever its ranks ended with."""
+    job = training(tmp_path, "parallel.tensor=2", program=UNDER_TORCHRUN)
+    run = tmp_path / "run"
+    refused = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path).failed(2)
+    assert "--run-dir (run) is in use by another run" in refused
+    if asks == "signal":
+        for pid in processes.ranks(job.pid).values():
+            os.kill(pid, signal.SIGUSR1)
+    else:
+        shardwise("stop", "run", at=tmp_path).succeeded()
+    ended = outcome(job, timeout=SECONDS)
+    assert ended.code != 0
+    assert "Signal " not in ended.err, "a rank was ended before it left by itself"
+    assert re.search(r"exitcode\s*: 75", ended.err), ended.err
+    stopped_at(ended, run, "SIGUSR1" if asks == "signal" else "`shardwise stop`")
+    assert ended.err.count("shardwise: the run was stopped by") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_before_training_a_signal_ends_at_once(tmp_path: Path) -> None:
+    job = start("train", miniature(tmp_path), *LONG, "parallel.tensor=2", at=tmp_path)
+    assert processes.wait_for(lambda: len(processes.ranks(job.pid)) == 2, 60)
+    everyone = processes.descendants(job.pid)
+    job.send_signal(signal.SIGTERM)
+    err = outcome(job, timeout=20).failed(1)
+    assert err == "shardwise: the run was stopped by SIGTERM; no checkpoint was saved\n"
+    assert processes.wait_for(lambda: not any(map(processes.alive, everyone)), 5)
+
+
+@pytest.mark.parametrize("tensor", [1, 2], ids=["alone", "launched"])
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path: Path) -> None:
+    """What is printed after that goes nowhere, and must not become the error that loses the checkpoint."""
+    master, slave = pty.openpty()
+    job = subprocess.Popen(
+        [*ALONE, "train", miniature(tmp_path), *LONG, f"parallel.tensor={tensor}"],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    closed = threading.Event()
+
+    def watch() -> None:
+        while not closed.is_set() and os.read(master, 1 << 16):
+            pass
+        os.close(master)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    wait_for_a_step(job, tmp_path / "run")
+    closed.set()
+    watcher.join(timeout=SECONDS)
+    try:
+        code = job.wait(SECONDS)
+    finally:
+        job.kill()
+    assert code == 75
+    (stop,) = metrics(tmp_path / "run", "stop")
+    assert stop["reason"] == "stopped by SIGHUP"
+    assert (tmp_path / f"run/checkpoints/step-{stop['step']:08d}/manifest.json").exists()
+
+
+def test_a_finished_run_is_not_started_and_a_changed_one_is_refused(trained: Trained) -> None:
+    same = ("train", "miniature.yaml", "parallel.tensor=2", "parallel.sequence=true", "--run-dir", trained.run)
+    assert " is finished: 4 of 4 steps, results in " in shardwise(*same, at=trained.at).succeeded().out
+    changed = ("model.num_hidden_layers=3", "data.split=80,20", "train.seed=1", "optimizer.lr=1e-4")
+    err = shardwise(*same, *changed, at=trained.at).failed(2)
+    assert err == (
+        "shardwise: the run in this folder goes on only with the model and data that it began with:\n"
+        "  model.num_hidden_layers (3) must be 2\n"
+        "  train.seed (1) must be 1234\n"
+        "  data.split (80,20) must be 95,5\n"
+        "set them back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one\n"
+    )
+    assert [line["step"] for line in json_lines(trained.run / "ranks/rank-0001.jsonl")] == [1, 2, 3, 4]
