@@ -264,8 +264,10 @@ class RunLock:
             taken, self.problem = True, error.strerror
         if not taken:
             os.close(descriptor)
+            other = self.holder(self._run)
+            who = f" (process {other['pid']} on {other['host']}, since {other['started']})" if other else ""
             raise ConfigError(
-                f"--run-dir ({self._run}) is in use by another run{_told(self._run)}: wait for its end, stop it by "
+                f"--run-dir ({self._run}) is in use by another run{who}: wait for its end, stop it by "
                 f"`shardwise stop {self._run}`, or choose another folder"
             )
         holder = {"host": platform.node(), "pid": os.getpid(), "started": datetime.now(UTC).isoformat("T", "seconds")}
@@ -278,7 +280,17 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._descriptor is not None
+        os.truncate(self._descriptor, 0)
         os.close(self._descriptor)
+
+    @staticmethod
+    def holder(run: Path) -> dict[str, Any] | None:
+        """Host, pid and start time of the process that has the lock, or was killed while it had it."""
+        try:
+            found = json.loads((run / _LOCK).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) and {"host", "pid", "started"} <= set(found) else None
 
     @staticmethod
     def is_held(run: Path) -> bool:
@@ -307,15 +319,6 @@ def _lock(descriptor: int) -> bool:
         else:
             return True
     return False
-
-
-def _told(run: Path) -> str:
-    """Who holds the lock, as far as the file says."""
-    try:
-        holder = json.loads((run / _LOCK).read_text(encoding="utf-8"))
-        return f" (process {holder['pid']} on {holder['host']}, since {holder['started']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def environment(

@@ -56,6 +56,7 @@ def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
     [
         ["--help"],
         ["train", "--help"],
+        ["stop", "--help"],
         ["recipes"],
         ["recipes", "quickstart"],
         ["train", "llama2-tiny", "--dry-run"],

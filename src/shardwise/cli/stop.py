@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     directory = RunDirectory(path)
     if not path.is_dir():
         raise ConfigError(f"there is no run {path}: name its folder")
-    if not RunLock.is_held(path):
+    is_here, holder = RunLock.is_held(path), RunLock.holder(path)
+    # Some cluster file systems keep locks within a host: of a run on another one they tell nothing.
+    is_elsewhere = holder is not None and holder["host"] != platform.node()
+    if not is_here and not is_elsewhere:
         raise ConfigError(f"no run is under way in {path}{_ended(directory)}")
     try:
         stopping.request(path, "`shardwise stop`")
@@ -42,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunError(f"{path} cannot be asked to stop: {error.strerror or error}") from None
     shown = path.resolve() if path.is_symlink() else path
     output.line(f"asked {shown} to stop after its current step, with a checkpoint")
-    if arguments.wait:
+    if not is_here and holder is not None:
+        output.line(f"whether it still runs cannot be told from here: it was started on {holder['host']}")
+    elif arguments.wait:
         # The run itself asks each step; it may save for as long as it takes.
         while RunLock.is_held(path):
             time.sleep(_POLL_SECONDS)

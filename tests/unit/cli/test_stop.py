@@ -1,6 +1,7 @@
 """`shardwise stop`: whom it asks, and what it tells of a run that has ended."""
 
 import json
+import platform
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def tell(run: Path, *events: dict[str, Any]) -> None:
         file.writelines(f"{json.dumps(event)}\n" for event in events)
 
 
+THIS_HOST = platform.node()
 CHECKPOINT = {"event": "checkpoint", "step": 1200}
 STOP = {"event": "stop", "step": 1234, "reason": "stopped by `shardwise stop`"}
 
@@ -57,6 +59,23 @@ def test_a_run_that_has_ended_is_told(
     assert main(["stop", "run"]) == 2
     assert capsys.readouterr().err == f"shardwise: no run is under way in run{ending}\n"
     assert not (run / stopping.STOP_FILE).exists()
+
+
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_a_run_on_another_host_is_asked_though_its_lock_is_not_seen(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory("run").create().path
+    lock = RunLock(run).__enter__()
+    text = (run / ".lock").read_text()
+    lock.__exit__(None, None, None)
+    assert (run / ".lock").read_text() == "", "a run that ended by itself names no holder"
+    (run / ".lock").write_text(text)  # as a run leaves it that was killed, or a file system shows it to other hosts
+    monkeypatch.setattr("platform.node", lambda: THIS_HOST if host == "here" else "login-node")
+    assert main(["stop", "run", "--wait"]) == (2 if host == "here" else 0)
+    assert (run / stopping.STOP_FILE).exists() == (host == "elsewhere")
+    if host == "elsewhere":
+        assert f"cannot be told from here: it was started on {THIS_HOST}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["nothing", "file"])
