@@ -25,14 +25,16 @@ def test_every_file_of_the_contract_is_there(trained: Trained) -> None:
     event_files = {name for name in found if name.startswith("tensorboard/events.out.tfevents.")}
     assert len(event_files) == 1, f"one TensorBoard file, not {sorted(event_files)}"
     weights = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    optimizer = {"manifest.json", *(f"optimizer/rank-0000{rank}.safetensors" for rank in (0, 1))}
     assert found - event_files == {
+        ".lock",
         "config.yaml",
         "environment.json",
         "metrics.jsonl",
         "results.json",
         *(f"ranks/rank-000{rank}.jsonl" for rank in (0, 1)),
         *(f"logs/rank-000{rank}.log" for rank in (0, 1)),
-        *(f"checkpoints/step-00000004/{name}" for name in weights),
+        *(f"checkpoints/step-00000004/{name}" for name in weights | optimizer),
     }
 
 
@@ -65,7 +67,7 @@ def test_steps_are_recorded_at_full_precision(trained: Trained) -> None:
 
 def test_other_events(trained: Trained) -> None:
     events = [event["event"] for event in metrics(trained.run)]
-    assert events == ["start", "eval", "step", "step", "eval", "step", "step", "eval", "stop"]
+    assert events == ["start", "eval", "step", "step", "eval", "step", "step", "eval", "checkpoint", "stop"]
     (start,), (stop,) = metrics(trained.run, "start"), metrics(trained.run, "stop")
     assert start["parameters"] == parameter_count(trained.config.model)
     assert start["memory_expected_bytes"] == dict(expected_memory(trained.config, trained.config.check(2)).rows())
