@@ -1,7 +1,7 @@
 """Data: text becomes tokens once, and tokens become the same batches at any layout. numpy and tokenizers only."""
 
 from shardwise.data.batch import IGNORE, Batch, Batches
-from shardwise.data.build import make_batches
+from shardwise.data.build import make_batches, make_evaluation
 from shardwise.data.pairs import SentencePairBatches
 from shardwise.data.preparation import PreparedData, prepare
 from shardwise.data.sampler import Sampler
@@ -21,6 +21,7 @@ __all__ = [
     "TokenBatches",
     "Tokenizer",
     "make_batches",
+    "make_evaluation",
     "prepare",
     "special_token_ids",
 ]

@@ -64,12 +64,16 @@ class _Scan:
 
 
 def prepare(
-    config: Config, cache_dir: Path | None = None, announce: Callable[[str], None] | None = None
+    config: Config,
+    cache_dir: Path | None = None,
+    announce: Callable[[str], None] | None = None,
+    *,
+    any_size: bool = False,
 ) -> PreparedData:
     """Opens the data of `config`, tokenizing it first where the cache has none.
 
     Any number of processes may call it at once: one builds and the others wait. `announce` is called with one line
-    when something is built.
+    when something is built. `any_size`: the parts need not hold a sample each, as they must for training.
 
     Raises:
         DataError: when the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
@@ -103,7 +107,7 @@ def prepare(
                 entry = cache.open_entry(root, key)
     if entry is None:
         raise DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
-    return _prepared(entry, source, config)
+    return _prepared(entry, source, config, any_size)
 
 
 def _scan(source: Source) -> _Scan:
@@ -181,10 +185,10 @@ def _tokenizer_texts(split: Split, pieces: Iterable[Piece], characters: int) -> 
             yield piece.text
 
 
-def _prepared(entry: cache.Entry, source: Source, config: Config) -> PreparedData:
+def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool) -> PreparedData:
     facts = entry.manifest
     special = PairTokens(**facts["pair_tokens"]) if _in_pairs(config) else None
-    problems = _padding_problems(special, config) + _too_short(entry, source, config)
+    problems = _padding_problems(special, config) + ([] if any_size else _too_short(entry, source, config))
     if problems:
         raise DataError(problems)
     train, evaluation = facts["train"]["tokens"], facts["eval"]["tokens"]
@@ -192,7 +196,7 @@ def _prepared(entry: cache.Entry, source: Source, config: Config) -> PreparedDat
     summary = (
         f"{source.name}: {size(facts['bytes'])}, {facts['documents']:,} {documents}, {count(train)} training and "
         f"{count(evaluation)} evaluation tokens, vocabulary {facts['vocab_size']:,}, "
-        f"{facts['bytes'] / (train + evaluation):.2f} bytes per token"
+        f"{facts['bytes'] / max(1, train + evaluation):.2f} bytes per token"
     )
     return PreparedData(
         tokenizer_path=entry.tokenizer_path,

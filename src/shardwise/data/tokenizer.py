@@ -84,6 +84,17 @@ class Tokenizer:
         self._backend.encode_special_tokens = False
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that is to be continued: after what the tokenizer puts before a text, such as `<s>`.
+
+        What it puts after a text is left out.
+        """
+        self._backend.encode_special_tokens = False
+        plain = self._backend.encode(text, add_special_tokens=False).ids
+        whole = self._backend.encode(text, add_special_tokens=True).ids
+        starts = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
+        return [*whole[: next(starts, 0)], *plain]
+
     def encode_batch(self, texts: list[str], *, literally: bool = False) -> list[list[int]]:
         """The ids of each text, nothing added, on all cores.
 

@@ -13,26 +13,34 @@ class TokenBatches(SampledBatches):
     """Batches over one long row of tokens: sample `i` is `tokens[i·S : i·S + S + 1]`.
 
     Inputs: `ids_SB` and `targets_SB`. A sample that counts nothing has ids 0 and targets `IGNORE`.
+
+    Args:
+        tail: what is left after the last whole sample is a sample too, filled up with ids 0 and targets `IGNORE`: every
+        token but the first is then a target, exactly once.
     """
 
     objectives = ("lm",)
 
-    def __init__(self, tokens: TokenArray, sequence_length: int, seed: int) -> None:
-        if len(tokens) < sequence_length + 1:
-            raise ConfigError(
-                f"the tokens ({len(tokens)}) must be at least train.sequence_length + 1 ({sequence_length + 1})"
-            )
-        super().__init__((len(tokens) - 1) // sequence_length, seed)
+    def __init__(self, tokens: TokenArray, sequence_length: int, seed: int, *, tail: bool = False) -> None:
+        least = 2 if tail else sequence_length + 1
+        if len(tokens) < least:
+            wanted = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
+            raise ConfigError(f"the tokens ({len(tokens)}) must be at least {wanted}")
+        targets = len(tokens) - 1
+        super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
         self.tokens = tokens
         self.sequence_length = sequence_length
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         length = self.sequence_length
         rows_BS = np.zeros((len(indices), length + 1), dtype=np.int64)
+        targets_B = np.zeros(len(indices), dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
             if index >= 0:
-                rows_BS[row] = self.tokens[index * length : index * length + length + 1]
+                found = self.tokens[index * length : index * length + length + 1]
+                rows_BS[row, : len(found)] = found
+                targets_B[row] = len(found) - 1
         targets_SB = rows_BS[:, 1:].T.copy()  # inputs and targets must not share memory
-        targets_SB[:, indices < 0] = IGNORE
-        counts = np.array([np.count_nonzero(indices >= 0) * length])
+        targets_SB[np.arange(length)[:, None] >= targets_B] = IGNORE
+        counts = np.array([int(targets_B.sum())])
         return Batch({"ids_SB": rows_BS[:, :-1].T.copy(), "targets_SB": targets_SB}, counts, samples)

@@ -161,3 +161,26 @@ def test_what_cannot_be_cut_is_refused() -> None:
         TokenBatches(np.arange(16, dtype=np.uint16), 16, seed=0)
     with pytest.raises(ConfigError, match=r"number of samples \(0\)"):
         Sampler(0, 0)
+
+
+@pytest.mark.parametrize("length", [1, 4, 16, 100])
+@pytest.mark.parametrize("tokens", [2, 16, 17, 18, 64, 65, 66])
+def test_with_its_tail_every_token_is_a_target_once(tokens: int, length: int) -> None:
+    row = np.arange(1000, 1000 + tokens, dtype=np.uint16)
+    batches = TokenBatches(row, length, seed=0, tail=True)
+    found, counted = [], 0
+    for rank in range(3):
+        for batch in batches.eval_batches(batches.num_samples, 6, rank, 3, 2):
+            ids_SB, targets_SB = batch.inputs["ids_SB"], batch.inputs["targets_SB"]
+            assert ids_SB.shape == targets_SB.shape == (length, 2)
+            real = targets_SB != IGNORE
+            assert (targets_SB[real] == ids_SB[real] + 1).all(), "a target follows its input"
+            found += targets_SB[real].tolist()
+            counted += int(batch.counts[0])
+    assert sorted(found) == row[1:].tolist()
+    assert counted == tokens - 1
+
+
+def test_a_tail_needs_one_target() -> None:
+    with pytest.raises(ConfigError, match=r"the tokens \(1\) must be at least 2"):
+        TokenBatches(np.arange(1, dtype=np.uint16), 16, seed=0, tail=True)
