@@ -1,0 +1,20 @@
+"""A trained model at work: its losses on any text, and its continuation of a prompt. At any layout the same."""
+
+from shardwise.inference.evaluation import Evaluation, evaluate
+from shardwise.inference.generation import Generator, generate
+from shardwise.inference.jobs import Answer, Prompt, run_evaluation, run_generation
+from shardwise.inference.sampling import Sampler
+from shardwise.inference.text import Detokenizer
+
+__all__ = [
+    "Answer",
+    "Detokenizer",
+    "Evaluation",
+    "Generator",
+    "Prompt",
+    "Sampler",
+    "evaluate",
+    "generate",
+    "run_evaluation",
+    "run_generation",
+]

@@ -1,0 +1,148 @@
+"""What one rank of a job does, from joining to the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import comm
+from shardwise import device as devices
+from shardwise.checkpoint import load_hugging_face
+from shardwise.config import Config
+from shardwise.data import Tokenizer, make_evaluation, prepare
+from shardwise.data.split import Part
+from shardwise.errors import ConfigError, DataError, RunError
+from shardwise.inference.evaluation import Evaluation, evaluate
+from shardwise.inference.generation import Generator, generate
+from shardwise.inference.sampling import Sampler
+from shardwise.inference.text import Detokenizer
+from shardwise.mesh import Mesh, join
+from shardwise.models import build_model
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is to be continued, and how.
+
+    Attributes:
+        ids: its tokens. max_tokens: new ones, at most. stop: ids after which nothing follows.
+    """
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int]
+    temperature: float
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A continuation.
+
+    Attributes:
+        text: what follows the prompt, without the token that ends it. tokens: all new ids, that one included.
+        ended: whether one of `Prompt.stop` ended it. prefill_seconds: until the first token. decode_seconds: for the
+        other ones.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    ended: bool
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def run_evaluation(
+    config: Config, folder: Path, part: Part, progress: Callable[[int, int], None] | None = None
+) -> Evaluation:
+    """The evaluation of a folder's model over one part of the data, on every rank.
+
+    Raises:
+        ConfigError: the data hold nothing to predict, or the folder another model. RunError: memory ran out.
+    """
+    with _joined(config) as mesh:
+        data = prepare(config, any_size=True)
+        batches = make_evaluation(config, data, part)
+        if batches is None:
+            tokens = len(data.train_tokens if part == "train" else data.eval_tokens)
+            least = "2 samples" if config.model.objectives != ("lm",) else "2 tokens"
+            raise DataError(
+                f"the {part} part of the data ({tokens:,} tokens at data.split={config.data.split}) must hold at least "
+                f"{least}: give more text, another data.split, or --part all"
+            )
+        model = _load(config, folder, mesh)
+        return evaluate(model, batches, mesh, config.train.micro_batch, progress)
+
+
+def run_generation(
+    config: Config, folder: Path, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
+) -> Answer:
+    """A folder's model continues a prompt; on every rank. `write` is called with each piece of text as it comes.
+
+    Raises:
+        ConfigError: the folder holds another model, or one that gives no logits. RunError: memory ran out.
+    """
+    with _joined(config) as mesh:
+        model = _load(config, folder, mesh)
+        if not isinstance(model, Generator):
+            raise ConfigError(f"model.family ({config.model.family}) has no logits(ids_SB): it cannot continue a text")
+        sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
+        detokenizer = Detokenizer(tokenizer, prompt.ids)
+        pieces: list[str] = []
+        tokens: list[int] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            write(piece)
+
+        start = first = time.perf_counter()
+        for token in generate(model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop):
+            if not tokens:
+                first = time.perf_counter()
+            tokens.append(token)
+            if token not in prompt.stop:
+                show(detokenizer.push(token))
+        end = time.perf_counter()
+        show(detokenizer.finish())
+        ended = bool(tokens) and tokens[-1] in prompt.stop
+        return Answer("".join(pieces), tuple(tokens), ended, first - start, end - first)
+
+
+@contextmanager
+def _joined(config: Config) -> Iterator[Mesh]:
+    """The job's mesh; a lack of memory inside becomes a sentence."""
+    join()
+    mesh = Mesh(tensor=config.parallel.tensor)
+    try:
+        yield mesh
+    except Exception as error:
+        if not devices.is_out_of_memory(error):
+            raise
+        raise RunError(
+            f"rank {mesh.world.rank} ran out of memory on {mesh.device}: raise parallel.tensor "
+            f"({config.parallel.tensor}), or lower train.micro_batch ({config.train.micro_batch}) or "
+            "train.sequence_length in an evaluation, --max-tokens or the prompt in a generation"
+        ) from error
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _load(config: Config, folder: Path, mesh: Mesh) -> nn.Module:
+    """The folder's model at this layout, in the dtype of `precision.mode`."""
+    folders = comm.all_gather_objects(str(folder.resolve()), mesh.world)
+    if len(set(folders)) > 1:
+        raise ConfigError(f"the ranks found several checkpoints ({', '.join(sorted(set(folders)))}): name one of them")
+    precision = config.precision.resolved(mesh.device.type != "cpu")
+    dtype: torch.dtype = getattr(torch, precision.parameter)
+    sequence = config.parallel.sequence and mesh.tp.size > 1
+    model = build_model(config, mesh.tp, sequence_parallel=sequence, device=mesh.device, dtype=dtype)
+    load_hugging_face(model, config.model, mesh, folder)
+    return model.eval()

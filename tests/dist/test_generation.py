@@ -1,0 +1,170 @@
+"""Generation at every layout: the cache changes no logits, and the tokens are transformers' own."""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint import load_hugging_face
+from shardwise.config import LlamaConfig
+from shardwise.inference import Sampler, generate
+from shardwise.models import CausalLM, Llama, build_model
+from shardwise.models.cache import KeyValueCache
+from tests.dist.dense import fill, mesh, run
+from tests.dist.training import make_config
+from tests.hugging_face import VOCABULARY, described, save
+
+CASES = ("llama", "llama-tied", "gpt", "neox", "neox-tied")
+LENGTH = 20
+# How the tokens are cut into passes: all at once, a prompt and single tokens, chunks, one by one.
+CUTS = ((LENGTH,), (7, *[1] * 13), (6, 6, 8), (1,) * LENGTH)
+
+
+@functools.cache
+def folder(case: str) -> tuple[Path, Any]:
+    """Saved by transformers, and the model itself."""
+    path = Path(tempfile.mkdtemp(prefix="shardwise-test-")) / case
+    return path, save(case, path)
+
+
+def build(path: Path, tensor: int, sequence: bool = False) -> CausalLM[Any]:
+    config = make_config(model=described(path).model_dump(mode="json"), parallel={"tensor": tensor})
+    model = build_model(config, mesh(tensor).tp, sequence_parallel=sequence, dtype=torch.float32)
+    load_hugging_face(model, config.model, mesh(tensor), path)
+    assert isinstance(model, CausalLM)
+    return model.eval()
+
+
+def ids(length: int = LENGTH, batch: int = 2) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (length, batch), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def cached_error(path: Path, tensor: int) -> tuple[float, int]:
+    """The largest difference that the cache makes, at any cut, and what it holds."""
+    model = build(path, tensor)
+    wanted = model.logits(ids())
+    worst = 0.0
+    for cuts in CUTS:
+        cache = KeyValueCache(LENGTH)
+        found = torch.cat([model.logits(part, cache) for part in ids().split(cuts)])
+        worst = max(worst, float((found - wanted).abs().max()))
+    return worst, cache.bytes
+
+
+# llama has 2 key/value heads: at TP 4 each is held twice.
+@pytest.mark.parametrize(("case", "tp"), [(case, tp) for case in CASES for tp in (1, 2)] + [("llama", 4)])
+def test_the_cache_changes_no_logits(case: str, tp: int, ranks: Any) -> None:
+    path, _ = folder(case)
+    config = described(path)
+    heads = max(1, config.num_key_value_heads // tp)
+    for rank, (error, size) in enumerate(run(ranks, tp, cached_error, path, tp)):
+        assert error <= 1e-5, f"rank {rank} of TP {tp}: with the cache logits are off by {error:.1e}"
+        assert size == 2 * config.num_hidden_layers * LENGTH * 2 * heads * config.head_dim * 4
+
+
+def greedy(path: Path, tensor: int, sequence: bool, prompt: list[int], count: int, stop: list[int]) -> list[int]:
+    """Twice, with the prompt read at once and in chunks."""
+    model = build(path, tensor, sequence)
+    once, chunked = (
+        list(generate(model, mesh(tensor), prompt, count, Sampler(0.0), stop=stop, chunk=chunk)) for chunk in (99, 3)
+    )
+    assert once == chunked
+    return once
+
+
+def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[int]:
+    """What `transformers` generates."""
+    _, model = folder(case)
+    found = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=stop or None, pad_token_id=0
+    )
+    return [int(token) for token in found[0, len(prompt) :]]
+
+
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"])
+@pytest.mark.parametrize("case", ["llama", "gpt", "neox"])
+def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: Any) -> None:
+    """To the longest sequence, and up to an end token, which is given too."""
+    path, _ = folder(case)
+    prompt = ids(8, 1)[:, 0].tolist()
+    wanted = theirs(case, prompt, 16, [])
+    assert len(set(wanted)) > 2, "a text of one token shows nothing"
+    for found in run(ranks, tp, greedy, path, tp, sequence, prompt, 16, []):
+        assert found == wanted
+    end = next(token for token in wanted[2:] if token != wanted[0])
+    stopped = theirs(case, prompt, 16, [end])
+    assert len(stopped) < 16
+    for found in run(ranks, tp, greedy, path, tp, sequence, prompt, 16, [end]):
+        assert found == stopped
+
+
+def drawn(path: Path, tensor: int, seed: int) -> list[int]:
+    return list(generate(build(path, tensor), mesh(tensor), [5, 3, 8], 20, Sampler(0.9, 0.95, seed)))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt", "neox"])
+def test_a_seed_gives_one_text_at_any_layout(case: str, ranks: Any) -> None:
+    path, _ = folder(case)
+    wanted = drawn(path, 1, 7)
+    assert wanted == drawn(path, 1, 7)
+    assert wanted != drawn(path, 1, 8), "the seed has no say"
+    for tp in (2, 4):
+        assert run(ranks, tp, drawn, path, tp, 7) == [wanted] * tp
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.5},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1],
+        "long_factor": [2.0, 2.7],
+        "original_max_position_embeddings": 10,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("chunk", [3, 99])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_scaled_positions_go_on_beyond_the_longest(kind: str, chunk: int) -> None:
+    """Angles that change with the length change all keys: the tokens are still those that no cache gives."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        family="llama",
+        vocab_size=VOCABULARY,
+        num_attention_heads=8,
+        max_position_embeddings=12,
+        rope_scaling=SCALINGS[kind],
+        **sizes,
+    )
+    model = Llama(config, seed=1).eval()
+    fill(model, scale=0.3)
+    for prompt in ([4, 2], list(range(14))):
+        tokens = list(prompt)
+        for _ in range(20):
+            with torch.no_grad():
+                tokens.append(int(model.logits(torch.tensor(tokens).unsqueeze(1))[-1, 0].argmax()))
+        found = list(generate(model, mesh(1), prompt, 20, Sampler(0.0), chunk=chunk))
+        assert found == tokens[len(prompt) :]
+
+
+def test_a_cache_refuses_what_it_has_no_room_for() -> None:
+    model = build(folder("gpt")[0], 1)
+    cache = KeyValueCache(4)
+    with torch.no_grad():
+        model.logits(ids(3, 1), cache)
+        with pytest.raises(
+            ValueError, match=r"the tokens \(6\) must be at most those that the cache has room for \(4\)"
+        ):
+            model.logits(ids(3, 1), cache)

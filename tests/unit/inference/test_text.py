@@ -1,0 +1,76 @@
+"""Text as it comes: no character is broken, and the pieces are the whole."""
+
+import numpy as np
+import pytest
+
+from shardwise.data import Tokenizer
+from shardwise.data.tokenizer import train_tokenizer
+from shardwise.inference import Detokenizer
+
+TEXT = "naïve 键 and 🎹🎹, then Ωmega\n  done."
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """256 bytes and hardly a merge: every other character is spread over tokens."""
+    return train_tokenizer(["the ring the ring", "then and then"], 262, "test")
+
+
+def pieces(tokenizer: Tokenizer, text: str, prompt: str = "") -> list[str]:
+    detokenizer = Detokenizer(tokenizer, tokenizer.encode(prompt).tolist())
+    return [*(detokenizer.push(int(token)) for token in tokenizer.encode(text)), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("prompt", ["", "the ", "the ring and a long prompt before 键"])
+def test_the_pieces_are_the_text(tokenizer: Tokenizer, prompt: str) -> None:
+    found = pieces(tokenizer, TEXT, prompt)
+    assert "".join(found) == TEXT
+    assert len([piece for piece in found if piece]) > 10, "it comes piece by piece"
+    assert all("\ufffd" not in piece for piece in found)
+
+
+def test_a_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
+    found = pieces(tokenizer, "a🎹b")
+    assert found == ["a", "", "", "", "🎹", "b", ""]
+
+
+def test_what_stays_incomplete_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    start = int(tokenizer.encode("🎹")[0])
+    assert detokenizer.push(start) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_bytes_that_are_no_text_do_not_stop_what_follows(tokenizer: Tokenizer) -> None:
+    start = int(tokenizer.encode("🎹")[0])
+    letters = tokenizer.encode("abc").tolist()
+    detokenizer = Detokenizer(tokenizer)
+    found = [detokenizer.push(token) for token in (start, *letters)]
+    assert "".join(found) == "\ufffdabc"
+
+
+def test_spaces_of_a_sentencepiece_tokenizer_stay() -> None:
+    """Its decoder drops the space before the first token: one decoded by itself would lose it each time."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocabulary = {"<unk>": 0, "</s>": 1, "▁the": 2, "▁ring": 3, "s": 4}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(backend, "</s>")
+    detokenizer = Detokenizer(tokenizer, [2])
+    assert [detokenizer.push(token) for token in (3, 4, 2)] == [" ring", "s", " the"]
+
+
+def test_a_prompt_has_what_the_tokenizer_puts_before_a_text() -> None:
+    from tokenizers import processors
+
+    tokenizer = train_tokenizer(["the ring"], 257, "test")
+    plain = tokenizer.encode("the").tolist()
+    assert tokenizer.encode_prompt("the") == plain
+    tokenizer._backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", tokenizer.end_of_document_id)]
+    )
+    assert tokenizer.encode_prompt("the") == [tokenizer.end_of_document_id, *plain]
+    assert isinstance(tokenizer.encode("the"), np.ndarray)
