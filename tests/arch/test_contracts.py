@@ -9,7 +9,21 @@ import pytest
 
 from tests.arch.source import ROOT
 
-TORCH_FREE = ("cli", "launch", "config", "cost", "hardware", "runlog", "errors", "units", "data")
+TORCH_FREE = (
+    "cli",
+    "launch",
+    "config",
+    "cost",
+    "store.diff",
+    "store.folders",
+    "store.verify",
+    "hardware",
+    "runlog",
+    "errors",
+    "units",
+    "boxes",
+    "data",
+)
 
 RUN_MAIN = """
 import sys
@@ -59,6 +73,7 @@ def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
         ["stop", "--help"],
         ["recipes"],
         ["recipes", "quickstart"],
+        ["checkpoint", "inspect", "--help"],
         ["train", "llama2-tiny", "--dry-run"],
     ],
     ids=" ".join,

@@ -20,15 +20,15 @@ def help_of(*command: str) -> str:
     return result.stdout
 
 
-def commands() -> list[str]:
-    """The commands that `shardwise --help` lists."""
-    listed = re.search(r"\{([a-z,]+)\}", help_of())
-    assert listed, "shardwise --help lists its commands as {one,two}"
-    return listed.group(1).split(",")
-
-
-def current() -> dict[str, str]:
-    return {"shardwise": help_of()} | {f"shardwise-{name}": help_of(name) for name in commands()}
+def current(*command: str) -> dict[str, str]:
+    """The help of a command and, where it lists commands or actions as {one,two}, of each of these."""
+    text = help_of(*command)
+    listed = re.search(r"\{([a-z,]+)\} \.\.\.", text)
+    assert listed or command, "shardwise --help lists its commands"
+    found = {"-".join(["shardwise", *command]): text}
+    for name in listed[1].split(",") if listed else ():
+        found |= current(*command, name)
+    return found
 
 
 def test_help_is_frozen() -> None:

@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 COMMANDS = {
     "train": "pretrain a model from a recipe",
     "stop": "stop a run after the step under way, with a checkpoint",
+    "checkpoint": "inspect, verify, compare and prune checkpoints",
     "recipes": "list the shipped recipes, print one, or copy one to edit",
 }
 
@@ -56,7 +57,9 @@ def _dispatch(arguments: list[str]) -> int:
     parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     module.configure(parser)
-    code: int = module.run(parser.parse_intermixed_args(arguments[1:]))
+    # argparse cannot take arguments in any order where a command has actions of its own.
+    parse = parser.parse_args if hasattr(module, "ACTIONS") else parser.parse_intermixed_args
+    code: int = module.run(parse(arguments[1:]))
     return code
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardwise.store.manifest import TensorEntry
 from shardwise.store.root import Root
 from shardwise.store.safetensors import DTYPES
-from shardwise.store.tensors import Tensors, segments
+from shardwise.store.tensors import Tensors, ordered_names, ordered_states, segments
 
 ABSENT = "(not set)"
 """The value of a key that only the other configuration has."""
@@ -95,7 +95,7 @@ def nbytes(tensor: TensorEntry) -> int:
 
 
 def _names(tensors: Tensors) -> Iterator[tuple[str, str]]:
-    return ((state, name) for state in tensors.ordered_states() for name in tensors.ordered_names(state))
+    return ((state, name) for state in ordered_states(tensors.states) for name in ordered_names(tensors.states[state]))
 
 
 def _compare(a: Tensors, b: Tensors, state: str, name: str, progress: Callable[[int], None] | None) -> TensorDifference:

@@ -26,7 +26,8 @@ class Found:
     Attributes:
         problem: why it is not intact, as far as that shows without reading its tensors: no manifest, one that is
         damaged, a file that is missing or has another size. None where nothing is wrong.
-        bytes: of all that lies in the folder. manifest: None where it cannot be used.
+        bytes: of all that lies in the folder. manifest: None where it cannot be used. incomplete: there is none, so
+        the save was not completed.
     """
 
     step: int
@@ -34,6 +35,7 @@ class Found:
     problem: str | None
     bytes: int = 0
     manifest: Manifest | None = None
+    incomplete: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder, None of another name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == step_name(int(match[1])) else None
+
+
 def partial_name(step: int) -> str:
     """Where a local save is written before it gets its name."""
     return f".{step_name(step)}.partial"
@@ -62,7 +70,7 @@ def partial_name(step: int) -> str:
 
 def glance(folder: Root, step: int | None = None) -> Found:
     """One checkpoint, by its manifest and the sizes of its files."""
-    manifest, problem, files = None, None, {}
+    manifest, problem, files, incomplete = None, None, {}, False
     try:
         files = folder.files()
         manifest = Manifest.read(folder)
@@ -75,15 +83,16 @@ def glance(folder: Root, step: int | None = None) -> Found:
         if step is not None and manifest.step != step:
             problem = problem or f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}"
     except StoreError as error:
+        incomplete = error.missing
         problem = f"{folder} has no {MANIFEST}: it was not completed" if error.missing else str(error)
     shown = manifest.step if manifest is not None and step is None else step or 0
-    return Found(shown, folder, problem, sum(files.values()), manifest)
+    return Found(shown, folder, problem, sum(files.values()), manifest, incomplete)
 
 
 def checkpoints(root: Root) -> list[Found]:
     """Newest first. Saves that were not finished locally, and abandoned checkpoints, are left out."""
-    steps = [(int(match[1]), name) for name in root.names() if (match := _STEP.fullmatch(name))]
-    return [glance(root / name, step) for step, name in sorted(steps, reverse=True) if name == step_name(step)]
+    steps = [step for name in root.names() if (step := step_of(name)) is not None]
+    return [glance(root / step_name(step), step) for step in sorted(steps, reverse=True)]
 
 
 def abandoned(root: Root) -> list[Root]:

@@ -191,7 +191,11 @@ def _require_version(plain: Mapping[str, Any], where: str) -> None:
     if version > FORMAT_VERSION:
         versions = plain.get("versions")
         writer = versions.get("shardwise") if isinstance(versions, dict) else None
-        release = f"shardwise ≥ {writer}, which wrote it" if isinstance(writer, str) else "a newer shardwise"
+        release = (
+            f"shardwise ≥ {writer}, which wrote it"
+            if isinstance(writer, str) and writer.isprintable()
+            else "a newer one"
+        )
         raise ManifestError(
             f"the format version of {where} ({version}) must be at most the one that this shardwise reads "
             f"({FORMAT_VERSION}): it is read by {release}"
@@ -255,6 +259,8 @@ class _Reader:
         return file
 
     def _tensor(self, name: str, plain: object, files: tuple[FileEntry, ...]) -> TensorEntry:
+        if not name.isprintable():  # it will be shown, and a terminal obeys some characters
+            raise self._error(f"the name of a tensor ({name!r}) must be printable")
         if not isinstance(plain, dict):
             raise self._error(f"{name} must be a JSON object")
         shape, dtype = plain.get("shape"), plain.get("dtype")

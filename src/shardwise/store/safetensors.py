@@ -113,6 +113,8 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
 
 def _tensor(name: str, entry: object, first: int) -> StoredTensor:
     """Raises ValueError where the entry is none of a tensor."""
+    if not name.isprintable():  # it will be shown, and a terminal obeys some characters
+        raise ValueError(f"the name of a tensor ({name!r}) must be printable")
     if not isinstance(entry, dict):
         raise ValueError(f"{name} is no JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,14 +59,6 @@ class Tensors:
                 weights[name] = TensorEntry(tensor.shape, tensor.dtype, (piece,))
         return Tensors(folder, {"model": weights}, None, files)
 
-    def ordered_states(self) -> list[str]:
-        """The model first."""
-        return sorted(self.states, key=lambda state: (state != "model", state))
-
-    def ordered_names(self, state: str) -> list[str]:
-        """By name, numbers in it by their value: layer 10 after layer 2."""
-        return sorted(self.states[state], key=_natural)
-
     def config(self) -> dict[str, Any]:
         """`config.json`, or nothing where there is none that can be read."""
         try:
@@ -108,6 +100,16 @@ class Tensors:
         if file not in self._readers:
             self._readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
         return self._readers[file].read(start, stop)
+
+
+def ordered_states(states: Iterable[str]) -> list[str]:
+    """The model first."""
+    return sorted(states, key=lambda state: (state != "model", state))
+
+
+def ordered_names(names: Iterable[str]) -> list[str]:
+    """By name, numbers in it by their value: layer 10 after layer 2."""
+    return sorted(names, key=_natural)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -23,8 +23,8 @@ CHUNK = MIN_CHUNK_BYTES
     [
         (0, CHUNK),
         (1, CHUNK),
-        (512 * MIB, CHUNK),
-        (512 * MIB + 1, 128 * KIB),
+        (8192 * CHUNK, CHUNK),
+        (8192 * CHUNK + 1, 2 * CHUNK),
         (5 * GIB, MIB),
         (2**40, 16 * MIB),
     ],

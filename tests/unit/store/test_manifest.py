@@ -105,6 +105,7 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "fractions": (change_tensor(shape=[1.5]), "whole numbers"),
     "dtype": (change_tensor(dtype="pickle"), r"dtype of model/embed.weight \('pickle'\)"),
     "shared bytes": (change_tensor(pieces=[[0, 0, [0, 0], [1, 6]]] * 2), "must not share bytes"),
+    "escape sequence": (lambda plain: plain["tensors"].update(x={"\x1b[2J": {}}), "must be printable"),
     "no mapping": (lambda plain: plain.update(tensors=[]), "tensors must be a JSON object"),
     "no step": (lambda plain: plain.pop("step"), r"step \(None\) must be a whole number"),
     "truth": (lambda plain: plain.update(step=True), r"step \(True\) must be a whole number"),

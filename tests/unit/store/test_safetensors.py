@@ -60,6 +60,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "truth": ({"a": {**F32, "shape": [True, 2]}}, "must be whole numbers"),
     "huge": ({"a": {**F32, "shape": [2**70, 2**70]}}, "must be whole numbers"),
     "many dims": ({"a": {**F32, "shape": [1] * 10_000}}, "must be whole numbers"),
+    "escape sequence": ({"\x1b[2J": F32}, "must be printable"),
     "no tensor": ({"a": 3}, "a is no JSON object"),
 }
 

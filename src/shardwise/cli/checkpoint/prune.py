@@ -1,0 +1,58 @@
+"""Remove all checkpoints of a run but the newest.
+
+The newest intact checkpoint always stays, and so does whatever is newer: it may be a save under way. With the old ones
+go the leftovers of saves that were cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from shardwise.cli.checkpoint import places, text
+from shardwise.errors import ConfigError
+from shardwise.units import size
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    places.add_path(parser, "RUN")
+    parser.add_argument(
+        "--keep", metavar="N", type=int, required=True, help="the newest intact ones that stay (from 1)"
+    )
+    parser.add_argument(
+        "--keep-every", metavar="M", type=int, help="every checkpoint whose step is a multiple of M stays too"
+    )
+    parser.add_argument(
+        "--abandoned", action="store_true", help="also remove those that were set aside when the run went back"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would go, and remove nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from shardwise.store.folders import abandoned, removable
+
+    keep, every = arguments.keep, arguments.keep_every
+    problems = [
+        f"{name} ({value}) must be at least 1"
+        for name, value in (("--keep", keep), ("--keep-every", every))
+        if value is not None and value < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    place = places.locate(arguments.path)
+    if place.single:
+        raise ConfigError(f"RUN ({place.root}) must be a run's folder or a folder of checkpoints: it is one checkpoint")
+    going = removable(place.root, keep, every)
+    others = [*going.leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
+    sizes = [(each.folder, each.bytes) for each in going.checkpoints]
+    sizes += [(folder, sum(folder.files().values())) for folder in others]
+    if not arguments.dry_run:
+        going.remove()
+        for folder in others:
+            folder.remove()
+    verb = "would remove" if arguments.dry_run else "removed"
+    for folder, held in sizes:
+        text.line(f"{verb} {folder} ({size(held)})")
+    total = size(sum(held for _, held in sizes))
+    freed = f"{total} would be freed" if arguments.dry_run else f"{total} freed"
+    text.line(f"{text.of(len(sizes), 'folder')}, {freed}" if sizes else "nothing to remove")
+    return 0

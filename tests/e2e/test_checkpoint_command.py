@@ -1,0 +1,197 @@
+"""`shardwise checkpoint` as a user runs it, on checkpoints that were written without training."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shardwise.store.folders import partial_name, step_name
+from shardwise.store.manifest import MANIFEST
+from tests.e2e.command import environment, shardwise
+from tests.stored import small_tensors, write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with four checkpoints, the newest not completed; `runs/latest` points to it."""
+    run = tmp_path / "runs/mine"
+    for step in (100, 200, 300):
+        write_checkpoint(run / "checkpoints", step, small_tensors(step), ranks=2)
+    (run / "checkpoints" / step_name(400)).mkdir()
+    (run / "checkpoints" / partial_name(250)).mkdir()
+    (run / "checkpoints" / partial_name(250) / "part").write_bytes(bytes(2048))
+    (tmp_path / "runs/latest").symlink_to("mine")
+    return run
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / step_name(step)
+
+
+def test_inspect_lists_a_run(run: Path) -> None:
+    at = run.parents[1]
+    out = shardwise("checkpoint", "inspect", at=at).succeeded().out
+    lines = out.splitlines()
+    assert lines[0] == "runs/latest/checkpoints: 4 checkpoints"
+    assert lines[1].split() == ["step", "size", "age", "state"]
+    assert lines[2].split()[:3] == ["400", "0", "B"]
+    assert lines[2].endswith("has no manifest.json: it was not completed")
+    assert [line.split()[0] for line in lines[3:]] == ["300", "200", "100"]
+    assert all(line.endswith("complete") for line in lines[3:])
+    found = json.loads(shardwise("checkpoint", "inspect", run, "--json", at=at).succeeded().out)
+    assert [(each["step"], each["state"]) for each in found] == [
+        (400, "incomplete"), (300, "complete"), (200, "complete"), (100, "complete")
+    ]  # fmt: skip
+
+
+def test_inspect_shows_a_checkpoint(run: Path) -> None:
+    out = shardwise("checkpoint", "inspect", checkpoint(run, 300), "--tensors", at=run).succeeded().out
+    for text in (
+        "step        300 of 1,000",
+        "samples     2,400",
+        "model       llama, 121 parameters (121)",
+        "layout      TP 1 × PP 1 × DP 2 = 2 ranks",
+        "optimizer   adamw after 300 updates: exp_avg, exp_avg_sq, master",
+        "dtypes      model BF16; exp_avg F32; exp_avg_sq F32; master F32",
+        "shardwise 0.1.0",
+        "optimizer/rank-00001.safetensors",
+        "fingerprint tiny",
+    ):
+        assert text in out
+    assert len([line for line in out.splitlines() if "embed.weight" in line and "[11, 6]" in line]) == 4
+    found = json.loads(shardwise("checkpoint", "inspect", checkpoint(run, 300), "--json", at=run).succeeded().out)
+    assert (found["step"], found["parameters"], found["model"]["family"]) == (300, 121, "llama")
+    assert len(found["files"]) == 4
+
+
+def test_verify(run: Path) -> None:
+    out = shardwise("checkpoint", "verify", run, at=run).succeeded().out
+    assert out.count("intact; 4 files, 16 tensors") == 3
+    assert f"{step_name(400)}: skipped, it was not completed" in out
+    weights = checkpoint(run, 200) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    result = shardwise("checkpoint", "verify", run, at=run)
+    assert result.code == 1
+    assert result.err == ""
+    assert f"{step_name(200)}: 1 problem; 4 files" in result.out
+    assert "model.safetensors is damaged: bytes 0 to" in result.out
+    assert shardwise("checkpoint", "verify", checkpoint(run, 300), at=run).succeeded()
+    found = json.loads(shardwise("checkpoint", "verify", checkpoint(run, 200), "--json", at=run).out)
+    assert found["state"] == "damaged"
+    assert len(found["problems"]) == 1
+
+
+def test_verify_finds_values_that_are_not_finite(tmp_path: Path) -> None:
+    tensors = small_tensors()
+    tensors["master"]["norm.weight"][1][0] = np.inf
+    folder = write_checkpoint(tmp_path, tensors=tensors).local()
+    result = shardwise("checkpoint", "verify", folder, at=tmp_path)
+    assert result.code == 1
+    assert "  master/norm.weight has 1 value that is NaN or infinite" in result.out
+
+
+def test_verify_shows_a_bar_on_a_terminal(run: Path) -> None:
+    main, side = pty.openpty()
+    command = [sys.executable, "-m", "shardwise", "checkpoint", "verify", str(checkpoint(run, 100))]
+    process = subprocess.Popen(command, env=environment(TERM="xterm"), stdout=subprocess.PIPE, stderr=side)
+    os.close(side)
+    seen = b""
+    try:
+        while part := os.read(main, 4096):
+            seen += part
+    except OSError:  # the other side is closed
+        pass
+    assert process.wait(60) == 0
+    assert b"intact" in process.communicate()[0]
+    assert f"verifying {step_name(100)}".encode() in seen
+
+
+def test_prune(run: Path) -> None:
+    folder = run / "checkpoints"
+    before = sorted(path.name for path in folder.iterdir())
+    out = shardwise("checkpoint", "prune", "--keep", "1", "--dry-run", run, at=run).succeeded().out
+    assert out.count("would remove") == 3
+    assert sorted(path.name for path in folder.iterdir()) == before
+    (folder / f"{step_name(150)}.abandoned").mkdir()
+    out = shardwise("checkpoint", "prune", run, "--keep", "1", "--keep-every", "100", at=run).succeeded().out
+    assert out.splitlines() == [f"removed {folder / partial_name(250)} (2.0 KiB)", "1 folder, 2.0 KiB freed"]
+    out = shardwise("checkpoint", "prune", run, "--keep", "1", "--abandoned", at=run).succeeded().out
+    assert out.count("removed ") == 3
+    assert sorted(path.name for path in folder.iterdir()) == [step_name(300), step_name(400)]
+    assert shardwise("checkpoint", "prune", run, "--keep", "1", at=run).succeeded().out == "nothing to remove\n"
+
+
+def test_diff(run: Path) -> None:
+    other = write_checkpoint(run / "other", 300, small_tensors(300), ranks=3, config={"train": {"steps": 7}}).local()
+    out = shardwise("checkpoint", "diff", run, other, at=run).succeeded().out
+    assert ["train.steps", "1000", "7"] in [line.split() for line in out.splitlines()]
+    assert "model: 4 of 4 tensors equal" in out
+    assert out.endswith("equal: the same tensors to the bit\n")
+    result = shardwise("checkpoint", "diff", checkpoint(run, 100), checkpoint(run, 200), at=run)
+    assert result.code == 1
+    assert "exp_avg: 0 of 4 tensors equal" in result.out
+    assert result.out.endswith("different\n")
+    found = json.loads(
+        shardwise("checkpoint", "diff", checkpoint(run, 100), checkpoint(run, 200), "--json", at=run).out
+    )
+    assert found["equal"] is False
+    assert len(found["tensors"]) == 16
+
+
+def test_diff_with_a_hugging_face_folder(run: Path) -> None:
+    wide = {n: (bits.astype(np.uint32) << 16).view(np.float32) for n, (_, bits) in small_tensors(300)["model"].items()}
+    (run / "hf").mkdir()
+    save_file(wide, run / "hf/model.safetensors")
+    result = shardwise("checkpoint", "diff", run, run / "hf", at=run)
+    assert result.code == 1
+    assert "embed.weight" in result.out
+    assert "BF16 / F32" in result.out
+    assert "master: 0 of 4 tensors equal" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["inspect"], "runs/latest must be a checkpoint or a run's folder: there is nothing of that name: no run"),
+        (["verify", "file"], "file must be a checkpoint's or a run's folder: it is a file"),
+        (["verify", "empty"], "empty must be a checkpoint (with manifest.json) or a run's folder: it is neither"),
+        (["verify", "step-00000007"], "step-00000007 is no checkpoint: it has no manifest.json"),
+        (["diff", "empty", "empty"], "must be a checkpoint (with manifest.json) or have safetensors weights"),
+        (["prune", ".", "--keep", "0"], "--keep (0) must be at least 1"),
+        (["prune", "."], "required: --keep"),
+        (["inspect", "s4://bucket/x"], "s4://bucket/x must be a path, or a URL such as s3://bucket/folder"),
+        ([], "required: {inspect,verify,prune,diff}"),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, list) else "",
+)
+def test_wrong_input_is_told(arguments: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for name in ("empty", "step-00000007"):
+        (tmp_path / name).mkdir()
+    assert text in shardwise("checkpoint", *arguments, at=tmp_path).failed(2)
+
+
+def test_a_damaged_manifest_is_told(run: Path) -> None:
+    manifest = checkpoint(run, 300) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"samples":2400', '"samples":2401'))
+    assert "does not match its digest" in shardwise("checkpoint", "inspect", checkpoint(run, 300), at=run).failed(2)
+    result = shardwise("checkpoint", "verify", checkpoint(run, 300), at=run)
+    assert result.code == 1
+    assert "does not match its digest" in result.out
+
+
+def test_a_strangers_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, config={"model": {"family": "\x1b[2Jllama"}}).local()
+    out = shardwise("checkpoint", "inspect", folder, at=tmp_path).succeeded().out
+    assert "\x1b" not in out
+    assert "\\x1b[2Jllama" in out
