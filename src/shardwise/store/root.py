@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
@@ -21,13 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-
 from shardwise.errors import ConfigError, RunError
 from shardwise.units import size as size_text
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+_LOCAL = ("file", "local")
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
@@ -61,13 +60,13 @@ class Root:
     """A place: `Root.of("runs/x") / "checkpoints"`. Making the object touches nothing.
 
     Attributes:
-        path: as the filesystem wants it. shown: as the user wrote it, for messages.
+        path: as the filesystem wants it. shown: as the user wrote it, for messages. scheme: of its URL, `file` locally.
     """
 
-    fs: Any
     path: str
     shown: str
     scheme: str
+    _remote: Any = None
 
     @staticmethod
     def of(location: str | Path) -> Root:
@@ -77,20 +76,32 @@ class Root:
             ConfigError: the URL's scheme is unknown, or its client is not installed.
         """
         text = str(location)
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme in _LOCAL:
+            path = Path(rest if separator else text).expanduser().absolute()
+            return Root(str(path), text.rstrip("/") or "/", "file")
         shown = _LOGIN.sub("…", text)
-        scheme = text.partition("://")[0] if "://" in text else "file"
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
+
         try:
-            fs, path = url_to_fs(text, use_listings_cache=False)
+            if "::" in scheme:
+                raise ValueError("it has two schemes")
+            remote, path = url_to_fs(text, use_listings_cache=False)
         except ImportError as error:
             extra = _EXTRAS.get(scheme)
             package = f"shardwise[{extra}]" if extra else getattr(error, "name", None) or f"its client ({error})"
             raise ConfigError(f"{shown} needs a package that is not installed: pip install '{package}'") from None
         except ValueError as error:
             raise ConfigError(f"{shown} must be a path, or a URL such as s3://bucket/folder: {error}") from None
-        return Root(fs, path, shown.rstrip("/") or "/", scheme)
+        return Root(path, shown.rstrip("/"), scheme, remote)
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem, as fsspec has it."""
+        return _local_filesystem() if self._remote is None else self._remote
 
     def __truediv__(self, name: str) -> Root:
-        return Root(self.fs, f"{self.path.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", self.scheme)
+        return Root(f"{self.path.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", self.scheme, self._remote)
 
     def __str__(self) -> str:
         return self.shown
@@ -101,7 +112,7 @@ class Root:
 
     @property
     def is_local(self) -> bool:
-        return isinstance(self.fs, LocalFileSystem)
+        return self._remote is None
 
     def local(self) -> Path:
         assert self.is_local, f"{self} is not on this machine"
@@ -190,7 +201,10 @@ class Root:
         """The folder and those above it; an object store has none."""
         if self.scheme not in _OBJECT_STORES:
             with self._told("made"):
-                self.fs.makedirs(self.path, exist_ok=True)
+                if self.is_local:
+                    self.local().mkdir(parents=True, exist_ok=True)
+                else:
+                    self.fs.makedirs(self.path, exist_ok=True)
 
     def rename(self, other: Root) -> None:
         """Gives a file or a folder another name: atomic on a local disk, copies on an object store."""
@@ -239,7 +253,7 @@ class Root:
 
     def _sibling(self, name: str) -> Root:
         parent = self.path.rpartition("/")[0]
-        return Root(self.fs, f"{parent}/{name}", self.shown, self.scheme)
+        return Root(f"{parent}/{name}", self.shown, self.scheme, self._remote)
 
     def _info(self) -> dict[str, Any] | None:
         with self._told("read"):
@@ -335,6 +349,13 @@ class Writing:
         except BaseException:
             self.abandon()
             raise
+
+
+@functools.cache
+def _local_filesystem() -> Any:
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+    return LocalFileSystem()
 
 
 def _local_info(found: os.stat_result) -> dict[str, Any]:
