@@ -1,5 +1,6 @@
 """Processes are killed at random moments; each restart goes on from the last complete checkpoint, to the bit."""
 
+import contextlib
 import json
 import os
 import random
@@ -16,27 +17,24 @@ from tests.e2e.command import metrics, miniature, outcome, shardwise, start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
-LAYOUT = ("parallel.tensor=2", "--nproc", "4")
-SIZES = (
-    "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=4", "train.eval_every=50",
-    "log.tensorboard=false", "log.sample_tokens=0",
+QUIET = ("log.tensorboard=false", "log.sample_tokens=0", "train.eval_every=50")
+SMALL = ("parallel.tensor=2", "checkpoint.every=5")
+LARGE = (
+    "parallel.tensor=2", "--nproc", "4", "checkpoint.every=3",
+    "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=4",
 )  # fmt: skip
 VICTIMS = ("rank", "launcher", "all")
 
 
-def _kill(job_pid: int, victim: str, chance: random.Random) -> bool:
-    """SIGKILL to a random rank, to the launcher, or to every process of the job; False where there was none."""
+def _kill(job_pid: int, victim: str, chance: random.Random) -> str:
+    """SIGKILL to a random rank, to the launcher, or to every process of the job, as while no rank is there yet."""
     ranks = list(processes.ranks(job_pid).values())
+    victim = "all" if victim == "rank" and not ranks else victim
     everyone = [job_pid, *processes.descendants(job_pid)]
-    if victim == "rank" and not ranks:
-        return False
-    chosen = {"rank": [chance.choice(ranks)] if ranks else [], "launcher": [job_pid], "all": everyone}[victim]
-    for pid in chosen:
-        try:
+    for pid in {"rank": [chance.choice(ranks or [0])], "launcher": [job_pid], "all": everyone}[victim]:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return False
-    return True
+    return victim
 
 
 def _steps(run: Path) -> list[dict[str, float]]:
@@ -46,20 +44,11 @@ def _steps(run: Path) -> list[dict[str, float]]:
     return [event for line in lines if line and (event := json.loads(line))["event"] == "step"]
 
 
-def crash_until_done(folder: Path, kills: int, steps: int, seed: int) -> Counter[str]:
+def crash_until_done(folder: Path, sizes: tuple[str, ...], kills: int, steps: int, seed: int) -> Counter[str]:
     """Kill and restart a run until it was killed so often, then let it finish; returns what was hit, and when."""
     chance = random.Random(seed)
     hits: Counter[str] = Counter()
-    command = (
-        "train",
-        miniature(folder),
-        *SIZES,
-        *LAYOUT,
-        f"train.steps={steps}",
-        "checkpoint.every=3",
-        "--run-dir",
-        "run",
-    )
+    command = ("train", miniature(folder), *QUIET, *sizes, f"train.steps={steps}", "--run-dir", "run")
     run = folder / "run"
     while sum(hits[victim] for victim in VICTIMS) < kills:
         before = len(_steps(run))
@@ -69,11 +58,10 @@ def crash_until_done(folder: Path, kills: int, steps: int, seed: int) -> Counter
             time.sleep(chance.uniform(0, 1.0))
         else:
             time.sleep(chance.uniform(0, 6.0))
-        victim = chance.choice(VICTIMS)
-        is_saving = any(run.glob("checkpoints/.step-*.partial"))
         everyone = processes.descendants(job.pid)
-        if job.poll() is None and _kill(job.pid, victim, chance):
-            hits[victim] += 1
+        is_saving = any(run.glob("checkpoints/.step-*.partial"))
+        if job.poll() is None:
+            hits[_kill(job.pid, chance.choice(VICTIMS), chance)] += 1
             hits["while a checkpoint was written"] += is_saving
         ended = outcome(job, timeout=60)
         assert "Traceback" not in ended.out + ended.err, ended.err
@@ -85,15 +73,14 @@ def crash_until_done(folder: Path, kills: int, steps: int, seed: int) -> Counter
     return hits
 
 
-def check(folder: Path, kills: int, steps: int, seed: int) -> Counter[str]:
+def check(folder: Path, sizes: tuple[str, ...], kills: int, steps: int, seed: int) -> Counter[str]:
     """The curve and the final weights of a run that was killed again and again are those of one that was not."""
     whole = folder / "whole"
     whole.mkdir()
-    shardwise(
-        "train", miniature(whole), *SIZES, *LAYOUT, f"train.steps={steps}", "--run-dir", "run", at=whole
-    ).succeeded()
+    command = ("train", miniature(whole), *QUIET, *sizes, f"train.steps={steps}", "--run-dir", "run")
+    shardwise(*command, at=whole).succeeded()
     wanted = {event["step"]: event["loss"] for event in metrics(whole / "run", "step")}
-    hits = crash_until_done(folder, kills, steps, seed)
+    hits = crash_until_done(folder, sizes, kills, steps, seed)
     found = _steps(folder / "run")
     assert {event["step"] for event in found} == set(wanted), "steps are missing"
     wrong = [event for event in found if event["loss"] != wanted[event["step"]]]
@@ -104,13 +91,13 @@ def check(folder: Path, kills: int, steps: int, seed: int) -> Counter[str]:
 
 
 def test_a_few_kills(tmp_path: Path) -> None:
-    check(tmp_path, kills=4, steps=40, seed=0)
+    check(tmp_path, SMALL, kills=3, steps=80, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_hundred_kills(tmp_path: Path) -> None:
-    hits = check(tmp_path, kills=100, steps=1200, seed=1)
+    hits = check(tmp_path, LARGE, kills=100, steps=1200, seed=1)
     print(dict(hits))
     assert sum(hits[victim] for victim in VICTIMS) == 100, f"the run ended before: {hits}"
     assert hits["while a checkpoint was written"] > 5, f"no kill hit a save: {hits}"

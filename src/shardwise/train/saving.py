@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -73,10 +74,13 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Let a save that is under way come to its end, whatever ended the training."""
-        self._saver.wait()
-        self._tell()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let a save that is under way come to its end, unless somebody wants the run to end at once."""
+        if not isinstance(error, KeyboardInterrupt):
+            self._saver.wait()
+            self._tell()
 
     def _tell(self) -> None:
         for saved in self._saver.finished():
