@@ -211,6 +211,10 @@ class Root:
         with self._told(f"renamed to {other}"):
             if self.is_local and other.is_local:
                 self.local().rename(other.path)
+            elif self.scheme in _OBJECT_STORES:
+                for name in self.files() or [""]:  # one by one: `mv` would take * and [ in a name for patterns
+                    self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{other.path}/{name}".rstrip("/"))
+                self.remove()
             else:
                 self.fs.mv(self.path, other.path, recursive=self.is_folder())
 

@@ -1,0 +1,109 @@
+"""The same code path on a real S3 interface: checkpoints are written, listed, verified, compared and removed there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+from tests.e2e.command import environment, shardwise
+from tests.loopback_s3 import BUCKET, serve, user_of
+
+WRITE = """
+import sys
+from shardwise.store.root import Root
+from tests.stored import small_tensors, write_checkpoint
+for step in (100, 200, 300):
+    write_checkpoint(Root.of(sys.argv[1]), step, small_tensors(1), ranks=2)
+write_checkpoint(Root.of(sys.argv[2]), 300, small_tensors(1), ranks=1)
+"""
+USE = """
+import json, sys
+from shardwise.store.root import Root, StoreError
+root = Root.of(sys.argv[1]) / "odd [name] *"
+root.make()
+with (root / "inner/a").open(3) as file:
+    file.write(b"one")
+(root / "b").write(b"second")
+(Root.of(sys.argv[1]) / "odd x y").write(b"stays")
+try:
+    with (root / "c").open() as file:
+        file.write(bytes(60 * 2**20))
+        raise KeyError
+except KeyError:
+    pass
+found = [root.names(), root.files(), (root / "b").read(1, 3).decode(), root.is_folder(), (root / "none").exists()]
+(root / "b").rename(root / "d")
+found.append(root.names())
+root.remove()
+root.remove()
+found += [root.exists(), Root.of(sys.argv[1]).names()]
+for action in ((root / "gone").size, (root / "gone").read, (Root.of("s3://no-such-bucket/x") / "y").open().close):
+    try:
+        action()
+    except StoreError as error:
+        found.append([str(error), error.missing])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with serve() as address:
+        yield address
+
+
+def python(code: str, *arguments: str, **variables: str) -> str:
+    """A program of its own: the client has threads, and reads its environment once."""
+    command = [sys.executable, "-c", code, *arguments]
+    env = environment(**variables)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_places_in_an_object_store(server: str) -> None:
+    url = f"s3://{BUCKET}/places"
+    found = json.loads(python(USE, url, **user_of(server)))
+    assert found[:8] == [
+        ["b", "inner"], {"b": 6, "inner/a": 3}, "ec", True, False, ["d", "inner"], False, ["odd x y"]
+    ]  # fmt: skip
+    for text, missing in found[8:10]:
+        assert missing
+        assert text.startswith(f"{url}/odd [name] */gone cannot be read: ")
+    assert found[10][0].startswith("s3://no-such-bucket/x/y cannot be written: ")
+    assert "AWS_ENDPOINT_URL" in found[10][0]
+
+
+def test_the_commands_in_an_object_store(server: str, tmp_path: Path) -> None:
+    url, user = f"s3://{BUCKET}/run", user_of(server)
+    local = tmp_path / "local"
+    python(WRITE, url, str(local), **user)
+    out = shardwise("checkpoint", "inspect", url, at=tmp_path, **user).succeeded().out
+    assert out.startswith(f"{url}: 3 checkpoints\n")
+    assert out.count("complete") == 3
+    out = shardwise("checkpoint", "inspect", f"{url}/step-00000300", at=tmp_path, **user).succeeded().out
+    assert "step        300 of 1,000" in out
+    out = shardwise("checkpoint", "verify", url, at=tmp_path, **user).succeeded().out
+    assert out.count("intact; 4 files, 16 tensors") == 3
+    out = shardwise("checkpoint", "diff", url, local, at=tmp_path, **user).succeeded().out
+    assert out.endswith("equal: the same tensors to the bit\n")
+    out = shardwise("checkpoint", "prune", url, "--keep", "1", at=tmp_path, **user).succeeded().out
+    assert f"removed {url}/step-00000100" in out
+    out = shardwise("checkpoint", "inspect", url, "--json", at=tmp_path, **user).succeeded().out
+    assert [each["step"] for each in json.loads(out)] == [300]
+
+
+def test_what_is_wrong_with_an_object_store_is_told(server: str, tmp_path: Path) -> None:
+    user = user_of(server)
+    text = shardwise("checkpoint", "inspect", "s3://no-such-bucket/run", at=tmp_path, **user).failed(2)
+    assert "s3://no-such-bucket/run must be a checkpoint or a run's folder: there is nothing of that name" in text
+    del user["AWS_ACCESS_KEY_ID"], user["AWS_SECRET_ACCESS_KEY"]
+    nobody = {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere", **user}
+    text = shardwise("checkpoint", "inspect", f"s3://{BUCKET}/run", at=tmp_path, **nobody).failed(1)
+    assert f"s3://{BUCKET}/run cannot be read: Unable to locate credentials; set AWS_ACCESS_KEY_ID" in text
