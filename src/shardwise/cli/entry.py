@@ -16,6 +16,8 @@ from shardwise.errors import ConfigError, ShardwiseError
 COMMANDS = {
     "train": "pretrain a model from a recipe",
     "stop": "stop a run after the step under way, with a checkpoint",
+    "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
+    "generate": "continue a text",
     "checkpoint": "inspect, verify, compare and prune checkpoints",
     "recipes": "list the shipped recipes, print one, or copy one to edit",
 }

@@ -70,13 +70,18 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"the recipe {recipe} must be a mapping of sections: {listing(Config.model_fields)}")
     if any(override.partition("=")[0].strip() == _MODEL_FILE for override in overrides):
         values["model"] = {}
+    return config_from(values, apply_overrides(values, overrides))
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Write `a.b=value` overrides into nested `values`; returns what is wrong with them."""
     problems: list[str] = []
     for override in overrides:
         try:
             _apply(values, override)
         except ConfigError as error:
             problems += error.problems
-    return config_from(values, problems)
+    return problems
 
 
 def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Config:

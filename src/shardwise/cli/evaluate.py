@@ -1,0 +1,174 @@
+"""Loss and perplexity of a model on any text; of BERT the losses and accuracies of masked tokens and sentence pairs.
+
+Every token but the first is predicted exactly once: the text is cut into sequences of train.sequence_length tokens
+that do not overlap, the last one filled up. A token is predicted from those before it in its sequence: from one at its
+start, from train.sequence_length at its end. Neither the number of ranks nor train.micro_batch changes the result.
+
+The text is that of the run where a checkpoint tells it, else the built-in one; data.* keys name another. Read are
+data.*, parallel.tensor, parallel.sequence, precision.mode, train.sequence_length, train.micro_batch, train.seed (what
+BERT masks) and checkpoint.revision (of a hub id).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import job, output
+from shardwise.cli.folder import (
+    HELP,
+    ModelFolder,
+    argument_named,
+    evaluation_config,
+    open_folder,
+    open_tokenizer,
+    split_overrides,
+)
+from shardwise.config import Config, Layout
+from shardwise.errors import ConfigError
+from shardwise.hardware import accelerators
+from shardwise.launch.environment import is_launched
+from shardwise.units import count
+
+if TYPE_CHECKING:
+    from shardwise.inference import Evaluation
+
+_KEYS = (
+    "data.", "parallel.tensor", "parallel.sequence", "precision.mode", "train.sequence_length", "train.micro_batch",
+    "train.seed", "checkpoint.revision",
+)  # fmt: skip
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as data.path=FILE or parallel.tensor=2")
+    parser.add_argument(
+        "--part",
+        choices=("train", "eval", "all"),
+        help="of the text (default: what data.split holds out; all of data.path where no data.split is given)",
+    )
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="number of local ranks (default: parallel.tensor, or all accelerators)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    place = job.place_in_job(arguments.nproc)
+    values, revision = split_overrides(arguments.overrides, _KEYS, "evaluate")
+    announce = output.progress if place is None or place.local_rank == 0 else None
+    folder = open_folder(arguments.checkpoint, revision, cached=is_launched(), announce=announce)
+    part = _part(arguments.part, values, folder)
+    _, accelerated = accelerators()
+    degree = evaluation_config(folder, values, 1, part).parallel.tensor
+    world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
+    if world < 1:
+        raise ConfigError(f"--nproc ({world}) must be at least 1")
+    config = evaluation_config(folder, values, max(1, world // degree), part)
+    layout = config.check(world)
+    if not is_launched():
+        _prepare(config, folder, announce)
+
+    def work() -> None:
+        from shardwise.inference import run_evaluation
+
+        talks = place is None or place.rank == 0
+        with argument_named():
+            found = run_evaluation(
+                config, folder.path, "eval" if part == "eval" else "train", _progress if talks else None
+            )
+        if talks:
+            facts = _facts(folder, config, layout, part, found)
+            output.line(json.dumps(facts, ensure_ascii=False) if arguments.json else _text(facts))
+
+    if place is not None:
+        return job.take_part(place, work)
+    job.check_accelerators(world, accelerated)
+    if world == 1:
+        work()
+        return 0
+    kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
+    command = ["evaluate", str(folder.path), *kept, "--part", part, "--nproc", str(world)]
+    job.start([*command, *(["--json"] if arguments.json else [])], world)
+    return 0
+
+
+def _part(chosen: str | None, values: dict[str, Any], folder: ModelFolder) -> str:
+    """The part of the text that is evaluated, as a user would expect it of what they gave."""
+    given: dict[str, Any] = values.get("data", {})
+    if chosen is None and "path" in given and "split" not in given:
+        return "all"
+    held_out = evaluation_config(folder, values, 1, "eval").data.split_weights[1] > 0
+    if chosen == "eval" and not held_out:
+        raise ConfigError("--part eval: data.split holds nothing out; give its second part a weight, or --part all")
+    return chosen or ("eval" if held_out else "all")
+
+
+def _prepare(config: Config, folder: ModelFolder, announce: Any) -> None:
+    from shardwise.data import prepare
+
+    open_tokenizer(config, folder)
+    prepare(config, announce=announce, any_size=True)
+
+
+def _progress(done: int, samples: int) -> None:
+    """Life, for whoever watches."""
+    if sys.stderr.isatty():
+        output.progress(f"{done:,} of {samples:,} sequences")
+
+
+def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found: Evaluation) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "model": str(folder.path),
+        "family": config.model.family,
+        "data": config.data.path or config.data.dataset,
+        "part": part,
+        "loss": found.loss,
+    }
+    if found.perplexity is not None:
+        facts["perplexity"] = found.perplexity
+    facts["losses"] = found.losses
+    facts |= {f"{name}_accuracy": value for name, value in found.accuracies.items()}
+    return facts | {
+        "counted": found.counted,
+        "tokens": found.tokens,
+        "sequences": found.sequences,
+        "sequence_length": config.train.sequence_length,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens / found.seconds,
+        "layout": {"ranks": layout.world, "tensor": layout.tensor, "sequence": layout.sequence, "data": layout.data},
+        "precision": config.precision.resolved(accelerators()[1] > 0).parameter,
+    }
+
+
+_PARTS = {"all": "all of it", "eval": "the part that data.split holds out", "train": "the training part"}
+_NAMES = {"mlm": "masked tokens", "nsp": "sentence pairs"}
+
+
+def _text(facts: dict[str, Any]) -> str:
+    layout = facts["layout"]
+    cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''} × DP {layout['data']}"
+    rows = [
+        ("model", f"{Path(facts['model'])} ({facts['family']}, {facts['precision']}, {cut})"),
+        ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),
+        ("loss", f"{facts['loss']:.6f}"),
+    ]
+    if "perplexity" in facts:
+        rows.append(("perplexity", f"{facts['perplexity']:.6g}"))
+    else:
+        rows += [
+            (_NAMES[name], f"loss {loss:.6f}, accuracy {facts[f'{name}_accuracy']:.2%} of {facts['counted'][name]:,}")
+            for name, loss in facts["losses"].items()
+        ]
+    rows.append(
+        (
+            "tokens",
+            f"{facts['tokens']:,} in {facts['sequences']:,} sequences of {facts['sequence_length']:,}, each once; "
+            f"{count(facts['tokens_per_second'])} tokens/s",
+        )
+    )
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,218 @@
+"""Continue a text, token by token, until the model ends it, --max-tokens are there, or its longest sequence is full.
+
+What the model read is kept (keys and values of each rank's own heads), so that a token costs no more than its own pass.
+The same --seed gives the same text, and in float32 at any parallel.tensor. Before the prompt comes what the model's
+tokenizer puts there, such as <s>. The text goes to standard output, what it took to standard error.
+
+Read are parallel.tensor, precision.mode, data.tokenizer and checkpoint.revision (of a hub id).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import job, output
+from shardwise.cli.folder import (
+    HELP,
+    ModelFolder,
+    argument_named,
+    generation_config,
+    open_folder,
+    open_tokenizer,
+    split_overrides,
+)
+from shardwise.config import Config
+from shardwise.data import Tokenizer
+from shardwise.errors import ConfigError
+from shardwise.hardware import accelerators
+from shardwise.launch.environment import is_launched
+from shardwise.units import count
+
+if TYPE_CHECKING:
+    from shardwise.inference import Answer
+
+_KEYS = ("parallel.tensor", "precision.mode", "data.tokenizer", "checkpoint.revision")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", metavar="F", type=Path, help="a file that holds it, in UTF-8")
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=128, help="new tokens at most (default: 128)")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest tokens that make up P (default: 1)",
+    )
+    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="what is drawn (default: 1234)")
+    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks, which parallel.tensor is too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    place = job.place_in_job(arguments.nproc)
+    values, revision = split_overrides(arguments.overrides, _KEYS, "generate")
+    announce = output.progress if place is None or place.local_rank == 0 else None
+    text = _prompt_text(arguments)
+    problems = _argument_problems(arguments)
+    if problems:
+        raise ConfigError(problems)
+    folder = open_folder(arguments.checkpoint, revision, cached=is_launched(), announce=announce)
+    config = generation_config(folder, values)
+    world = config.parallel.tensor
+    given = place.world if place is not None else arguments.nproc or world
+    if given != world:
+        raise ConfigError(f"--nproc ({given}) must be parallel.tensor ({world}): one copy of the model writes one text")
+    config.check(world)
+    tokenizer = open_tokenizer(config, folder)
+    ids, room = _fit(config, folder, tokenizer, text)
+    wanted = min(arguments.max_tokens, room)
+
+    def work() -> None:
+        from shardwise.inference import Prompt, run_generation
+
+        talks = place is None or place.rank == 0
+        prompt = Prompt(
+            tuple(ids), wanted, folder.stops(tokenizer), arguments.temperature, arguments.top_p, arguments.seed
+        )
+        if talks and not arguments.json:
+            _show(text)
+        with argument_named():
+            answer = run_generation(
+                config, folder.path, tokenizer, prompt, _show if talks and not arguments.json else _nothing
+            )
+        if talks:
+            _finish(folder, text, len(ids), wanted < arguments.max_tokens, answer, arguments)
+
+    if place is not None:
+        return job.take_part(place, work)
+    job.check_accelerators(world, accelerators()[1])
+    if world == 1:
+        work()
+        return 0
+    job.start(_command(arguments, folder, world), world)
+    return 0
+
+
+def _prompt_text(arguments: argparse.Namespace) -> str:
+    file: Path | None = arguments.prompt_file
+    if file is None:
+        name, text = "--prompt", str(arguments.prompt)
+    else:
+        name = f"--prompt-file ({file})"
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name} must be UTF-8, and byte {error.start} is not") from None
+    if not text:
+        raise ConfigError(f"{name} must not be empty: a model continues a text, and needs one character at least")
+    return text
+
+
+def _argument_problems(arguments: argparse.Namespace) -> list[str]:
+    problems = []
+    if arguments.max_tokens < 1:
+        problems.append(f"--max-tokens ({arguments.max_tokens}) must be at least 1")
+    if not 0 <= arguments.temperature < float("inf"):
+        problems.append(f"--temperature ({arguments.temperature}) must be at least 0; at 0 nothing is random")
+    if not 0 < arguments.top_p <= 1:
+        problems.append(f"--top-p ({arguments.top_p}) must be above 0 and at most 1; at 1 every token may come")
+    if not 0 <= arguments.seed < 2**63:
+        problems.append(f"--seed ({arguments.seed}) must be at least 0 and less than 2^63")
+    return problems
+
+
+def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
+    """The prompt's ids, and how many tokens may follow: the last one needs no position, for it is not read."""
+    model = config.model
+    if not model.causal:
+        raise ConfigError(
+            f"the model in {folder.path} must be a causal language model, which predicts the next token, and "
+            f"{model.family} predicts masked ones: `shardwise evaluate` tells how well"
+        )
+    ids = tokenizer.encode_prompt(text)
+    if not ids:
+        raise ConfigError(f"the prompt ({text!r}) must have at least 1 token, and the tokenizer makes none of it")
+    limit = model.max_position_embeddings
+    if limit is None or model.extends_positions:
+        return ids, sys.maxsize
+    if len(ids) > limit:
+        raise ConfigError(
+            f"the prompt ({len(ids):,} tokens) must be at most model.max_position_embeddings ({limit:,}), the longest "
+            "sequence that the model reads: shorten it"
+        )
+    return ids, limit - len(ids) + 1
+
+
+def _show(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _nothing(_piece: str) -> None:
+    pass
+
+
+def _finish(
+    folder: ModelFolder, text: str, prompt_tokens: int, cut: bool, answer: Answer, arguments: argparse.Namespace
+) -> None:
+    """The end of the answer: one JSON object, or on standard error what it took."""
+    new = len(answer.tokens)
+    stopped = "eos" if answer.ended else "context" if cut else "max_tokens"
+    prefill = prompt_tokens / answer.prefill_seconds
+    decode = (new - 1) / answer.decode_seconds if new > 1 else None
+    facts: dict[str, Any] = {
+        "model": str(folder.path),
+        "prompt": text,
+        "text": answer.text,
+        "tokens": list(answer.tokens),
+        "prompt_tokens": prompt_tokens,
+        "stopped": stopped,
+        "prefill_tokens_per_second": prefill,
+        "decode_tokens_per_second": decode,
+        "temperature": arguments.temperature,
+        "top_p": arguments.top_p,
+        "seed": arguments.seed,
+    }
+    if arguments.json:
+        output.line(json.dumps(facts, ensure_ascii=False))
+        return
+    output.line()
+    ends = {
+        "eos": "ended by the model",
+        "max_tokens": "--max-tokens",
+        "context": "the model's longest sequence is full",
+    }
+    speed = f", then {count(decode)} tokens/s" if decode is not None else ""
+    output.progress(
+        f"{new:,} tokens ({ends[stopped]}); prompt of {prompt_tokens:,} at {count(prefill)} tokens/s{speed}"
+    )
+
+
+def _command(arguments: argparse.Namespace, folder: ModelFolder, world: int) -> list[str]:
+    """The same for a rank, with the folder that was found."""
+    kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
+    file = arguments.prompt_file
+    prompt = f"--prompt={arguments.prompt}" if file is None else f"--prompt-file={file}"
+    options = [
+        f"--max-tokens={arguments.max_tokens}",
+        f"--temperature={arguments.temperature}",
+        f"--top-p={arguments.top_p}",
+        f"--seed={arguments.seed}",
+        f"--nproc={world}",
+        *(["--json"] if arguments.json else []),
+    ]
+    return ["generate", str(folder.path), *kept, prompt, *options]

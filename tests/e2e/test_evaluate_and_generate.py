@@ -1,0 +1,206 @@
+"""Evaluation and generation as a user runs them: the page's commands, bad input, other people's folders."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.data.tokenizer import train_tokenizer
+from tests.arch.source import ROOT
+from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise
+from tests.hugging_face import save
+
+PAGE = (ROOT / "docs" / "evaluate-and-generate.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) for line in block.splitlines()
+]
+TEXT = "The ring of keys — naïve, 键 — was lost in spring, and a song went with it.\n" * 4
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
+    """A folder in which every command of the page was run."""
+    at = tmp_path_factory.mktemp("followed")
+    (at / "own.txt").write_text(TEXT[:60])
+    done = {line: shardwise(*shlex.split(line)[1:], at=at) for line in COMMANDS}
+    for line, outcome in done.items():
+        assert outcome.code == 0, f"{line}\n{outcome.err}"
+    return at, done
+
+
+def answer(outcome: Outcome) -> dict[str, Any]:
+    """The one JSON object that was printed."""
+    assert outcome.code == 0, outcome.err
+    (line,) = outcome.out.splitlines()
+    facts: dict[str, Any] = json.loads(line)
+    return facts
+
+
+def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
+    at, done = followed
+    cut = answer(next(done[line] for line in COMMANDS if line.startswith("shardwise evaluate") and "--json" in line))
+    whole = answer(shardwise("evaluate", "runs/tiny", "--json", at=at))
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert cut["counted"] == whole["counted"]
+    assert cut["layout"] == {"ranks": 2, "tensor": 2, "sequence": True, "data": 1}
+    shown = next(done[line] for line in COMMANDS if line == "shardwise evaluate runs/tiny").out
+    assert f"loss        {whole['loss']:.6f}\n" in shown
+    assert f"{whole['tokens']:,} in {whole['sequences']:,} sequences of 64, each once" in shown
+    # The run's own evaluations see the first ones of the same samples, without the last, incomplete one.
+    config = ["train.eval_every=20", "train.eval_batches=1000"]
+    own = shardwise("train", "llama2-tiny", "--run-dir", "runs/own", *config, at=at).succeeded()
+    assert own.code == 0
+    theirs = metrics(at / "runs/own", "eval")[-1]["loss"]
+    assert whole["loss"] == pytest.approx(theirs, rel=2e-3)
+
+
+def test_the_page_writes_one_text_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
+    at, done = followed
+    greedy = answer(next(done[line] for line in COMMANDS if "--temperature 0 " in line))
+    options = ("--prompt", "The ring", "--max-tokens", "20", "--temperature", "0", "--json")
+    alone = answer(shardwise("generate", "runs/tiny", *options, at=at))
+    assert greedy["text"] == alone["text"]
+    assert greedy["tokens"] == alone["tokens"]
+    assert len(alone["tokens"]) == 20
+    assert alone["stopped"] == "max_tokens"
+    assert alone["decode_tokens_per_second"] > 0
+    drawn = next(done[line] for line in COMMANDS if line.endswith('"The ring" --max-tokens 20'))
+    again = shardwise("generate", "runs/tiny", "--prompt", "The ring", "--max-tokens", "20", "parallel.tensor=2", at=at)
+    assert again.out == drawn.out
+    assert drawn.out.startswith("The ring")
+    assert re.fullmatch(r"20 tokens \(--max-tokens\); prompt of \d+ at .* tokens/s, then .* tokens/s\n", drawn.err)
+
+
+def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) -> None:
+    at, _ = followed
+    one, two = (
+        answer(shardwise("evaluate", "runs/tiny", "--json", "data.path=own.txt", at=at, **options))
+        for options in ({}, {"program": UNDER_TORCHRUN})
+    )
+    assert two["layout"]["data"] == 2
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    written = shardwise(
+        *("generate", "runs/tiny", "parallel.tensor=2", "--prompt", "The", "--max-tokens", "3", "--json"),
+        at=at,
+        program=UNDER_TORCHRUN,
+    )
+    assert len(answer(written)["tokens"]) == 3
+
+
+def test_it_stops_where_the_longest_sequence_is_full(followed: tuple[Path, dict[str, Outcome]]) -> None:
+    at, _ = followed
+    full = answer(shardwise("generate", "runs/tiny", "--prompt", "The ring", "--max-tokens", "99", "--json", at=at))
+    if full["stopped"] == "context":
+        assert len(full["tokens"]) + full["prompt_tokens"] == 64 + 1, "the last token needs no position"
+    else:
+        assert full["stopped"] == "eos"
+
+
+def test_a_run_means_its_newest_intact_checkpoint(followed: tuple[Path, dict[str, Outcome]], tmp_path: Path) -> None:
+    at, _ = followed
+    run = tmp_path / "run" / "checkpoints"
+    run.parent.mkdir()
+    assert "holds no checkpoint" not in shardwise("evaluate", run.parent, at=at).failed(2)
+    run.mkdir()
+    assert "holds no checkpoint yet" in shardwise("evaluate", run.parent, at=at).failed(2)
+    intact = at / "runs/tiny/checkpoints/step-00000020"
+    shutil.copytree(intact, run / "step-00000020")
+    shutil.copytree(intact, run / "step-00000030")
+    (run / "step-00000030" / "manifest.json").unlink()
+    done = shardwise("evaluate", run.parent, "data.path=own.txt", "--json", at=at)
+    assert answer(done)["model"].endswith("step-00000020")
+    assert "step-00000030 has no manifest.json" in done.err
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of transformers' models with tokenizers of their own, and a text."""
+    at = tmp_path_factory.mktemp("foreign")
+    (at / "own.txt").write_text(TEXT)
+    (at / "short.txt").write_text("x")
+    for case in ("gpt", "bert"):
+        save(case, at / case, vocab_size=270)
+        train_tokenizer([TEXT], 270, "test", pairs=case == "bert").save(at / case)
+    save("gpt", at / "small")
+    train_tokenizer([TEXT], 270, "test").save(at / "small")
+    save("gpt", at / "mute")
+    (at / "empty").mkdir()
+    (at / "latin.txt").write_bytes(b"na\xefve")
+    return at
+
+
+def test_a_hugging_face_folder(foreign: Path) -> None:
+    facts = answer(shardwise("evaluate", "gpt", "data.path=own.txt", "--json", at=foreign))
+    assert facts["part"] == "all"
+    assert facts["sequence_length"] == 24
+    assert facts["perplexity"] > 1
+    both = answer(shardwise("evaluate", "bert", "data.path=own.txt", "--json", "--nproc", "2", at=foreign))
+    assert both["loss"] == pytest.approx(sum(both["losses"].values()))
+    assert 0 <= both["mlm_accuracy"] <= 1
+    assert "perplexity" not in both
+
+
+WRONG: dict[str, tuple[str, str]] = {
+    "no such folder": ("evaluate ./nowhere", "CHECKPOINT (./nowhere) must be a folder with weights"),
+    "no model": ("evaluate empty", "CHECKPOINT (empty) must hold model.safetensors: it is empty"),
+    "no data": ("evaluate gpt data.path=gone.txt", "data.path (gone.txt) does not exist"),
+    "hardly any data": ("evaluate bert data.path=short.txt", "must hold at least 2 samples"),
+    "nothing held out": ("evaluate gpt data.path=own.txt data.split=1,0 --part eval", "data.split holds nothing out"),
+    "another key": ("evaluate gpt optimizer.lr=1", "optimizer.lr: evaluate reads data.*"),
+    "a key misspelt": ("evaluate gpt train.sequence_lenght=1", "did you mean train.sequence_length?"),
+    "too long": (
+        "evaluate gpt data.path=own.txt train.sequence_length=25",
+        "train.sequence_length (25) must be at most model.max_position_embeddings (24)",
+    ),
+    "ranks": ("evaluate gpt parallel.tensor=2 --nproc 3", "the number of ranks (3) must be a multiple"),
+    "heads": ("evaluate gpt parallel.tensor=3", "parallel.tensor (3) must divide model.num_attention_heads (4)"),
+    "tokenizer too large": (
+        "evaluate small data.path=own.txt",
+        "the vocabulary of the tokenizer small (270) must be at most that of the model in small (61)",
+    ),
+    "the same to generate": ("generate small --prompt a", "the vocabulary of the tokenizer small (270)"),
+    "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json or vocab.txt)"),
+    "bert": ("generate bert --prompt a", "must be a causal language model"),
+    "no prompt": ("generate gpt", "one of the arguments --prompt --prompt-file is required"),
+    "an empty prompt": ("generate gpt --prompt=", "--prompt must not be empty"),
+    "no prompt file": ("generate gpt --prompt-file gone.txt", "--prompt-file (gone.txt) cannot be read"),
+    "no text": ("generate gpt --prompt-file latin.txt", "--prompt-file (latin.txt) must be UTF-8, and byte 2 is not"),
+    "a long prompt": ("generate gpt --prompt-file own.txt", "must be at most model.max_position_embeddings (24)"),
+    "top-p": ("generate gpt --prompt a --top-p 0", "--top-p (0.0) must be above 0 and at most 1"),
+    "temperature": ("generate gpt --prompt a --temperature -1", "--temperature (-1.0) must be at least 0"),
+    "max tokens": ("generate gpt --prompt a --max-tokens 0", "--max-tokens (0) must be at least 1"),
+    "seed": ("generate gpt --prompt a --seed -1", "--seed (-1) must be at least 0"),
+    "copies": ("generate gpt --prompt a --nproc 2", "--nproc (2) must be parallel.tensor (1)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_bad_input_is_told_in_a_sentence(
+    case: str, foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwise.cli import main
+
+    line, told = WRONG[case]
+    monkeypatch.chdir(foreign)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(foreign / "cache"))
+    assert main(shlex.split(line)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err
+    assert "Traceback" not in captured.err
+    assert "checkpoint.load" not in captured.err, "the user gave an argument, not that key"
+
+
+def test_what_a_rank_meets_is_told_once(foreign: Path) -> None:
+    """Weights that do not fit: found by every rank, said by the launcher, nothing left behind."""
+    damaged = foreign / "damaged"
+    shutil.copytree(foreign / "gpt", damaged)
+    config = json.loads((damaged / "config.json").read_text())
+    (damaged / "config.json").write_text(json.dumps(config | {"n_layer": 3}))
+    told = shardwise("generate", damaged, "--prompt", "a", "parallel.tensor=2", at=foreign).failed(2)
+    assert told.count("lacks transformer.h.2") > 0
+    assert "CHECKPOINT (" in told
