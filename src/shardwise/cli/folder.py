@@ -187,7 +187,7 @@ def _newest(run: Path, announce: Callable[[str], None] | None) -> Path | None:
     folder = run / "checkpoints"
     if (run / _CONFIG).is_file() or not folder.is_dir():
         return None
-    skipped = []
+    skipped: list[str] = []
     for found in checkpoints(Root.of(str(folder))):
         if found.problem is None:
             if skipped and announce is not None:
