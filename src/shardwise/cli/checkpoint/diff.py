@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell(a: Root, b: Root, found: Difference, most: int | None) -> None:
     text.rows([("A", str(a)), ("B", str(b))])
     text.line()
-    text.line(f"configuration: {text.of(len(found.config), 'key')} differ" if found.config else "configuration: equal")
+    keys = text.of(len(found.config), "key")
+    text.line(f"configuration: {keys} with other values" if found.config else "configuration: equal")
     if found.config:
         text.table(["key", "A", "B"], [[key, _value(x), _value(y)] for key, x, y in found.config], indent=2)
     compared = [(each.state, each.name) for each in found.tensors]
