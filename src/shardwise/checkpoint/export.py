@@ -18,8 +18,7 @@ from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import special_token_ids
 from shardwise.mesh import Mesh
-
-MAX_SHARD_BYTES = 5 * 10**9
+from shardwise.store.writing import MAX_SHARD_BYTES
 
 
 def export_hugging_face(

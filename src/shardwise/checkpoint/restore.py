@@ -10,7 +10,6 @@ from torch import nn
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, by_layers
 from shardwise.checkpoint.reading import Source, Want, read
-from shardwise.checkpoint.save import MODEL
 from shardwise.errors import ShardwiseError
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -18,6 +17,7 @@ from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, sta
 from shardwise.placement import placements
 from shardwise.store.manifest import Manifest
 from shardwise.store.root import DamageError, Root
+from shardwise.store.verify import MODEL
 
 _SHOWN = 3
 

@@ -9,7 +9,6 @@ answers for it (`optim/state.py`). A checkpoint is complete with its manifest or
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.boxes import Box
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
-from shardwise.checkpoint.export import MAX_SHARD_BYTES, hugging_face_config
+from shardwise.checkpoint.export import hugging_face_config
 from shardwise.checkpoint.weights import WeightPlan
 from shardwise.config import Config
 from shardwise.errors import RunError, ShardwiseError
@@ -34,47 +33,15 @@ from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import StateSlice, state_slices, state_tensors
 from shardwise.store.chunks import ChunkedWriter
 from shardwise.store.folders import partial_name, prune, step_name
-from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry
+from shardwise.store.manifest import MANIFEST, FileEntry, Manifest
 from shardwise.store.root import Root, StoreError
-from shardwise.store.safetensors import header
+from shardwise.store.verify import MODEL
+from shardwise.store.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
 from shardwise.units import size
 
-MODEL = "model"
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Part:
-    """A box of a tensor in a file: of which state (`model`, `exp_avg`, …), and where its bytes begin."""
-
-    state: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    box: Box
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class File:
-    """A safetensors file as it will be, before its first byte is written."""
-
-    path: str
-    header: bytes
-    size: int
-    parts: tuple[Part, ...]
-
-    @staticmethod
-    def of(path: str, named: Sequence[tuple[str, Part]]) -> File:
-        """`named`: what the file holds, in order, under the names that it has there."""
-        head, offsets, total = header([(name, part.dtype, part.box.size) for name, part in named], {"format": "pt"})
-        placed = tuple(
-            Part(part.state, part.name, part.shape, part.dtype, part.box, offset)
-            for (_, part), offset in zip(named, offsets, strict=True)
-        )
-        return File(path, head, total, placed)
 
 
 @dataclass(frozen=True)
@@ -313,16 +280,8 @@ class Saver:
         if gathered is None:
             return
         entries = [entry for each, _ in gathered for entry in each]
-        index = {entry.path: number for number, entry in enumerate(entries)}
-        tensors: dict[str, dict[str, TensorEntry]] = {}
-        for _, files in gathered:
-            for file in files:
-                for part in file.parts:
-                    piece = PieceEntry(index[file.path], part.offset, part.box)
-                    known = tensors.setdefault(part.state, {}).get(part.name)
-                    pieces = (*known.pieces, piece) if known else (piece,)
-                    tensors[part.state][part.name] = TensorEntry(part.shape, part.dtype, pieces)
-        entries += [_write_small(staging / name, name, data) for name, data in self._small_files().items()]
+        tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
+        entries += [write_small(staging / name, data) for name, data in self._small_files().items()]
         manifest = Manifest(**job.manifest, files=tuple(entries), tensors=tensors)
         (staging / MANIFEST).write(manifest.to_json().encode())
         if staging is not final:
@@ -336,11 +295,11 @@ class Saver:
         """What `transformers` reads beside the weights."""
         dtype = next(self._weights.weights()).dtype
         described = hugging_face_config(self._config.model, dtype, self._tokenizer)
-        files = {"config.json": _json(described)}
+        files = {"config.json": to_json(described)}
         if len(self._weights.files) > 1:
             names = {weight.name: file.name for file in self._weights.files for weight in file.weights}
             total = sum(weight.nbytes for weight in self._weights.weights())
-            files[INDEX] = _json({"metadata": {"total_size": total}, "weight_map": names})
+            files[INDEX] = to_json({"metadata": {"total_size": total}, "weight_map": names})
         for file in sorted(self._tokenizer.iterdir()) if self._tokenizer else ():
             files.setdefault(file.name, file.read_bytes())
         return files
@@ -375,13 +334,3 @@ class _Files:
     def abandon(self) -> None:
         if self._writer is not None:
             self._writer.abandon()
-
-
-def _write_small(file: Root, name: str, data: bytes) -> FileEntry:
-    writer = ChunkedWriter(file, len(data), name)
-    writer.write(data)
-    return writer.close()
-
-
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -20,6 +20,7 @@ from shardwise import comm
 from shardwise.boxes import Box
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece, placements
+from shardwise.store.writing import cut, shard_names
 
 SEGMENT_BYTES = 16 * 2**20
 """Of a canonical tensor that travel to its owner at a time."""
@@ -95,9 +96,8 @@ class WeightPlan:
             mine = [weight for weight in weights if weight.name not in seen]  # tied ones are in two stages
             seen |= {weight.name for weight in mine}
             for owner, owned in enumerate(_balanced(mine, replica)):
-                shards += [(number * replica + owner, shard) for shard in _cut(owned, max_shard_bytes)]
-        for i, (owner, owned) in enumerate(shards):
-            name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+                shards += [(number * replica + owner, shard) for shard in cut(owned, max_shard_bytes)]
+        for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
             yield WeightFile(name, owner, tuple(owned))
 
     def weights(self) -> Iterator[Weight]:
@@ -184,17 +184,3 @@ def _balanced(weights: list[Weight], ranks: int) -> list[list[Weight]]:
         heapq.heappush(loads, (load + weight.nbytes, rank))
     order = {weight.name: i for i, weight in enumerate(weights)}
     return [sorted(each, key=lambda weight: order[weight.name]) for each in owned]
-
-
-def _cut(weights: Sequence[Weight], max_shard_bytes: int) -> Iterator[list[Weight]]:
-    """Shards of at most so many bytes; a larger tensor has one to itself."""
-    shard: list[Weight] = []
-    held = 0
-    for weight in weights:
-        if shard and held + weight.nbytes > max_shard_bytes:
-            yield shard
-            shard, held = [], 0
-        shard.append(weight)
-        held += weight.nbytes
-    if shard:
-        yield shard
