@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _COUNT_SUFFIXES = ("", " k", " M", " B", " T", " P", " E")
 _SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
 
@@ -14,6 +16,15 @@ def count(value: float) -> str:
 def size(value: float) -> str:
     """Bytes in powers of 1,024: `size(3 * 2**29)` is `1.5 GiB`."""
     return _scaled(value, 1024.0, _SIZE_SUFFIXES)
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, `5000`; None where it names none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    power = " KMGT".index((match[2] or " ").upper())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 def duration(seconds: float) -> str:

@@ -55,3 +55,21 @@ def test_size(value: float, text: str) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert units.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("2GiB", 2 * 2**30),
+        ("500 MB", 500 * 10**6),
+        ("1.5k", 1500),
+        ("4096", 4096),
+        ("7B", 7),
+        ("GB", None),
+        ("-1GB", None),
+        ("5 apples", None),
+    ],
+)
+def test_parse_size(text: str, size: int | None) -> None:
+    assert units.parse_size(text) == size

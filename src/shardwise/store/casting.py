@@ -18,13 +18,15 @@ _NAN = np.uint16(0x7FC0)
 
 def cast(values: npt.NDArray[Any], source: str, target: str) -> npt.NDArray[Any]:
     """`values` of the format `source` as `target` has them; either is a name of safetensors in `FLOATING`."""
-    return values if source == target else _narrow(_widen(values, source), target)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values if source == target else _narrow(_widen(values, source), target)
 
 
 def overflows(values: npt.NDArray[Any], source: str, target: str) -> bool:
     """Whether a finite value becomes infinite by the cast: float16 ends at 65,504."""
-    wide = _widen(values, source)
-    return bool((np.isfinite(wide) & ~np.isfinite(_widen(_narrow(wide, target), target))).any())
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = _widen(values, source)
+        return bool((np.isfinite(wide) & ~np.isfinite(_widen(_narrow(wide, target), target))).any())
 
 
 def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
@@ -35,11 +37,9 @@ def _widen(values: npt.NDArray[Any], source: str) -> npt.NDArray[np.float32]:
 
 def _narrow(wide: npt.NDArray[np.float32], target: str) -> npt.NDArray[Any]:
     if target == "F16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            return wide.astype(np.float16)
+        return wide.astype(np.float16)
     if target == "BF16":
         bits = np.ascontiguousarray(wide).view(np.uint32)
-        with np.errstate(over="ignore"):
-            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         return np.where(np.isnan(wide), _NAN, rounded)
     return wide

@@ -1,0 +1,82 @@
+"""Write a checkpoint as a plain Hugging Face folder, which `transformers` opens as it is.
+
+It has weights, config.json and tokenizer, and nothing that only training needs. Weights in another format than the
+stored one come from the float32 masters, where the checkpoint has them; each byte that is read is verified.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.checkpoint import places, text
+from shardwise.errors import ConfigError
+from shardwise.units import parse_size, size
+
+if TYPE_CHECKING:
+    from shardwise.store.root import Root
+
+_MAX_SHARD_SIZE = "5GB"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a checkpoint, or a run's folder (its newest one); a path, or a URL such as s3://bucket/run",
+    )
+    parser.add_argument("dest", metavar="DEST", help="the folder to write, which must not exist; a path or a URL")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they are stored)"
+    )
+    add_max_shard_size(parser)
+
+
+def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default=_MAX_SHARD_SIZE,
+        help=f"of a file with weights, such as 500MB or 2GiB; a larger tensor has one to itself (default: "
+        f"{_MAX_SHARD_SIZE})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from shardwise.store.export import Export
+
+    max_shard_bytes = shard_bytes(arguments.max_shard_size)
+    export = Export(places.newest_intact(arguments.checkpoint), arguments.dtype)
+    parent, name = split(arguments.dest)
+    with text.bar(f"exporting to {name}", export.nbytes) as progress:
+        done = export.write(parent, name, max_shard_bytes, progress)
+    formats = " and ".join(sorted(done.dtypes))
+    source = {0: "", done.tensors: ", from the float32 masters"}.get(
+        done.masters, f", {done.masters:,} of them from the float32 masters"
+    )
+    text.line(
+        f"{done.folder}: step {done.step:,}, {text.of(done.tensors, 'tensor')} in {formats}{source}; "
+        f"{text.of(done.files, 'file')}, {size(done.nbytes)} of weights"
+    )
+    return 0
+
+
+def shard_bytes(given: str) -> int:
+    """What `--max-shard-size` says, in bytes."""
+    found = parse_size(given)
+    if not found:
+        raise ConfigError(f"--max-shard-size ({given}) must be a size from 1 byte on, such as 500MB or 2GiB")
+    return found
+
+
+def split(location: str) -> tuple[Root, str]:
+    """The folder that a new one is made in, and its name."""
+    from shardwise.store.root import Root
+
+    if "://" in location:
+        parent, _, name = location.rstrip("/").rpartition("/")
+    else:
+        path = Path(location).expanduser().absolute()
+        parent, name = str(path.parent), path.name
+    return Root.of(parent), name
