@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_private import step_optimizer
+
 _ADVICE = (
     "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
     "or be shardwise.LAMB"
@@ -49,4 +51,4 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
 def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        optimizer.step()
+        step_optimizer(optimizer)

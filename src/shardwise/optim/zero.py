@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm, placement
+from shardwise._torch_private import postpone_compiler, step_optimizer
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.buckets import Bucket, Dtypes, make_buckets
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.optim.lamb import LAMB, updates_whole_tensors
 from shardwise.optim.norms import CanonicalNorms, ModelNorms
+
+postpone_compiler()
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -287,7 +290,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if isinstance(self._inner, LAMB):
             self._step_whole_tensors(self._inner)
         else:
-            self._inner.step()
+            step_optimizer(self._inner)
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update(_options(inner))
         for bucket in self.buckets:

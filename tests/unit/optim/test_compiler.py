@@ -1,0 +1,51 @@
+"""Optimizers do not import torch's compiler, which takes as long as importing torch; with it they work as before."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys
+import torch
+from shardwise import LAMB, ZeroRedundancyOptimizer
+
+def train(optimizer_class, **options):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    optimizer = ZeroRedundancyOptimizer([weight], optimizer_class, lr=0.1, grad_clipping=False, **options)
+    plain = weight.detach().clone().requires_grad_()
+    for step in range(3):
+        weight.pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+    return weight.detach().clone()
+
+classes = [(torch.optim.AdamW, {"fused": True}), (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (LAMB, {})]
+before = [train(each, **options) for each, options in classes]
+assert "torch._dynamo" not in sys.modules, "the compiler was imported"
+import torch._dynamo
+after = [train(each, **options) for each, options in classes]
+for (each, _), a, b in zip(classes, before, after):
+    assert torch.equal(a, b), f"{each.__name__} trains differently once the compiler is there"
+reference = torch.nn.Parameter(torch.zeros(2))
+optimizer = torch.optim.AdamW([reference])
+assert optimizer.add_param_group.__func__.__wrapped__.__dynamo_disable is not None
+print("done")
+"""
+
+
+@pytest.mark.parametrize("imported_first", [False, True])
+def test_optimizers_leave_the_compiler_alone(imported_first: bool) -> None:
+    program = (
+        PROGRAM
+        if not imported_first
+        else PROGRAM.replace('assert "torch._dynamo" not in', 'assert "torch._dynamo" in').replace(
+            "import sys\n", "import sys\nimport torch._dynamo\n", 1
+        )
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
