@@ -1,4 +1,4 @@
-"""Saving and loading a checkpoint of more than 1 GiB: against plain writes, plain copies, and torch's own checkpoints."""
+"""Saving and loading a checkpoint of more than 1 GiB: against plain writes, plain copies and torch's own checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
-from measure import interleaved, median, slowest
+from measure import interleaved, slowest
 from report import Report, Table, target
 
 RANKS = 2
@@ -42,8 +42,7 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     mesh = Mesh(tensor=config.parallel.tensor)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 20_000).astype(np.uint16)
     data = PreparedData(Path(), tokens, tokens[:2000], "none", config.model.vocab_size, "random")
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
-    return trainer
+    return build_trainer(config, config.check(mesh.world.size), mesh, data)
 
 
 def saver_of(trainer: Any, folder: str, buffer_bytes: int | None = None) -> Any:
@@ -94,7 +93,7 @@ def saving(folder: str, rounds: int) -> dict[str, Any]:
     block = torch.ones(16 * 2**20, dtype=torch.uint8)
 
     def plain() -> None:
-        with open(f"{folder}/plain-{rank}", "wb", buffering=0) as file:
+        with Path(f"{folder}/plain-{rank}").open("wb", buffering=0) as file:
             left = mine
             while left:
                 left -= file.write(memoryview(block.numpy())[: min(left, len(block))])
@@ -224,7 +223,7 @@ def run(rounds: int) -> Report:
         ],
         [
             f"Llama of {state / 12 / 1e6:.0f} M parameters with AdamW's state in float32, DP 2 with ZeRO-1, on this "
-            f"machine's own disk. Medians of {rounds} rounds in turn, of the slower rank; the disk is idle before each. "
+            f"machine's own disk. Medians of {rounds} rounds in turn, of the slower rank, the disk idle before each. "
             "Plain: one file a rank of as many bytes. torch.distributed.checkpoint: FileSystemWriter with fsync, the "
             "same tensors as unrelated ones, no checksums.",
             f"Steps beside a save: the {STEPS} after it began; median.",

@@ -73,13 +73,16 @@ def test_reshard(
     assert not differences(back.state, wanted.state), "written by this layout, read by one process"
 
 
+GPT = {
+    "family": "gpt", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
+}  # fmt: skip
 SAME_LAYOUT = {
     "one process": (1, config_of(), 5),
     "dropout, accumulation": (
         2,
         config_of(
-            model={"family": "gpt", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                   "num_attention_heads": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+            model=GPT,
             train={"micro_batch": 1, "dropout_mode": "fast"},
         ),
         5,

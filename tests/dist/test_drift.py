@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from shardwise.errors import RunError
-from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.testing import RankPool
 from shardwise.train.drift import check_replicas

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise.mesh import Mesh
 from shardwise.testing import gradient_errors
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh

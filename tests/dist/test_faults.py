@@ -16,7 +16,7 @@ from shardwise.checkpoint import load_hugging_face
 from shardwise.config import Config, config_from, load_config
 from shardwise.cost import parameter_count
 from shardwise.data import prepare
-from shardwise.mesh import Group, Mesh
+from shardwise.mesh import Group
 from shardwise.models import build_model
 from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer

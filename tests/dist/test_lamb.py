@@ -19,8 +19,8 @@ from shardwise.optim.norms import CanonicalNorms
 from shardwise.placement import Init, make_parameter, placements, rows
 from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer, decay_groups
-from tests.dist.dense import random
 from tests.dist.dense import mesh as shared_mesh
+from tests.dist.dense import random
 from tests.dist.training import MODEL, make_config, make_data
 
 DECAY, STEPS = 0.1, 4

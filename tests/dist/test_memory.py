@@ -17,7 +17,6 @@ from shardwise.config import Config, Layout
 from shardwise.cost import expected_memory
 from shardwise.cost.activations import BlockStack, block_stack
 from shardwise.cost.case import Case
-from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.models.blocks import Context, run_blocks
 from shardwise.parallel import DropoutKey

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from shardwise.errors import RunError
-from shardwise.mesh import Mesh
 from shardwise.testing import RankPool
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import GQAQKVColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
+from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
 from shardwise.testing import RankPool, canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh

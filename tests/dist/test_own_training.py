@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from shardwise.mesh import Mesh
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data

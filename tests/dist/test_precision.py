@@ -8,7 +8,6 @@ import torch
 from shardwise import comm
 from shardwise.config import Config, load_config
 from shardwise.data import prepare
-from shardwise.mesh import Mesh
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data

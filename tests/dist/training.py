@@ -12,7 +12,6 @@ from shardwise.data import IGNORE, Batch, PreparedData
 from shardwise.data.sentences import Sentences
 from shardwise.data.split import Part
 from shardwise.data.tokenizer import PairTokens
-from shardwise.mesh import Mesh
 from shardwise.testing import canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh

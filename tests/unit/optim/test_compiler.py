@@ -23,7 +23,8 @@ def train(optimizer_class, **options):
             optimizer.load_state_dict(optimizer.state_dict())
     return weight.detach().clone()
 
-classes = [(torch.optim.AdamW, {"fused": True}), (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (LAMB, {})]
+AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+classes = [(AdamW, {"fused": True}), (AdamW, {}), (SGD, {"momentum": 0.9}), (LAMB, {})]
 before = [train(each, **options) for each, options in classes]
 assert "torch._dynamo" not in sys.modules, "the compiler was imported"
 import torch._dynamo
