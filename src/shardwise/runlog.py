@@ -18,6 +18,7 @@ Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite f
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -101,18 +102,33 @@ def _making(path: Path) -> Iterator[None]:
 
 
 class JsonLines:
-    """An append-only file of JSON objects, one a line; each line reaches the file in one write."""
+    """An append-only file of JSON objects, one a line; each line reaches the file in one write.
+
+    What finds the disk full waits in memory for the next line: a save that fills the disk for a moment, and is given
+    up, must not end the run that it was to protect.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(f"{json_text(record)}\n".encode())
+        self._waiting += f"{json_text(record)}\n".encode()
+        self._pass_on()
 
     def close(self) -> None:
+        self._pass_on()
         self._file.close()
+
+    def _pass_on(self) -> None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def __enter__(self) -> "JsonLines":
         return self

@@ -50,7 +50,8 @@ class Saved:
 
     Attributes:
         bytes: of all files, over all ranks. blocked: seconds that training waited; seconds: until it was complete.
-        problem: why there is no checkpoint, or None. removed: steps whose checkpoints `keep` let go.
+        problem: why there is no checkpoint, or None. removed: steps whose checkpoints `keep` let go. warning: why one
+        of them is still there.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Saved:
     seconds: float
     problem: str | None = None
     removed: tuple[int, ...] = ()
+    warning: str | None = None
 
 
 @dataclass
@@ -204,10 +206,19 @@ class Saver:
     # ---- in the writing thread
 
     def _write(self, job: _Job) -> None:
+        try:
+            saved = self._saved(job)
+        except Exception as error:  # noqa: BLE001  nobody else would hear of it, and take the checkpoint for saved
+            text = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+            saved = Saved(job.step, str(self.root / step_name(job.step)), 0, job.blocked, 0.0, text)
+        self._done.append(saved)
+
+    def _saved(self, job: _Job) -> Saved:
         final = self.root / step_name(job.step)
         staging = self.root / partial_name(job.step) if self.root.is_local else final
         problem, total = self._together(lambda: self._prepare(staging, job)), 0
         removed: tuple[int, ...] = ()
+        warning: str | None = None
         entries: list[FileEntry] = []
         problem = self._drain(staging, job, entries, problem)
         problem = self._together(lambda: self._raise(problem))
@@ -222,9 +233,9 @@ class Saver:
                 else:
                     removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
             except ShardwiseError as error:
-                problem = problem or f"{error}; the checkpoint of step {job.step} is complete"
+                warning = str(error)
         seconds = time.perf_counter() - job.started
-        self._done.append(Saved(job.step, str(final), total, job.blocked, seconds, problem, removed))
+        return Saved(job.step, str(final), total, job.blocked, seconds, problem, removed, warning)
 
     def _together(self, action: Any) -> str | None:
         """Run an action on every rank; why it failed on any, the same text on all, or None."""

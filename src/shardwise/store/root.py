@@ -32,9 +32,23 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
 """Schemes where a folder is but a prefix of names."""
 _ADVICE = {
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an account that may do this, and "
-    "AWS_ENDPOINT_URL to the address of a server that is not Amazon's",
+    "s3": (
+        (
+            re.compile(r"bucket (does|is) not|NoSuchBucket|invalid bucket", re.IGNORECASE),
+            "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it",
+        ),
+        (
+            re.compile(r"endpoint|connect|answer", re.IGNORECASE),
+            "set AWS_ENDPOINT_URL to the address of a server that answers here",
+        ),
+        (
+            re.compile(r""),
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an account that may do this, and "
+            "AWS_ENDPOINT_URL to the address of a server that is not Amazon's",
+        ),
+    ),
 }
+"""Extra → what helps where a reason reads so; the first that fits."""
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
@@ -277,14 +291,15 @@ class Root:
         except RunError:
             raise
         except OSError as error:
-            raise self._error(error, verb, needed) from None
+            raise self.failure(error, verb, needed) from None
         except Exception as error:
             # A client has exceptions of its own (botocore, aiohttp, google): whatever it is, the user reads a sentence.
             if self.is_local:
                 raise
-            raise self._error(error, verb, needed) from None
+            raise self.failure(error, verb, needed) from None
 
-    def _error(self, error: Exception, verb: str, needed: int | None) -> StoreError:
+    def failure(self, error: Exception, verb: str, needed: int | None = None) -> StoreError:
+        """What a filesystem raised as a sentence, with what helps; `verb`: what could not be done with this place."""
         number = error.errno if isinstance(error, OSError) else None
         if number in _OUT_OF_SPACE:
             free = None
@@ -299,8 +314,8 @@ class Root:
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         reason = _LOGIN.sub("…", " ".join(reason.split())).rstrip(".")
-        advice = _ADVICE.get(_EXTRAS.get(self.scheme, self.scheme))
-        text = f"{self} cannot be {verb}: {reason}" + (f"; {advice}" if advice else "")
+        advice = [text for fits, text in _ADVICE.get(_EXTRAS.get(self.scheme, self.scheme), ()) if fits.search(reason)]
+        text = "; ".join([f"{self} cannot be {verb}: {reason}", *advice[:1]])
         return StoreError(text, missing=isinstance(error, FileNotFoundError))
 
 

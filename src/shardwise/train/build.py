@@ -15,13 +15,13 @@ from shardwise.checkpoint.agreement import require_model
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.config import Config, Layout, Precision
 from shardwise.data import PreparedData, make_batches
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
 from shardwise.store.manifest import MANIFEST
-from shardwise.store.root import Root
+from shardwise.store.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.trainer import Trainer
@@ -57,7 +57,10 @@ def build_trainer(
     optimizer = build_optimizer(config, precision, model, mesh)
     if weights is not None and is_checkpoint:
         require_model(config.model, weights, mesh.world)
-        restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
+        try:
+            restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
+        except StoreError as error:
+            raise ConfigError(f"checkpoint.load: {error}") from None
     return Trainer(
         config=config,
         layout=layout,

@@ -120,6 +120,8 @@ class Reporter:
 
     def saved(self, saved: Saved) -> None:
         """Record a checkpoint that is complete, or warn that there is none."""
+        if saved.warning is not None:
+            self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
         if saved.problem is not None:
             self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}; the run goes on")
             return

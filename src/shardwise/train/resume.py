@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import nn
 
@@ -11,29 +12,49 @@ from shardwise import comm
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.config import Config
 from shardwise.data import PreparedData
-from shardwise.errors import ConfigError, RunError, ShardwiseError, listing
+from shardwise.errors import ConfigError, RunError, listing
 from shardwise.mesh import Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.store.folders import Found, abandon, checkpoints
 from shardwise.store.manifest import Manifest
+from shardwise.store.reach import in_time, require_writable
 from shardwise.store.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
 
-def find_checkpoints(root: Root, mesh: Mesh) -> list[Found]:
-    """The checkpoints in a root, newest first, as rank 0 sees them; the same on every rank."""
-    found: list[Found] = []
-    problem: ShardwiseError | None = None
-    if mesh.world.rank == 0:
-        try:
-            found = [replace(each, manifest=None) for each in checkpoints(root)]  # each rank gets the one it needs
-        except ShardwiseError as error:
-            problem = error
-    found, problem = comm.broadcast_object((found, problem), mesh.world)
-    if problem is not None:
-        raise problem
-    return found
+@dataclass(frozen=True)
+class Standing:
+    """What lies where a run saves: all its checkpoints, newest first, and those to try, in this order."""
+
+    root: Root
+    found: tuple[Found, ...]
+    candidates: tuple[Found, ...]
+
+
+def look(config: Config, default: Path, *, is_resumed: bool) -> Standing:
+    """See which checkpoints there are and that new ones can be written, on one rank, before anything is trained.
+
+    Args:
+        default: the folder of the checkpoints where `checkpoint.path` names none. is_resumed: the run's folder held a
+        run before.
+
+    Raises:
+        ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to go on with.
+    """
+    root = Root.of(config.checkpoint.path or default)
+
+    try:
+        is_there = in_time(root, root.exists)
+        there = checkpoints(root)
+        candidates = choose(there, config, root, is_resumed=is_resumed)
+        if is_there or config.checkpoint.path is not None:
+            require_writable(root)
+    except StoreError as error:
+        raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
+    chosen = {each.step for each in candidates}
+    found = tuple(replace(each, manifest=None) for each in there)  # each rank gets the one that it needs
+    return Standing(root, found, tuple(each for each in found if each.step in chosen))
 
 
 def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:

@@ -23,14 +23,16 @@ from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
 from shardwise.mesh import Mesh, join
 from shardwise.runlog import RunDirectory, new_run_path
-from shardwise.store.folders import step_name
-from shardwise.store.root import Root
+from shardwise.store.folders import step_name, step_of
+from shardwise.store.manifest import MANIFEST
+from shardwise.store.reach import in_time
+from shardwise.store.root import Root, StoreError
 from shardwise.train.build import build_trainer
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.own import StateMemory, count_parameters
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
-from shardwise.train.resume import abandon_later, choose, find_checkpoints, require_same_data, restore_first
+from shardwise.train.resume import Standing, abandon_later, look, require_same_data, restore_first
 from shardwise.train.sample import Generator, continue_text
 from shardwise.train.saving import Checkpoints
 from shardwise.train.trainer import Trainer
@@ -66,14 +68,19 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
 def _weights(config: Config, mesh: Mesh) -> Root | None:
     """The folder of `checkpoint.load`, which lies here by now or behind a URL; all ranks have the same, or all fail."""
     load, revision = config.checkpoint.load, config.checkpoint.revision
-    if load is None or hub.is_url(load):
-        return None if load is None else Root.of(load)
-    folder, problems = Path(), []
+    if load is None:
+        return None
+    folder, problems, is_url = Path(), [], hub.is_url(load)
     try:
-        folder = hub.resolve(load, revision, cached=True)
+        if not is_url:
+            folder = hub.resolve(load, revision, cached=True)
+        elif mesh.world.rank == 0:
+            _require_checkpoint(Root.of(load))
     except ConfigError as error:
         problems = error.problems
     agree(problems, mesh.world)
+    if is_url:
+        return Root.of(load)
     commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
     if len(commits) > 1:
         raise ConfigError(
@@ -82,12 +89,24 @@ def _weights(config: Config, mesh: Mesh) -> Root | None:
     return Root.of(folder)
 
 
+def _require_checkpoint(folder: Root) -> None:
+    """ConfigError where a URL names no checkpoint."""
+    try:
+        if in_time(folder, (folder / MANIFEST).exists):
+            return
+        steps = [name for name in folder.names() if step_of(name) is not None]
+    except StoreError as error:
+        raise ConfigError(f"checkpoint.load: {error}") from None
+    hint = f"the newest in it is {folder / steps[-1]}" if steps else "copy a Hugging Face folder to this machine first"
+    raise ConfigError(f"checkpoint.load ({folder}) must be a checkpoint, and there is no {MANIFEST}: {hint}")
+
+
 @dataclass(frozen=True)
 class _Opened:
-    """The run's folder, whether it held a run before, and what of the configuration has changed since."""
+    """The run's folder, the checkpoints that it can go on from, and what of the configuration has changed since."""
 
     directory: RunDirectory
-    is_resumed: bool = False
+    standing: Standing
     changes: tuple[str, ...] = ()
 
 
@@ -117,12 +136,14 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> _Opened:
         if problems:
             raise ConfigError(problems)
         changes = tuple(resume_changes(stored, resolved))
+    # Before anything is written: a folder that is refused must not look like that of a run.
+    standing = look(config, directory.checkpoints, is_resumed=stored is not None)
     directory.create()
     _require_room(directory, config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
     directory.mark_latest()
-    return _Opened(directory, stored is not None, changes)
+    return _Opened(directory, standing, changes)
 
 
 def _require_room(directory: RunDirectory, config: Config, needed: int | None) -> None:
@@ -147,9 +168,7 @@ def _train(
     progress: Progress,
 ) -> None:
     accelerator, directory = mesh.device.type != "cpu", opened.directory
-    root = Root.of(config.checkpoint.path or directory.checkpoints)
-    found = find_checkpoints(root, mesh)
-    candidates = choose(found, config, root, is_resumed=opened.is_resumed)
+    root, candidates = opened.standing.root, opened.standing.candidates
     with Reporter(
         directory,
         config,
@@ -171,7 +190,7 @@ def _train(
         reporter.message(f"data: {data.summary}")
         if restored is not None:
             if config.checkpoint.resume != "auto":
-                for name in abandon_later(root, found, progress.step, mesh):
+                for name in abandon_later(root, opened.standing.found, progress.step, mesh):
                     reporter.message(f"set aside: {name}")
             reporter.resumed(restored[0], str(restored[1].folder), opened.changes)
         elif weights is not None:
