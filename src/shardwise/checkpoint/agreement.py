@@ -71,7 +71,7 @@ def config_problems(config: ModelConfig, folder: Root) -> list[str]:
     path = folder / "config.json"
     if isinstance(config, OwnConfig) or not path.exists():
         return []
-    theirs = _read(path)
+    theirs = read_model(path)
     if theirs.family != config.family:
         raise ConfigError(f"model.family ({config.family}) must be that of {path} ({theirs.family})")
     ours, wanted = _meaning(config), _meaning(theirs)
@@ -96,7 +96,12 @@ def _vocabulary(tokenizer: Any) -> Any:
     return tokenizer["model"]["vocab"], {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
 
 
-def _read(path: Root) -> FamilyConfig:
+def read_model(path: Root) -> FamilyConfig:
+    """The model that a `config.json` describes.
+
+    Raises:
+        ConfigError: it is none that we have, or the file cannot be read: every problem.
+    """
     section = parse_hugging_face(path.read(), str(path))
     try:
         return FAMILIES[section["family"]].model_validate(section)

@@ -26,13 +26,18 @@ class Conveyor:
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
-        self._device = device
+        self._device, self._limited = device, limit is not None
         self._block_bytes = BLOCK_BYTES if limit is None else max(2**12, min(BLOCK_BYTES, limit // 2 // 8 * 8))
         self._room = None if limit is None else max(2, limit // self._block_bytes)
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[Tensor, int] | Aborted | None] = queue.SimpleQueue()
         self._block: Tensor | None = None
         self._filled = 0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether `put` may have to wait until a block was written."""
+        return self._limited
 
     def put(self, tensor: Tensor) -> None:
         """Append a tensor's elements in their order."""

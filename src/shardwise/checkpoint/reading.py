@@ -24,7 +24,8 @@ from shardwise.store.root import Root
 SEGMENT_BYTES = 4 * 2**20
 """Of a stored tensor that are read at a time."""
 _ROUND_BYTES = 64 * 2**20
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Names of safetensors → of torch: what a model can be trained from."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _Segment:
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * _DTYPES[self.entry.dtype].itemsize
+        return self.box.numel * DTYPES[self.entry.dtype].itemsize
 
     @property
     def ranks(self) -> set[int]:
@@ -77,7 +78,7 @@ class Source:
         Raises:
             StoreError: the file cannot be read, or is damaged there.
         """
-        dtype = _DTYPES[entry.dtype]
+        dtype = DTYPES[entry.dtype]
         inside = box.relative_to(piece.box)
         ((offset, length),) = inside.runs(piece.box.size)
         start = piece.offset + offset * dtype.itemsize
@@ -129,7 +130,7 @@ def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[tuple[int, int, Bo
     if not box.size:
         yield _Segment(entry, piece, box, tuple(wanted))
         return
-    row_bytes = max(1, box.numel // box.size[0] * _DTYPES[entry.dtype].itemsize)
+    row_bytes = max(1, box.numel // box.size[0] * DTYPES[entry.dtype].itemsize)
     step = max(1, SEGMENT_BYTES // row_bytes)
     low = min(part.start[0] for _, _, part in wanted)
     high = max(part.start[0] + part.size[0] for _, _, part in wanted)
@@ -146,7 +147,7 @@ def _read(source: Source, segment: _Segment, problems: list[str]) -> Tensor:
         return source.read(segment.entry, segment.piece, segment.box)
     except ShardwiseError as error:
         problems.append(str(error))
-        return torch.zeros(segment.box.size, dtype=_DTYPES[segment.entry.dtype])
+        return torch.zeros(segment.box.size, dtype=DTYPES[segment.entry.dtype])
 
 
 def _deliver(segment: _Segment, rows: Tensor, wants: Sequence[Want], rank: int) -> None:
@@ -203,7 +204,7 @@ def _share(
                 if rank == group.rank:
                     slot = _slot(wants[number], part)
                     # What was stored in another dtype is cast on arrival, where it belongs.
-                    room = torch.empty(part.size, dtype=_DTYPES[segment.entry.dtype], device=device)
+                    room = torch.empty(part.size, dtype=DTYPES[segment.entry.dtype], device=device)
                     arriving.append(room)
                     deliveries.append(lambda slot=slot, room=room: slot.copy_(room))  # type: ignore[misc]
         arrivals.append(arriving)

@@ -9,6 +9,7 @@ answers for it (`optim/state.py`). A checkpoint is complete with its manifest or
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +18,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.boxes import Box
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
 from shardwise.checkpoint.export import hugging_face_config
+from shardwise.checkpoint.reading import DTYPES
 from shardwise.checkpoint.weights import WeightPlan
 from shardwise.config import Config
 from shardwise.errors import RunError, ShardwiseError
@@ -39,9 +40,7 @@ from shardwise.store.verify import MODEL
 from shardwise.store.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
 from shardwise.units import size
 
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -129,14 +128,18 @@ class Saver:
         files = tuple(self._files(slices))
         job = _Job(step, files, self._manifest(step, progress, slices), started)
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
-        self._thread.start()
+        if self._conveyor.is_limited:  # else nothing is written before training goes on: the cores are for the copy
+            self._thread.start()
         try:
             self._copy(slices, files)
+            self._conveyor.end()
         except BaseException:
             self._conveyor.abort()
             raise
-        job.blocked = time.perf_counter() - started
-        self._conveyor.end()
+        finally:
+            job.blocked = time.perf_counter() - started
+            if not self._conveyor.is_limited:
+                self._thread.start()
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -226,7 +229,16 @@ class Saver:
             gathered = comm.gather_objects((entries, job.files), self._group)
             total = sum(entry.bytes for each, _ in gathered or [] for entry in each)
             problem = self._together(lambda: self._commit(staging, final, job, gathered))
+        seconds = time.perf_counter() - job.started
         if self._group.rank == 0:
+            if problem is not None:
+                with contextlib.suppress(ShardwiseError):  # the next save tries again; why this one failed is to be told
+                    staging.remove()
+            else:
+                try:
+                    removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
+                except ShardwiseError as error:
+                    warning = str(error)
             try:
                 if problem is not None:
                     staging.remove()
@@ -252,6 +264,14 @@ class Saver:
     def _prepare(self, staging: Root, job: _Job) -> None:
         needed = sum(comm.all_gather_objects(sum(file.size for file in job.files), self._group))
         if self._group.rank == 0:
+            if problem is not None:
+                with contextlib.suppress(ShardwiseError):  # the next save tries again; why this one failed is to be told
+                    staging.remove()
+            else:
+                try:
+                    removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
+                except ShardwiseError as error:
+                    warning = str(error)
             staging.remove()
             staging.make()
             (staging / "optimizer").make()
