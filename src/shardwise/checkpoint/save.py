@@ -9,7 +9,6 @@ answers for it (`optim/state.py`). A checkpoint is complete with its manifest or
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -231,22 +230,13 @@ class Saver:
             problem = self._together(lambda: self._commit(staging, final, job, gathered))
         seconds = time.perf_counter() - job.started
         if self._group.rank == 0:
-            if problem is not None:
-                with contextlib.suppress(ShardwiseError):  # the next save tries again; why this one failed is to be told
-                    staging.remove()
-            else:
-                try:
-                    removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
-                except ShardwiseError as error:
-                    warning = str(error)
             try:
                 if problem is not None:
                     staging.remove()
                 else:
                     removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
             except ShardwiseError as error:
-                warning = str(error)
-        seconds = time.perf_counter() - job.started
+                warning = str(error) if problem is None else None  # the next save removes what is left of this one
         return Saved(job.step, str(final), total, job.blocked, seconds, problem, removed, warning)
 
     def _together(self, action: Any) -> str | None:
@@ -264,14 +254,6 @@ class Saver:
     def _prepare(self, staging: Root, job: _Job) -> None:
         needed = sum(comm.all_gather_objects(sum(file.size for file in job.files), self._group))
         if self._group.rank == 0:
-            if problem is not None:
-                with contextlib.suppress(ShardwiseError):  # the next save tries again; why this one failed is to be told
-                    staging.remove()
-            else:
-                try:
-                    removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
-                except ShardwiseError as error:
-                    warning = str(error)
             staging.remove()
             staging.make()
             (staging / "optimizer").make()

@@ -239,7 +239,7 @@ class Root:
                 path = self.local()
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
-                else:
+                elif os.path.lexists(path):  # a disk that is read-only says so even of what is not there
                     path.unlink()
             elif self.scheme in _OBJECT_STORES:
                 for each in self.fs.find(self.path):  # one by one: `rm` would take * and [ in a name for patterns

@@ -1,0 +1,162 @@
+"""A disk that is full, or read-only, when a checkpoint is due: the run goes on, and what was saved before stays."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardwise.store.folders import checkpoints
+from shardwise.store.root import Root
+from shardwise.store.verify import verify
+from tests.e2e.command import ALONE, Outcome, metrics, miniature, shardwise
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk")
+
+ON_A_DISK = 'mount -t tmpfs -o size=4m none disk && { "$@"; code=$?; cp -a disk after; exit $code; }'
+"""A small disk of its own, which is gone with the last process that sees it; `after` is a copy of what was on it."""
+NAMESPACES = (("unshare", "-m"), ("unshare", "-Urm"))
+
+HOOK = """
+import os, shutil, signal, subprocess
+from pathlib import Path
+if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS_ON_RANK"):
+    from shardwise.store.root import Root
+    from shardwise.train.trainer import Trainer
+    events = dict(each.split(":") for each in os.environ["EVENTS"].split(","))
+    free_bytes, step, filler = Root.free_bytes, Trainer.step, Path("disk/filler")
+    def untrue(self):
+        Root.free_bytes = free_bytes
+        return 2**40
+    def stepping(self):
+        name = events.get(str(self.progress.step + 1))
+        if name is not None:
+            self.saving._saver.wait()
+            if filler.exists():
+                filler.unlink()
+        if name == "full":
+            filler.write_bytes(bytes(shutil.disk_usage("disk").free - 150 * 1024))
+        if name == "full in the middle":
+            filler.write_bytes(bytes(shutil.disk_usage("disk").free - 150 * 1024))
+            Root.free_bytes = untrue
+        if name == "full to the brim":
+            filler.write_bytes(bytes(shutil.disk_usage("disk").free))
+            Root.free_bytes = untrue
+        if name == "read-only":
+            subprocess.run(["mount", "-o", "remount,ro", "disk"], check=True)
+        if name == "stop":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+    Trainer.step = stepping
+"""
+"""Events at the beginning of steps, in the process that prepares saves; between saves, so that each meets one event."""
+QUIET = ("train.eval_every=0", "log.sample_tokens=0", "checkpoint.every=2")
+BYTES = r"\d[\d.]* [KM]iB( \([\d,]+ bytes\))?"
+
+
+@dataclass(frozen=True)
+class Ran:
+    at: Path
+    outcome: Outcome
+    run: Path
+
+    @property
+    def warnings(self) -> list[str]:
+        return [event["text"] for event in metrics(self.run, "warning")]
+
+    def saved(self) -> list[int]:
+        return [event["step"] for event in metrics(self.run, "checkpoint")]
+
+
+def on_a_disk() -> tuple[str, ...]:
+    for namespace in NAMESPACES:
+        tried = [*namespace, "mount", "-t", "tmpfs", "none", "/mnt"]
+        if subprocess.run(tried, capture_output=True, check=False).returncode == 0:
+            return (*namespace, "sh", "-c", ON_A_DISK, "sh")
+    pytest.skip("no small disk can be mounted here, neither as root nor in a user namespace")
+
+
+def train(at: Path, run: str, events: dict[int, str], *arguments: str, rank: dict[str, str]) -> Ran:
+    (at / "hook").mkdir()
+    (at / "hook/sitecustomize.py").write_text(HOOK)
+    (at / "disk").mkdir()
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(at / "hook"), os.environ.get("PYTHONPATH")))),
+        "EVENTS": ",".join(f"{step}:{name}" for step, name in events.items()),
+        **rank,
+    }
+    command = ("train", miniature(at), *QUIET, *arguments, "--run-dir", run)
+    outcome = shardwise(*command, at=at, program=(*on_a_disk(), *ALONE), **variables)
+    return Ran(at, outcome, at / run.replace("disk", "after"))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """All of a run on a disk that is full again and again, and at the last save."""
+    events = {3: "full in the middle", 5: "full", 7: "full to the brim", 9: "room", 11: "full"}
+    at = tmp_path_factory.mktemp("full")
+    options = ("parallel.tensor=2", "train.steps=12", "checkpoint.keep=null")
+    return train(at, "disk/run", events, *options, rank={"EVENTS_ON_RANK": "0"})
+
+
+def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
+    full.outcome.failed(1)
+    assert [event["step"] for event in metrics(full.run, "step")] == list(range(1, 13)), "steps or their lines are lost"
+    assert full.saved() == [2, 10], "once there is room a save works again"
+    assert [text.split(":")[0] for text in full.warnings] == [f"no checkpoint of step {step}" for step in (4, 6, 8)]
+    for text in full.warnings:
+        assert "disk/run/checkpoints" in text
+        assert re.search(BYTES, text), f"the bytes are missing: {text}"
+        assert text.endswith("; the run goes on")
+
+
+def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:
+    middle, before, brim = full.warnings
+    assert re.search(f"the checkpoint of step 6 needs {BYTES} in disk/run/checkpoints, where {BYTES} are free", before)
+    for text in (middle, brim):
+        assert ".partial/" in text
+        assert "cannot be written: the disk is full; it needs " in text
+
+
+def test_the_checkpoints_that_were_there_are_intact_and_no_other_is_left(full: Ran) -> None:
+    root = Root.of(full.run / "checkpoints")
+    assert root.names() == ["step-00000002", "step-00000010"], "parts of a save that failed are left"
+    for found in checkpoints(root):
+        assert found.problem is None
+        assert not verify(found.folder).problems
+
+
+def test_a_last_save_that_fails_fails_the_run(full: Ran) -> None:
+    text = full.outcome.failed(1)
+    assert text.startswith("shardwise: the checkpoint of step 12 could not be saved: ")
+    assert text.count("\n") == 1, f"one sentence:\n{text}"
+    assert metrics(full.run, "stop")[0]["reason"].startswith("failed: RunError: the checkpoint of step 12")
+    assert not (full.run / "results.json").exists()
+
+
+def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
+    """A read-only disk in the middle of a run: a warning, then a stop request that cannot be met."""
+    where = ("checkpoint.path=disk/checkpoints", "train.steps=1000")
+    ran = train(tmp_path, "run", {3: "read-only", 6: "stop"}, *where, rank={})
+    text = ran.outcome.failed(1)
+    assert "shardwise: the checkpoint of step 6 could not be saved: disk/checkpoints/.step-00000006.partial" in text
+    assert "Read-only file system" in text
+    assert ran.saved() == [2]
+    assert [text.split(":")[0] for text in ran.warnings] == ["no checkpoint of step 4"]
+    assert "Read-only file system" in ran.warnings[0]
+    root = Root.of(tmp_path / "after/checkpoints")
+    assert root.names() == ["step-00000002"]
+    assert not verify(root / "step-00000002").problems
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_a_step(tmp_path: Path) -> None:
+    where = "/proc/checkpoints"
+    text = shardwise(
+        *("train", miniature(tmp_path), f"checkpoint.path={where}", "--run-dir", "run"), at=tmp_path
+    ).failed(2)
+    assert text.startswith(f"shardwise: checkpoint.path: {where} cannot be made: ")
+    assert text.count("\n") == 1
+    assert not (tmp_path / "run/config.yaml").exists(), "the folder looks like that of a run that began"
