@@ -30,14 +30,27 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+OFTEN = {
+    *((layout, "plain") for layout in LAYOUTS),
+    *(("tp2-dp2-sp-zero1", variant) for variant in VARIANTS),
+    ("tp4-sp", "tied-biased"),
+    ("dp4-zero0", "uneven"),
+}
+"""What every run of the tests has: each layout and each variant, and where they meet; the others are slow."""
+CELLS = [
+    pytest.param(layout, variant, marks=() if (layout, variant) in OFTEN else pytest.mark.slow)
+    for layout in LAYOUTS
+    for variant in VARIANTS
+]
+
+
 @functools.cache
 def reference(variant: str) -> Outcome:
     torch.set_num_threads(1)
     return train(make_config(**{"train": {"micro_batch": 8}, **VARIANTS[variant]}), uneven=variant == "uneven")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "variant"), CELLS)
 def test_layout_trains_like_one_process(layout: str, variant: str, ranks: Any) -> None:
     world, sections = LAYOUTS[layout]
     config = make_config(**sections, **VARIANTS[variant])
