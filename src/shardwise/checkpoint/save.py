@@ -26,7 +26,7 @@ from shardwise.checkpoint.export import hugging_face_config
 from shardwise.checkpoint.reading import DTYPES
 from shardwise.checkpoint.weights import WeightPlan
 from shardwise.config import Config
-from shardwise.errors import RunError, ShardwiseError
+from shardwise.errors import RunError, ShardwiseError, listing
 from shardwise.hub import INDEX
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -293,6 +293,7 @@ class Saver:
         if gathered is None:
             return
         entries = [entry for each, _ in gathered for entry in each]
+        _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
         entries += [write_small(staging / name, data) for name, data in self._small_files().items()]
         manifest = Manifest(**job.manifest, files=tuple(entries), tensors=tensors)
@@ -316,6 +317,17 @@ class Saver:
         for file in sorted(self._tokenizer.iterdir()) if self._tokenizer else ():
             files.setdefault(file.name, file.read_bytes())
         return files
+
+
+def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
+    """StoreError where a rank wrote to a disk that this one does not see."""
+    there = staging.files()
+    missing = [entry.path for entry in entries if there.get(entry.path) != entry.bytes]
+    if missing:
+        raise StoreError(
+            f"{staging} lacks {listing(missing[:3])} here, which another rank wrote: all ranks must write to one place, a "
+            "file system that all machines share, or a URL: set checkpoint.path or --run-dir"
+        )
 
 
 @dataclass

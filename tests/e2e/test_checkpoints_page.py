@@ -1,0 +1,83 @@
+"""docs/checkpoints.md: its commands and its code run in their order, and what it promises of them holds."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.arch.source import ROOT, config_fields
+from tests.e2e import processes
+from tests.e2e.command import environment, metrics, outcome, start
+
+PAGE = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+RUN = Path("runs/demo")
+
+
+def follow(code: str, language: str, at: Path) -> str:
+    """Run a block as a reader does; returns what it printed."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    command = [sys.executable, "-c", code] if language == "python" else ["bash", "-eu", "-c", code]
+    done = subprocess.run(
+        command, cwd=at, env=environment(PATH=path), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"{code}\nexit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Every block was run: the first one in the background, until the second stops it."""
+    at = tmp_path_factory.mktemp("page")
+    (_, train), (_, stop), *others = BLOCKS
+    job = start(*train.split()[1:], at=at)
+    try:
+        assert processes.wait_for(lambda: (at / RUN / "metrics.jsonl").exists() and metrics(at / RUN, "step"), 120)  # type: ignore[arg-type,return-value]
+        said = [follow(stop, "sh", at)]
+        stopped = outcome(job)
+    finally:
+        job.kill()
+    assert stopped.code == 75, stopped.err
+    said += [follow(code, language, at) for language, code in others]
+    yield at, said
+    shutil.rmtree(at, ignore_errors=True)
+
+
+def test_the_run_that_was_stopped_goes_on_at_another_layout(followed: Any) -> None:
+    at, _ = followed
+    (resume,) = metrics(at / RUN, "resume")
+    assert "parallel.tensor 2 → 1" in resume["changes"]
+    steps = [event["step"] for event in metrics(at / RUN, "step")]
+    assert steps == list(range(1, 201)), "a step is missing, or was done twice"
+    assert [event["samples"] for event in metrics(at / RUN, "step")] == [8 * step for step in steps]
+
+
+def test_transformers_and_the_command_write_the_same(followed: Any) -> None:
+    _, said = followed
+    (text,) = [out for (language, _), out in zip(BLOCKS[1:], said, strict=True) if language == "python"]
+    commands = next(out for (_, code), out in zip(BLOCKS[1:], said, strict=True) if "shardwise generate" in code)
+    assert text.strip().startswith("In spring"), text
+    assert text.strip().removeprefix("In spring").strip() in commands, f"{text!r} is not in\n{commands}"
+
+
+def test_the_commands_show_what_the_page_says(followed: Any) -> None:
+    at, said = followed
+    printed = "\n".join(said)
+    for expected in ("exp_avg", "step-00000200", "loss"):
+        assert expected in printed, f"{expected!r} is not in what the commands printed"
+    files = {path.name for path in (at / RUN / "checkpoints/step-00000200").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "optimizer", "manifest.json"} <= files
+    assert len(list((at / "exported-float32").glob("model-*.safetensors"))) > 1, "1 MB a shard makes several"
+
+
+def test_keys_of_the_page_exist() -> None:
+    sections = "|".join({key.partition(".")[0] for key in config_fields()})
+    named = {key.rstrip(".") for key in re.findall(rf"`((?:{sections})\.[a-z_]+)", PAGE)}
+    assert {"checkpoint.every", "checkpoint.resume", "train.skip_batches"} <= named
+    assert named <= set(config_fields()), named - set(config_fields())
