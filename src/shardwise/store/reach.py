@@ -11,17 +11,17 @@ from typing import TypeVar
 
 from shardwise.store.root import Root
 
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 20.0
 """For the first answer of a remote place. Its client would try again for minutes, which is right only later on."""
 
 _T = TypeVar("_T")
 
 
-def in_time(root: Root, action: Callable[[], _T], seconds: float = PATIENCE_SECONDS) -> _T:
+def in_time(root: Root, action: Callable[[], _T]) -> _T:
     """What `action`, which asks `root` for something, returns.
 
     Raises:
-        StoreError: a remote place gave no answer within `seconds`. Whatever `action` raises.
+        StoreError: a remote place gave no answer in PATIENCE_SECONDS. Whatever `action` raises.
     """
     if root.is_local:
         return action()
@@ -36,9 +36,9 @@ def in_time(root: Root, action: Callable[[], _T], seconds: float = PATIENCE_SECO
     # Nothing can end a client's call: the thread goes on, and ends with the process.
     threading.Thread(target=ask, name="first answer", daemon=True).start()
     try:
-        answer, error = answers.get(timeout=seconds)
+        answer, error = answers.get(timeout=PATIENCE_SECONDS)
     except queue.Empty:
-        raise root.failure(TimeoutError(f"no answer within {seconds:.0f} s"), "reached") from None
+        raise root.failure(TimeoutError(f"no answer within {PATIENCE_SECONDS:.0f} s"), "reached") from None
     if error is not None:
         raise error
     return answer  # type: ignore[return-value]

@@ -1,0 +1,283 @@
+"""Training with its checkpoints in an object store, as a user does it, against an S3 server on loopback."""
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+from tests.e2e.command import Outcome, environment, metrics, miniature, shardwise
+from tests.e2e.conftest import Trained
+from tests.loopback_s3 import BUCKET, serve, user_of
+
+URL = f"s3://{BUCKET}/run"
+SECRET = "open-sesame-123"
+KILLED_MIDWAY = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    from shardwise.store.chunks import ChunkedWriter
+    close = ChunkedWriter.close
+    def closing(self):
+        if "step-00000003" in str(self._file._root):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return close(self)
+    ChunkedWriter.close = closing
+"""
+QUIET = ("log.tensorboard=false",)
+
+
+def python(code: str, *arguments: str, **variables: str) -> str:
+    """A program of its own: the client has threads, and reads its environment once."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Used:
+    """A run in a bucket: killed while it saved step 3, finished at its layout, taken further by one process.
+
+    Attributes:
+        after_kill: names of all objects. weights: digest of those at the end of the resumed run.
+    """
+
+    at: Path
+    user: dict[str, str]
+    killed: Outcome
+    resumed: Outcome
+    after_kill: list[str]
+    weights: str
+    further: Outcome
+
+    @property
+    def run(self) -> Path:
+        return self.at / "run"
+
+
+NAMES = """
+import json, sys
+from shardwise.store.root import Root
+print(json.dumps(list(Root.of(sys.argv[1]).files())))
+"""
+DIGEST = """
+import hashlib, sys
+from shardwise.store.root import Root
+print(hashlib.sha256((Root.of(sys.argv[1]) / "step-00000004/model.safetensors").read()).hexdigest())
+"""
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Used]:
+    at = tmp_path_factory.mktemp("remote")
+    (at / "sitecustomize.py").write_text(KILLED_MIDWAY)
+    hook = {"PYTHONPATH": os.pathsep.join(filter(None, (str(at), os.environ.get("PYTHONPATH"))))}
+    path = (f"checkpoint.path={URL}", "checkpoint.every=1", "checkpoint.keep=2", "--run-dir", "run")
+    same = ("train", miniature(at), *QUIET, "parallel.tensor=2", "parallel.sequence=true", *path)
+    with serve() as address:
+        user = {**user_of(address), "AWS_SECRET_ACCESS_KEY": SECRET}
+        killed = shardwise(*same, at=at, **user, **hook)
+        after_kill = json.loads(python(NAMES, URL, **user))
+        resumed = shardwise(*same, at=at, **user)
+        weights = python(DIGEST, URL, **user).strip()
+        other = ("optimizer.zero=0", "train.steps=6", *path)
+        further = shardwise("train", miniature(at), *QUIET, *other, at=at, **user)
+        yield Used(at, user, killed, resumed, after_kill, weights, further)
+
+
+def test_a_save_that_is_killed_midway_is_no_checkpoint(used: Used) -> None:
+    used.killed.failed(1)
+    assert "step-00000003/optimizer/rank-00000.safetensors" in used.after_kill, "the kill came before the save"
+    manifests = [name for name in used.after_kill if name.endswith("manifest.json")]
+    assert manifests == ["step-00000001/manifest.json", "step-00000002/manifest.json"]
+
+
+def test_a_resume_takes_the_one_before_and_is_exact(used: Used, trained: Trained) -> None:
+    """To the bit, against a run on a disk that nobody killed."""
+    assert used.resumed.code == 0, used.resumed.err
+    first, _ = metrics(used.run, "resume")
+    assert first["checkpoint"] == f"{URL}/step-00000002"
+    assert any("step 3" in event["text"] for event in metrics(used.run, "warning")), "the user is not told of step 3"
+    wanted = {event["step"]: event["loss"] for event in metrics(trained.run, "step")}
+    found = {event["step"]: event["loss"] for event in metrics(used.run, "step") if event["step"] <= 4}
+    assert found == wanted
+    weights = (trained.run / "checkpoints/step-00000004/model.safetensors").read_bytes()
+    assert used.weights == hashlib.sha256(weights).hexdigest(), "losses are equal, and the final weights differ"
+
+
+def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Used) -> None:
+    assert used.further.succeeded()
+    assert metrics(used.run, "resume")[-1]["checkpoint"] == f"{URL}/step-00000004"
+    saved = [event for event in metrics(used.run, "checkpoint") if event["step"] > 4]
+    assert [(event["path"], event["removed"]) for event in saved] == [
+        (f"{URL}/step-00000005", [3]),
+        (f"{URL}/step-00000006", [4]),
+    ]
+    folders = {name.partition("/")[0] for name in json.loads(python(NAMES, URL, **used.user))}
+    assert folders == {"step-00000005", "step-00000006"}, "objects of other steps, or a probe, are left"
+    assert not (used.run / "checkpoints").exists()
+    out = shardwise("checkpoint", "verify", URL, at=used.at, **used.user).succeeded().out
+    assert out.count("intact") == 2, out
+    for file in (each for each in used.run.rglob("*") if each.is_file()):
+        assert SECRET.encode() not in file.read_bytes(), f"{file} has the secret key"
+
+
+def test_weights_alone_start_another_run(used: Used, tmp_path: Path) -> None:
+    load = f"checkpoint.load={URL}/step-00000006"
+    shardwise(
+        *(
+            "train",
+            miniature(tmp_path),
+            *QUIET,
+            load,
+            "train.stop_after=1",
+            "log.sample_tokens=0",
+            "--run-dir",
+            "other",
+        ),
+        at=tmp_path,
+        **used.user,
+    ).succeeded()
+    begun, ended = metrics(tmp_path / "other", "eval")[0], metrics(used.run, "eval")[-1]
+    assert begun["loss"] == pytest.approx(ended["loss"], rel=1e-6), "the loaded weights are not those of the checkpoint"
+
+
+# ---- what is refused, before a step
+
+
+def refusal(folder: Path, user: dict[str, str], *arguments: str) -> str:
+    command = ("train", miniature(folder), *QUIET, *arguments, "--run-dir", "refused")
+    text = shardwise(*command, at=folder, **user).failed(2)
+    assert text.count("\n") == 1, f"one sentence:\n{text}"
+    assert not (folder / "refused/config.yaml").exists(), "a second try would take the folder for that of a run"
+    return text
+
+
+def test_a_new_run_does_not_take_over_another_runs_checkpoints(used: Used, tmp_path: Path) -> None:
+    text = refusal(tmp_path, used.user, f"checkpoint.path={URL}")
+    assert f"checkpoint.path ({URL}) must be empty for a new run, it has a checkpoint of step 6" in text
+
+
+class _Forbidding(BaseHTTPRequestHandler):
+    """Answers as S3 does to a key that it does not know."""
+
+    def _answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        code, reason = "InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."
+        body = f"<Error><Code>{code}</Code><Message>{reason}</Message></Error>".encode()
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_PUT = do_HEAD = do_POST = _answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def forbidding() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Forbidding)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """Takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+LOOK = """
+import json, os, sys
+from pathlib import Path
+import s3fs
+from shardwise.config import load_config
+from shardwise.errors import ConfigError
+from shardwise.store.root import Root
+from shardwise.train.resume import look
+from shardwise.train.run import _require_checkpoint
+said = []
+for key, address, url in json.loads(sys.argv[2]):
+    os.environ["AWS_ENDPOINT_URL"] = address
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        if key == "load":
+            _require_checkpoint(Root.of(url))
+        else:
+            look(load_config(sys.argv[1], [f"checkpoint.path={url}"]), Path("none"), is_resumed=False)
+    except ConfigError as error:
+        said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path: Path) -> None:
+    recipe = str(miniature(tmp_path))
+    there = used.user["AWS_ENDPOINT_URL"]
+    cases = [("path", there, "s3://no-such-bucket/run"), ("path", "http://127.0.0.1:9", URL), ("load", there, URL)]
+    with forbidding() as address:
+        # The client tries again four times, for up to 15 s.
+        once = {"AWS_MAX_ATTEMPTS": "1", **used.user}
+        said = json.loads(python(LOOK, recipe, json.dumps([*cases, ("path", address, URL)]), **once))
+    bucket, endpoint, load, keys = said
+    assert bucket.startswith("checkpoint.path: s3://no-such-bucket/run/.probe-")
+    assert "cannot be written: The specified bucket does not exist; make the bucket" in bucket
+    assert endpoint.startswith(f"checkpoint.path: {URL} cannot be read: Could not connect to the endpoint URL")
+    assert "; set AWS_ENDPOINT_URL to " in endpoint
+    assert load.startswith(f"checkpoint.load ({URL}) must be a checkpoint, and there is no manifest.json: ")
+    assert load.endswith(f"the newest in it is {URL}/step-00000006")
+    assert keys.startswith(f"checkpoint.path: {URL} cannot be read: ")
+    assert "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in keys
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    """Its client would try again for minutes; the command's own patience is shortened here."""
+    (tmp_path / "sitecustomize.py").write_text("from shardwise.store import reach\nreach.PATIENCE_SECONDS = 2.0\n")
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
+    with silent() as address:
+        began = time.monotonic()
+        text = refusal(tmp_path, {**user_of(address), **path}, f"checkpoint.path={URL}")
+    assert f"checkpoint.path: {URL} cannot be reached: no answer within 2 s; set AWS_ENDPOINT_URL to " in text
+    assert time.monotonic() - began < 30, "something else waited"
+
+
+ABANDON = f"""
+import boto3
+from shardwise.store.root import Root
+file = (Root.of("{URL}") / "large").open(60 * 2**20)
+for _ in range(60):
+    file.write(bytes(2**20))
+client = boto3.client("s3")
+begun = client.list_multipart_uploads(Bucket="{BUCKET}").get("Uploads", [])
+file.abandon()
+left = client.list_multipart_uploads(Bucket="{BUCKET}").get("Uploads", [])
+print(len(begun), len(left), (Root.of("{URL}") / "large").exists())
+"""
+
+
+def test_an_upload_in_parts_that_is_abandoned_leaves_nothing(used: Used) -> None:
+    assert python(ABANDON, **used.user) == "1 0 False\n"
