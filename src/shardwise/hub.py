@@ -17,10 +17,12 @@ from urllib.parse import urlsplit
 from shardwise.errors import ConfigError, listing, nearest_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FETCHED = (
-    "config.json", "generation_config.json", SINGLE, INDEX, "model-*.safetensors", "tokenizer*",
-    "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.jinja",
+BESIDE_WEIGHTS = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template.jinja",
 )  # fmt: skip
+"""What a model's folder has beside its weights and config.json."""
+_FETCHED = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # As the hub has them: owner/name, or the name alone of its oldest models.
 _ID = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)

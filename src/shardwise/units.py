@@ -19,7 +19,7 @@ def size(value: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, `5000`; None where it names none."""
+    """Bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, `5000`; None of other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""Look at checkpoints, verify them, compare them, export them, and remove old ones."""
+"""Look at checkpoints, verify them, compare them, export and import them, and remove old ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ ACTIONS = {
     "inspect": "show what a checkpoint holds, or list a run's checkpoints",
     "verify": "read a checkpoint whole: checksums, completeness, values that are not finite",
     "export": "write a checkpoint as a plain Hugging Face folder",
+    "import": "make a checkpoint of Hugging Face weights, or of Megatron-LM's or neuronx-distributed's shards",
     "prune": "remove old checkpoints of a run",
     "diff": "compare two checkpoints or Hugging Face folders, tensor by tensor",
 }

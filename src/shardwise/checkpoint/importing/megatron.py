@@ -1,0 +1,363 @@
+"""Megatron-LM's checkpoints in its `torch` format: GPT-2 and Llama models, from `megatron.legacy` or Megatron Core.
+
+    SOURCE/latest_checkpointed_iteration.txt           a number, or "release"
+    SOURCE/iter_0000100/mp_rank_TT/model_optim_rng.pt          tensor-parallel rank TT
+    SOURCE/iter_0000100/mp_rank_TT_PPP/model_optim_rng.pt      and pipeline stage PPP
+
+As megatron/training/checkpointing.py writes them, and tools/checkpoint/{loader_base,schema_core}.py read them. A file
+holds "args", "checkpoint_version" and the state of "model", or of "model0", "model1", … with virtual stages: chunk v
+of stage p is block v·P + p of the layers, which are counted from 0 in each. Column-parallel weights are cut by rows,
+row-parallel ones by columns, and SwiGLU's first layer has a rank's gate above its up projection. Legend: n heads, g
+query groups, d head size; the fused Q, K and V have, by checkpoint version,
+
+    0          [3, n, d] on each rank
+    1          [n, d, 3] on each rank
+    2 and 3    [g, (n/g + 2)·d] over all ranks: the queries of a group, its key, its value
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.importing import pickled
+from shardwise.checkpoint.importing.megatron_args import SIZES, choose_vocabulary, read_args
+from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
+from shardwise.checkpoint.importing.shards import Shards, Stacked, stack
+from shardwise.config import GPTConfig, LlamaConfig
+from shardwise.errors import ConfigError, listing
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_VERSIONS = (0, 1, 2, 3)
+_SHOWN = 8
+
+_LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
+# Names of `megatron.legacy`, with its own older ones, then of Megatron Core, without and with TransformerEngine.
+_INSIDE = (
+    (r"input_(?:layer)?norm\.(weight|bias)", "input_norm"),
+    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", "input_norm"),
+    (r"(?:self_)?attention\.query_key_value\.(weight|bias)", "qkv"),
+    (r"self_attention\.linear_qkv\.(weight|bias)", "qkv"),
+    (r"(?:self_)?attention\.dense\.(weight|bias)", "dense"),
+    (r"self_attention\.linear_proj\.(weight|bias)", "dense"),
+    (r"post_attention_(?:layer)?norm\.(weight|bias)", "post_norm"),
+    (r"pre_mlp_layernorm\.(weight|bias)", "post_norm"),
+    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", "post_norm"),
+    (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", "fc1"),
+    (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", "fc2"),
+)
+_OUTSIDE = (
+    (r"embedding\.word_embeddings\.(weight)", "word"),
+    (r"embedding\.position_embeddings\.(weight)", "position"),
+    (r"(?:word_embeddings_for_head|output_layer)\.(weight)", "head"),
+    (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
+)
+_OUR_LAYER = re.compile(r"layers\.(\d+)\.")
+_NO_WEIGHTS = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq)")
+
+
+def open_megatron(source: Path, vocab_size: int | None = None) -> Opened:
+    """The model in a Megatron-LM checkpoint. `vocab_size`: without padding, where the checkpoint does not tell.
+
+    Raises:
+        ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
+        that is wrong; or its files are not safe to open.
+    """
+    folder = _iteration(source)
+    ranks = _ranks(folder)
+    states = {rank: _open(file) for rank, file in ranks.items()}
+    args, version = _agreed(states, folder)
+    tensor, pipeline = _degrees(args, set(states), folder)
+    shards, legacy = _collect(states, tensor, pipeline, str(folder))
+    if not shards.has("word.weight"):
+        raise ConfigError(shards.problems or f"{folder} lacks its word embeddings")
+    padded = sum(len(part) for part in shards.tensors["word.weight"])
+    vocabulary = choose_vocabulary(args, padded, vocab_size, str(folder))
+    config, notes = read_args(args, vocabulary, str(folder), legacy=legacy)
+    layers = _layers(shards.tensors, 0)
+    if layers != config.num_hidden_layers:
+        raise ConfigError(
+            f"{folder} must have as many layers as its num_layers ({config.num_hidden_layers}), and it has {layers}"
+        )
+    if config.tie_word_embeddings:
+        shards.require_tied("word.weight", "head.weight")
+    model = _Model(shards, config, version)
+    found = dict(model.llama(config) if isinstance(config, LlamaConfig) else model.gpt(config))
+    weights = shards.weights(canonical_shapes(config), found)
+    layout = {"tensor": tensor, "pipeline": pipeline}
+    return Opened(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
+
+
+# ---- files
+
+
+def _iteration(source: Path) -> Path:
+    """The folder with the ranks' folders."""
+    if not source.is_dir():
+        raise ConfigError(f"{source} must be the folder of a Megatron-LM checkpoint: there is no folder of that name")
+    tracker = source / _TRACKER
+    if not tracker.is_file():
+        return source
+    text = tracker.read_text(errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        raise ConfigError(f"{tracker} must hold the number of an iteration or 'release', and it holds {text[:40]!r}")
+    folder = source / (text if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        raise ConfigError(f"{tracker} names iteration {text}, and there is no folder {folder}")
+    return folder
+
+
+def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
+    """(tensor-parallel rank, pipeline stage) → its file."""
+    found, problems = {}, []
+    for path in sorted(folder.iterdir()):
+        match = _RANK.fullmatch(path.name)
+        if match is None:
+            continue
+        if match[3]:
+            raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
+        files = [path / name for name in _FILES if (path / name).is_file()]
+        if not files:
+            problems.append(f"{path} must hold {listing(_FILES, 'or')}, and it holds neither")
+            continue
+        found[int(match[1]), int(match[2] or 0)] = files[0]
+    if problems:
+        raise ConfigError(problems)
+    if not found:
+        hint = ""
+        if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
+            hint = ": it is in a distributed format, so write it anew by Megatron-LM with --ckpt-format torch"
+        raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{hint}")
+    return found
+
+
+def _open(path: Path) -> Mapping[str, Any]:
+    state = pickled.load(path)
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path} must hold a dictionary, as Megatron-LM writes it")
+    if not isinstance(state.get("args"), argparse.Namespace):
+        raise ConfigError(f"{path} must hold the arguments of the training under 'args': they are missing")
+    return state
+
+
+def _agreed(states: Mapping[tuple[int, int], Mapping[str, Any]], folder: Path) -> tuple[dict[str, Any], int]:
+    """The arguments and the checkpoint version, which all files must have alike."""
+    first, *others = states.values()
+    args = vars(first["args"])
+    version = first.get("checkpoint_version", 0)
+    if version not in _VERSIONS:
+        raise ConfigError(f"the checkpoint_version of {folder} ({version!r}) must be {listing(_VERSIONS, 'or')}")
+    problems = [
+        f"{folder}: {name} must be the same in all files, and some have {values[0]!r} and some {values[1]!r}"
+        for name in (*SIZES, "tensor_model_parallel_size", "pipeline_model_parallel_size")
+        if len(values := list(dict.fromkeys(vars(state["args"]).get(name) for state in states.values()))) > 1
+    ]
+    for name in ("iteration", "checkpoint_version"):
+        if any(other.get(name) != first.get(name) for other in others):
+            problems.append(f"{folder}: {name} must be the same in all files: some are of another checkpoint")
+    if problems:
+        raise ConfigError(problems)
+    return args, int(version)
+
+
+def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel degree, of which each rank must be there."""
+    tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in found) + 1
+    pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in found) + 1
+    wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
+
+    def names(ranks: set[tuple[int, int]]) -> str:
+        listed = [f"mp_rank_{t:02d}_{p:03d}" if pipeline > 1 else f"mp_rank_{t:02d}" for t, p in sorted(ranks)]
+        return listing([*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"] if len(listed) > _SHOWN else listed)
+
+    problems = []
+    if missing := wanted - found:
+        problems.append(f"{folder} must have every rank of TP {tensor} × PP {pipeline}: it lacks {names(missing)}")
+    if extra := found - wanted:
+        problems.append(
+            f"{folder} must have the ranks of TP {tensor} × PP {pipeline} alone: it also has {names(extra)}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return tensor, pipeline
+
+
+# ---- names
+
+
+def _collect(
+    states: Mapping[tuple[int, int], Mapping[str, Any]], tensor: int, pipeline: int, where: str
+) -> tuple[Shards, bool]:
+    """All tensors by names of this module, layers counted from the model's first; and whether they are of legacy."""
+    shards = Shards(where, {})
+    keys = _chunk_keys(states, where)
+    legacy = "language_model" in states[0, 0][keys[0]]
+    first = 0
+    unknown: dict[str, None] = {}
+    for key in keys:
+        for stage in range(pipeline):
+            ranks = [_chunk(states[rank, stage][key], first, unknown) for rank in range(tensor)]
+            shards.add(ranks, f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}")
+            first += _layers([name for tensors in ranks for name in tensors], first)
+    if unknown:
+        named = list(unknown)
+        more = [f"{len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+        shards.problems.append(f"{where} has {listing(named[:_SHOWN] + more)}, of which no GPT-2 or Llama has any")
+    shards.require_floats()
+    return shards, legacy
+
+
+def _chunk_keys(states: Mapping[tuple[int, int], Mapping[str, Any]], where: str) -> list[str]:
+    """`model`, or `model0`, `model1`, … in order."""
+    found = {
+        tuple(sorted((key for key in state if re.fullmatch(r"model\d*", key)), key=lambda key: (len(key), key)))
+        for state in states.values()
+    }
+    keys = next(iter(found))
+    numbered = tuple(f"model{i}" for i in range(len(keys)))
+    if len(found) > 1 or not keys or keys not in (("model",), numbered):
+        raise ConfigError(f"{where} must hold 'model', or 'model0', 'model1', …, the same in every file")
+    if any(not isinstance(state[key], dict) for state in states.values() for key in keys):
+        raise ConfigError(f"{where} must hold the state of a model under {listing(keys)}")
+    return list(keys)
+
+
+def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> dict[str, Tensor]:
+    """A block of layers, which begins with the model's layer number `first`."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in _flattened(state):
+        if _NO_WEIGHTS.fullmatch(name):
+            continue
+        ours = _our_name(name, first)
+        if ours is None or not isinstance(value, Tensor) or ours in tensors:
+            unknown[name] = None
+        else:
+            tensors[ours] = value
+    return tensors
+
+
+def _layers(names: Iterable[str], first: int) -> int:
+    """How many layers a block has that begins with number `first`."""
+    numbers = [int(match[1]) for name in names if (match := _OUR_LAYER.match(name))]
+    return max(numbers) + 1 - first if numbers else 0
+
+
+def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested dictionaries, as `megatron.legacy` writes them, by dotted names; without the names of wrappers."""
+    for key, value in state.items():
+        name = prefix + str(key)
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{name}.")
+        else:
+            yield re.sub(r"^(module\.)*(language_model\.)?", "", name), value
+
+
+def _our_name(name: str, first: int) -> str | None:
+    layer = _LAYER.fullmatch(name)
+    for pattern, role in _INSIDE if layer else _OUTSIDE:
+        if match := re.fullmatch(pattern, layer[2] if layer else name):
+            return f"layers.{first + int(layer[1])}.{role}.{match[1]}" if layer else f"{role}.{match[1]}"
+    return None
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class _Model:
+    """From the shards to canonical tensors; None stands for what the shards lack."""
+
+    shards: Shards
+    config: GPTConfig | LlamaConfig
+    version: int
+
+    def gpt(self, config: GPTConfig) -> Iterator[tuple[str, Stacked | None]]:
+        """Hugging Face's GPT-2: its matrices are [in, out], and Q, K and V one behind the other."""
+        shards = self.shards
+        yield "transformer.wte.weight", self._tokens("word.weight")
+        yield "transformer.wpe.weight", shards.copies("position.weight")
+        for i in range(config.num_hidden_layers):
+            ours, theirs = f"transformer.h.{i}", f"layers.{i}"
+            for kind in ("weight", "bias"):
+                yield f"{ours}.ln_1.{kind}", shards.copies(f"{theirs}.input_norm.{kind}")
+                qkv = self._query_key_value(f"{theirs}.qkv.{kind}")
+                fused = stack(qkv) if qkv else None
+                yield f"{ours}.attn.c_attn.{kind}", _turned(fused, kind)
+                yield f"{ours}.ln_2.{kind}", shards.copies(f"{theirs}.post_norm.{kind}")
+                yield f"{ours}.mlp.c_fc.{kind}", _turned(shards.columns(f"{theirs}.fc1.{kind}"), kind)
+            for name, layer in (("attn.c_proj", "dense"), ("mlp.c_proj", "fc2")):
+                yield f"{ours}.{name}.weight", _turned(shards.rows(f"{theirs}.{layer}.weight"), "weight")
+                yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
+        yield from self._end("transformer.ln_f", ("weight", "bias"))
+
+    def llama(self, config: LlamaConfig) -> Iterator[tuple[str, Stacked | None]]:
+        shards = self.shards
+        attention = ("weight", "bias") if config.attention_bias else ("weight",)
+        mlp = ("weight", "bias") if config.mlp_bias else ("weight",)
+        yield "model.embed_tokens.weight", self._tokens("word.weight")
+        for i in range(config.num_hidden_layers):
+            ours, theirs = f"model.layers.{i}", f"layers.{i}"
+            yield f"{ours}.input_layernorm.weight", shards.copies(f"{theirs}.input_norm.weight")
+            yield f"{ours}.post_attention_layernorm.weight", shards.copies(f"{theirs}.post_norm.weight")
+            for kind in attention:
+                qkv = self._query_key_value(f"{theirs}.qkv.{kind}")
+                for at, name in enumerate("qkv"):
+                    yield f"{ours}.self_attn.{name}_proj.{kind}", qkv[at] if qkv else None
+            for kind in mlp:
+                gated = self._gate_up(f"{theirs}.fc1.{kind}")
+                for at, name in enumerate(("gate", "up")):
+                    yield f"{ours}.mlp.{name}_proj.{kind}", gated[at] if gated else None
+            for name, layer, kinds in (("self_attn.o_proj", "dense", attention), ("mlp.down_proj", "fc2", mlp)):
+                yield f"{ours}.{name}.weight", shards.rows(f"{theirs}.{layer}.weight")
+                if "bias" in kinds:
+                    yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
+        yield from self._end("model.norm", ("weight",))
+
+    def _tokens(self, name: str) -> Stacked | None:
+        """Without the rows of padding."""
+        whole = self.shards.columns(name)
+        return None if whole is None else whole.rows(0, self.config.vocab_size)
+
+    def _end(self, norm: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Stacked | None]]:
+        for kind in kinds:
+            yield f"{norm}.{kind}", self.shards.copies(f"final_norm.{kind}")
+        if not self.config.tie_word_embeddings:
+            yield "lm_head.weight", self._tokens("head.weight")
+
+    def _gate_up(self, name: str) -> list[Stacked] | None:
+        parts = self.shards.parts(name)
+        if parts is None:
+            return None
+        return self.shards.split(name, [self.config.intermediate_size // len(parts)] * 2)
+
+    def _query_key_value(self, name: str) -> list[Stacked] | None:
+        """Q, K and V, each with the rows of all heads in order."""
+        parts = self.shards.parts(name)
+        if parts is None:
+            return None
+        config, fused = self.config, Stacked(tuple(parts))
+        n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        rows = (n + 2 * g) * d
+        if fused.shape[0] != rows or (self.version < 2 and (g != n or n % len(parts))):
+            wanted = f"{rows} rows over {len(parts)} tensor-parallel ranks, of {n} query and {g} key/value heads"
+            self.shards.misshapen(name, fused.shape, wanted)
+            return None
+        if self.version == 0:
+            return self.shards.split(name, [n * d // len(parts)] * 3)
+        if self.version == 1:
+            return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in parts)) for i in range(3)]
+        group = rows // g
+        inside = ((0, group - 2 * d), (group - 2 * d, group - d), (group - d, group))
+        return [stack(fused.rows(k * group + a, k * group + b) for k in range(g)) for a, b in inside]
+
+
+def _turned(whole: Stacked | None, kind: str) -> Stacked | None:
+    return whole.t if whole is not None and kind == "weight" else whole

@@ -1,0 +1,160 @@
+"""The model that Megatron-LM's arguments describe: they are saved in every file of a checkpoint, under "args".
+
+Names and defaults are those of megatron/training/arguments.py, older spellings included. What would make another model
+is an error, all of it at once; what only concerns training is left aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.config import GPTConfig, LlamaConfig
+from shardwise.errors import ConfigError, listing
+
+_FAMILIES: dict[str, type[GPTConfig | LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
+_UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
+# Set, each of these makes a model that is none of ours; the value beside it is the one that changes nothing.
+_MUST_BE_UNSET: dict[str, Any] = {
+    "num_experts": None, "expert_model_parallel_size": 1, "multi_latent_attention": None, "mtp_num_layers": None,
+    "qk_layernorm": None, "qk_l2_norm": None, "attention_output_gate": None, "window_size": None,
+    "softmax_type": "vanilla", "softmax_scale": None, "experimental_attention_variant": None,
+    "linear_attention_freq": None, "no_rope_freq": None, "rotary_interleaved": None,
+    "rotary_seq_len_interpolation_factor": 1, "apply_layernorm_1p": None, "layernorm_zero_centered_gamma": None,
+    "apply_residual_connection_post_layernorm": None, "squared_relu": None, "quick_geglu": None, "geglu": None,
+    "activation_func_clamp_value": None, "glu_linear_offset": None, "add_qkv_bias": None, "use_mup": None,
+    "hybrid_layer_pattern": None, "hybrid_override_pattern": None, "is_hybrid_model": None, "spec": None,
+    "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
+    "retro_add_retriever": None, "enable_mhc_connections": None,
+}  # fmt: skip
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+# Megatron's own llama3 scaling has these numbers in its code (rotary_pos_embedding.py); only the factor is an argument.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def read_args(
+    args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
+) -> tuple[GPTConfig | LlamaConfig, tuple[str, ...]]:
+    """The model, and notes on what of the arguments has no counterpart.
+
+    Args:
+        vocab_size: without padding. legacy: the model is of `megatron.legacy`, whose activations are chosen otherwise.
+
+    Raises:
+        ConfigError: with every argument that makes another model, and every one that is missing.
+    """
+    problems = [
+        f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "
+        "makes a model that no family here has"
+        for name, neutral in _MUST_BE_UNSET.items()
+        if name in args and args[name] not in _UNSET and args[name] != neutral
+    ]
+    problems += [f"{where}: its arguments must have {name}: it is missing" for name in SIZES if args.get(name) is None]
+    if problems:
+        raise ConfigError(problems)
+    section, notes = _section(args, vocab_size, where, legacy)
+    try:
+        return _FAMILIES[section["family"]].model_validate(section), notes
+    except ValidationError as error:
+        reasons = [": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors()]
+        raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons]) from None
+
+
+def _section(
+    args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    positions = "rope" if args.get("use_rotary_position_embeddings") else args.get("position_embedding_type")
+    kind = (positions or "learned_absolute", args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
+    biased = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
+    hidden, heads = args["hidden_size"], args["num_attention_heads"]
+    groups = args["num_query_groups"] if args.get("group_query_attention") else heads
+    head_dim = args.get("kv_channels") or hidden // heads
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": args.get("ffn_hidden_size") or 4 * hidden,
+        "num_hidden_layers": args["num_layers"],
+        "num_attention_heads": heads,
+        "max_position_embeddings": args["max_position_embeddings"],
+        "initializer_range": args.get("init_method_std") or 0.02,
+        "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+    }
+    epsilon = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
+    if kind == ("rope", "RMSNorm", True):
+        section = {
+            "family": "llama",
+            **common,
+            "num_key_value_heads": groups,
+            "head_dim": head_dim,
+            "rms_norm_eps": epsilon,
+            "rope_theta": float(args.get("rotary_base") or 10000),
+            "attention_bias": biased,
+            "mlp_bias": biased,
+            "attention_dropout": args.get("attention_dropout", 0.0),
+        }
+        if args.get("use_rope_scaling"):
+            factor = float(args.get("rope_scaling_factor") or 8.0)
+            section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+        if args.get("rotary_percent", 1.0) not in (None, 1.0):
+            raise ConfigError(
+                f"{where}: its argument rotary_percent ({args['rotary_percent']}) must be 1.0 for a Llama"
+            )
+        dropout = args.get("hidden_dropout")
+        return section, (f"hidden_dropout ({dropout}) is left out: a Llama has none",) if dropout else ()
+    if kind == ("learned_absolute", "LayerNorm", False):
+        problems = [
+            f"{where}: its argument {name} ({value!r}) must be {wanted!r} for a GPT-2"
+            for name, value, wanted in (
+                ("add_bias_linear", biased, True),
+                ("num_query_groups", groups, heads),
+                ("kv_channels", head_dim * heads, hidden),
+            )
+            if value != wanted
+        ]
+        if problems:
+            raise ConfigError(problems)
+        tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
+        hidden_dropout = args.get("hidden_dropout", 0.1)
+        return {
+            "family": "gpt",
+            **common,
+            "activation_function": "gelu_new" if tanh else "gelu",
+            "layer_norm_epsilon": epsilon,
+            "embd_pdrop": hidden_dropout,
+            "resid_pdrop": hidden_dropout,
+            "attn_pdrop": args.get("attention_dropout", 0.1),
+        }, ()
+    found = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
+    raise ConfigError(
+        f"{where}: its arguments {found} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
+        "models are imported from Megatron-LM"
+    )
+
+
+_KIND = ("position_embedding_type", "normalization", "swiglu")
+_GPT, _LLAMA = ("learned_absolute", "LayerNorm", "False"), ("rope", "RMSNorm", "True")
+
+
+def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, where: str) -> int:
+    """Rows of the embedding that are tokens: the others were added so that ranks hold equally many.
+
+    Raises:
+        ConfigError: nothing tells them apart.
+    """
+    known = given
+    # NullTokenizer adds a token to the size that it is given.
+    if known is None and args.get("tokenizer_type") != "NullTokenizer":
+        known = args.get("vocab_size")
+    if not isinstance(known, int) or known < 1:
+        raise ConfigError(
+            f"{where} must tell how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
+            f"its arguments do not, so give --vocab-size N or --tokenizer (--vocab-size {padded} keeps all rows)"
+        )
+    if known > padded:
+        raise ConfigError(
+            f"{where}: the vocabulary ({known:,}) must be at most the rows of its embedding ({padded:,}): give "
+            "--vocab-size N"
+        )
+    return known

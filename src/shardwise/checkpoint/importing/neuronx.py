@@ -1,0 +1,272 @@
+"""Checkpoints of neuronx-distributed: Llama and GPT-NeoX models by their Hugging Face names, cut by TP and PP.
+
+    SOURCE/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt     a rank's state
+    SOURCE/model/….pt.tensors/tensor_N.pt                with xser: its tensors, to which the .pt refers by number
+    SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6, under "model"
+    SOURCE/tp_rank_TT_pp_rank_PP, ….tensors/tensor_N.pt  of these with xser
+
+As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. Layers keep their numbers over pipeline
+stages. What a rank's fused tensors mean, its model code says (modeling_llama_nxd.py, modules/qkv_linear.py):
+gate_up_proj is [gate; up]; qkv_proj.weight [q; k; v]; weight_q, weight_k and weight_v, or weight_qkv = [q; k; v], are
+of GQAQKVColumnParallelLinear, which holds each key/value head `m` times. The query heads of a rank attend to the
+key/value heads of that rank, so that copies of a head tell which query heads are of its group, and in which order:
+copies lie g slots apart as scripts/checkpoint_converter.py writes them (K0 K1 … K0 K1 …), or next to each other. A
+GPT-NeoX rank's query_key_value is [its heads, 3, head size], as in the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.agreement import read_model
+from shardwise.checkpoint.importing import pickled
+from shardwise.checkpoint.importing.hugging_face import token_ids
+from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
+from shardwise.checkpoint.importing.shards import Shards, Stacked, same_bits, stack
+from shardwise.checkpoint.spelling import spelling
+from shardwise.config import GPTNeoXConfig, LlamaConfig
+from shardwise.errors import ConfigError, listing
+from shardwise.store.root import Root
+
+_CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
+_OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")
+_EXPERTS = re.compile(r"dp_rank_\d+_ep_rank_\d+_.*\.pt")
+_OLD_FILE = "checkpoint.pt"
+_STARTED, _DONE = "checkpoint", "done"
+_SHOWN = 6
+
+
+def open_neuronx(source: Path, config_file: Path) -> Opened:
+    """The model in a checkpoint of neuronx-distributed; `config_file`: its Hugging Face `config.json`, or the folder.
+
+    Raises:
+        ConfigError: it is none, of another model than Llama or GPT-NeoX, incomplete, or contradicts itself: everything
+        that is wrong; or its files are not safe to open.
+    """
+    described = config_file / "config.json" if config_file.is_dir() else config_file
+    if not described.is_file():
+        raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
+    config = read_model(Root.of(described))
+    if not isinstance(config, LlamaConfig | GPTNeoXConfig):
+        raise ConfigError(f"the model in {described} ({config.family}) must be llama or gpt_neox")
+    ranks = _ranks(source)
+    tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
+    wanted = [(t, p) for t in range(tensor) for p in range(pipeline)]
+    if missing := [f"tp_rank_{t:02d}_pp_rank_{p:02d}" for t, p in wanted if (t, p) not in ranks]:
+        shown = missing[:_SHOWN] + ([f"{len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else [])
+        raise ConfigError(f"{source} must have every rank of TP {tensor} × PP {pipeline}: it lacks {listing(shown)}")
+    buffers = re.compile(spelling(config.family).buffers)
+    states = {rank: _state(path, buffers) for rank, path in sorted(ranks.items())}
+    shards = Shards(str(source), {})
+    for stage in range(pipeline):
+        place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
+        shards.add([states[rank, stage] for rank in range(tensor)], place)
+    shards.require_floats()
+    shapes = canonical_shapes(config)
+    found = dict(_llama(shards, config) if isinstance(config, LlamaConfig) else _neox(shards, config))
+    layout = {"tensor": tensor, "pipeline": pipeline}
+    return Opened(config, shards.weights(shapes, found), layout, tokens=token_ids(Root.of(described)))
+
+
+# ---- files
+
+
+def _ranks(source: Path) -> dict[tuple[int, int], Path]:
+    """(tensor-parallel rank, pipeline stage) → its file."""
+    if not source.is_dir():
+        raise ConfigError(f"{source} must be the folder of a checkpoint: there is no folder of that name")
+    if (source / _STARTED).is_file() and not (source / _DONE).exists():
+        raise ConfigError(f"{source} must be a checkpoint that was completed: it has no file '{_DONE}'")
+    folder = source / "model" if (source / "model").is_dir() else source
+    found: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.iterdir()):
+        if _EXPERTS.fullmatch(path.name):
+            raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
+        if match := _CURRENT.fullmatch(path.name):
+            found[int(match[1]), int(match[2])] = path
+        elif match := _OLD.fullmatch(path.name):
+            found[int(match[1]), int(match[2])] = path / _OLD_FILE if path.is_dir() else path
+    if absent := [str(path) for path in found.values() if not path.is_file()]:
+        raise ConfigError(f"{source} lacks {listing(absent[:_SHOWN])}")
+    if not found:
+        tags = sorted(path.name for path in source.iterdir() if (path / "model").is_dir())
+        hint = f"; it holds the checkpoints {listing(tags[-_SHOWN:])}: name one" if tags else ""
+        raise ConfigError(
+            f"{source} must hold model/dp_rank_00_tp_rank_00_pp_rank_00.pt, … or tp_rank_00_pp_rank_00, …{hint}"
+        )
+    return found
+
+
+def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
+    """A rank's tensors by Hugging Face names; those of xser are opened where they lie."""
+    state = pickled.load(path)
+    if isinstance(state, dict) and isinstance(state.get("model"), dict):
+        state = state["model"]
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path} must hold the state of a model: a dictionary of tensors")
+    tensors, problems = {}, []
+    for key, value in state.items():
+        name = re.sub(r"^(module\.)+", "", str(key))
+        if buffers.fullmatch(name):
+            continue
+        opened = _tensor(path, value) if isinstance(value, pickled.Reference) else value
+        if isinstance(opened, Tensor):
+            tensors[name] = opened
+        else:
+            problems.append(f"{path}: {name} must be a tensor")
+    if problems:
+        raise ConfigError(problems)
+    return tensors
+
+
+def _tensor(path: Path, reference: pickled.Reference) -> Any:
+    number = reference.tid
+    if not isinstance(number, int) or number < 0:
+        raise ConfigError(f"{path} refers to a tensor by {number!r}, which must be a number")
+    return pickled.load(path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt")
+
+
+# ---- the models
+
+_Found = Iterator[tuple[str, Stacked | None]]
+
+
+def _llama(shards: Shards, config: LlamaConfig) -> _Found:
+    if config.tie_word_embeddings:
+        shards.require_tied("model.embed_tokens.weight", "lm_head.weight")
+    else:
+        yield "lm_head.weight", _tokens(shards, "lm_head.weight", config)
+    yield "model.embed_tokens.weight", _tokens(shards, "model.embed_tokens.weight", config)
+    yield "model.norm.weight", shards.copies("model.norm.weight")
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{layer}.{norm}.weight", shards.copies(f"{layer}.{norm}.weight")
+        yield from _attention(shards, config, f"{layer}.self_attn")
+        yield from _mlp(shards, config, f"{layer}.mlp")
+
+
+def _mlp(shards: Shards, config: LlamaConfig, mlp: str) -> _Found:
+    for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+        fused = f"{mlp}.gate_up_proj.{kind}"
+        parts: Sequence[Stacked | None]
+        if shards.has(fused):
+            ranks = len(shards.tensors[fused])
+            parts = shards.split(fused, [config.intermediate_size // ranks] * 2) or (None, None)
+        else:
+            parts = [shards.columns(f"{mlp}.{name}_proj.{kind}") for name in ("gate", "up")]
+        for name, part in zip(("gate", "up"), parts, strict=True):
+            yield f"{mlp}.{name}_proj.{kind}", part
+    yield f"{mlp}.down_proj.weight", shards.rows(f"{mlp}.down_proj.weight")
+    if config.mlp_bias:
+        yield f"{mlp}.down_proj.bias", shards.copies(f"{mlp}.down_proj.bias")
+
+
+def _attention(shards: Shards, config: LlamaConfig, attention: str) -> _Found:
+    out = shards.rows(f"{attention}.o_proj.weight")
+    fused, grouped = f"{attention}.qkv_proj.weight", f"{attention}.qkv_proj.weight_q"
+    together = f"{attention}.qkv_proj.weight_qkv"
+    queries = config.num_attention_heads * config.head_dim
+    parts: Sequence[Stacked | None]
+    if shards.has(fused):
+        rows = queries // len(shards.tensors[fused])
+        parts = shards.split(fused, [rows] * 3) or (None, None, None)
+    elif shards.has(grouped) or shards.has(together):
+        parts = (None, None, None)
+        if shards.has(together):
+            ranks = len(shards.tensors[together])
+            rows = (len(shards.tensors[together][0]) - queries // ranks) // 2
+            held = shards.split(together, [queries // ranks, rows, rows]) if rows > 0 else None
+            if rows <= 0:
+                shards.misshapen(together, shards.tensors[together][0].shape, f"more than {queries // ranks} rows")
+        else:
+            separate = [shards.columns(f"{attention}.qkv_proj.weight_{name}") for name in "qkv"]
+            held = [each for each in separate if each is not None] if None not in separate else None
+        if held is not None and out is not None:
+            ordered = _Groups(shards, config, attention).order(held, out)
+            parts, out = (ordered[:3], ordered[3]) if ordered else (parts, out)
+    else:
+        parts = [shards.columns(f"{attention}.{name}_proj.weight") for name in "qkv"]
+    for name, part in zip("qkv", parts, strict=True):
+        yield f"{attention}.{name}_proj.weight", part
+        if config.attention_bias:
+            yield f"{attention}.{name}_proj.bias", shards.columns(f"{attention}.{name}_proj.bias")
+    yield f"{attention}.o_proj.weight", out
+    if config.attention_bias:
+        yield f"{attention}.o_proj.bias", shards.copies(f"{attention}.o_proj.bias")
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Key/value heads that are held several times, and the query heads that lie with each copy."""
+
+    shards: Shards
+    config: LlamaConfig
+    where: str
+
+    def order(self, held: Sequence[Stacked], out: Stacked) -> list[Stacked] | None:
+        """Q, K, V and the output projection with every head once and in order; None is a problem that was noted."""
+        q, k, v = held
+        n, g, d = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+        slots = k.shape[0] // d
+        fits = k.shape == v.shape and k.shape[0] == slots * d and slots and slots % g == 0 and n % slots == 0
+        if not fits or q.shape[0] != n * d or out.t.shape[0] != n * d:
+            rows = f"{n * d}, and a multiple of {g * d} that divides {n * d} for keys and values"
+            self.shards.misshapen(f"{self.where}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
+            return None
+        copies = slots // g
+        for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
+            if self._agree(k, heads) and self._agree(v, heads):
+                break
+        else:
+            self.shards.problems.append(
+                f"{self.shards.where}: {self.where}.qkv_proj must hold each of its {g} key/value heads {copies} times, "
+                "equal to the bit, and its copies differ: the replicas have drifted apart, or num_key_value_heads in "
+                "the config.json is another model's"
+            )
+            return None
+        order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
+        block = n // slots * d
+        first = [heads.index(head) for head in range(g)]
+        q, o = (stack(each.rows(slot * block, (slot + 1) * block) for slot in order) for each in (q, out.t))
+        k, v = (stack(each.rows(slot * d, (slot + 1) * d) for slot in first) for each in (k, v))
+        return [q, k, v, o.t]
+
+    def _agree(self, kv: Stacked, heads: Sequence[int]) -> bool:
+        d = self.config.head_dim
+        read = [kv.read(slot * d, (slot + 1) * d) for slot in range(len(heads))]
+        return all(same_bits(read[heads.index(head)], read[slot]) for slot, head in enumerate(heads))
+
+
+def _neox(shards: Shards, config: GPTNeoXConfig) -> _Found:
+    if config.tie_word_embeddings:
+        shards.require_tied("gpt_neox.embed_in.weight", "embed_out.weight")
+    else:
+        yield "embed_out.weight", _tokens(shards, "embed_out.weight", config)
+    yield "gpt_neox.embed_in.weight", _tokens(shards, "gpt_neox.embed_in.weight", config)
+    for kind in ("weight", "bias"):
+        yield (name := f"gpt_neox.final_layer_norm.{kind}"), shards.copies(name)
+    for i in range(config.num_hidden_layers):
+        layer = f"gpt_neox.layers.{i}"
+        for kind in ("weight", "bias"):
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield (name := f"{layer}.{norm}.{kind}"), shards.copies(name)
+            for linear in ("attention.query_key_value", "mlp.dense_h_to_4h"):
+                if kind == "weight" or config.attention_bias or linear.startswith("mlp"):
+                    yield (name := f"{layer}.{linear}.{kind}"), shards.columns(name)
+        for linear in ("attention.dense", "mlp.dense_4h_to_h"):
+            yield (name := f"{layer}.{linear}.weight"), shards.rows(name)
+            if config.attention_bias or linear.startswith("mlp"):
+                yield (name := f"{layer}.{linear}.bias"), shards.copies(name)
+
+
+def _tokens(shards: Shards, name: str, config: LlamaConfig | GPTNeoXConfig) -> Stacked | None:
+    """Without rows of padding."""
+    whole = shards.columns(name)
+    return None if whole is None else whole.rows(0, min(config.vocab_size, whole.shape[0]))

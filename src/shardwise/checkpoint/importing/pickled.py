@@ -1,0 +1,102 @@
+"""Files of `torch.save`, opened so that no code of theirs can run.
+
+torch's restricted unpickler makes tensors and plain values. Of other classes it makes an empty stand-in where their
+name is known to be harmless and unneeded; any other name is refused before anything is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import ConfigError, listing
+
+
+class StandIn:
+    """Stands for an object whose class is never looked up: whatever it is made of is dropped."""
+
+    def __new__(cls, *_: object, **__: object) -> StandIn:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "an object"
+
+
+class Reference:
+    """torch_xla's reference to a tensor that has a file of its own.
+
+    Attributes:
+        tid: the number of the tensor.
+    """
+
+    tid: object = None
+
+    def __setstate__(self, state: object) -> None:
+        fields: dict[str, object] = {}
+        for each in state if isinstance(state, tuple) else (state,):  # of an object with slots: (dict or None, slots)
+            fields |= each if isinstance(each, dict) else {}
+        self.tid = fields.get("tid")
+
+
+# Of what training programs save beside weights: arguments, random number generators, TransformerEngine's own state.
+_UNNEEDED = (
+    "_codecs.encode", "_io.BytesIO", "builtins.getattr", "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
+    "numpy.ndarray", "numpy.dtype", "signal.Signals", "types.SimpleNamespace",
+)  # fmt: skip
+_UNNEEDED_PACKAGES = ("megatron.", "transformer_engine.")
+_CLASSES: dict[str, type] = {
+    "argparse.Namespace": argparse.Namespace,
+    "torch_xla.utils.serialization.TensorReference": Reference,
+    **dict.fromkeys(_UNNEEDED, StandIn),
+}
+
+
+def load(path: Path) -> Any:
+    """What a file holds; its tensors stay in the file until they are read, where the format allows it.
+
+    Raises:
+        ConfigError: it is none of `torch.save`, it cannot be read, or it names what it could run code by.
+    """
+    classes = dict(_CLASSES)
+    try:
+        mapped = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format, which cannot be mapped
+        if mapped:
+            named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+            classes |= {name: StandIn for name in named if name.startswith(_UNNEEDED_PACKAGES)}
+            if refused := sorted(set(named) - set(classes)):
+                raise ConfigError(
+                    f"{path} is refused: beside tensors and plain values its pickle names {listing(refused)}, by which "
+                    "opening it could run code; none was run. Save it anew without these objects"
+                )
+        with torch.serialization.safe_globals([(each, name) for name, each in classes.items()]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except ConfigError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"{path} is refused: {_sentence(error)}; no code of it was run") from None
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # an offset that is none
+            raise ConfigError(f"{path} is truncated or no file of torch.save") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path} is truncated or no file of torch.save ({_sentence(error)})") from None
+
+
+def _sentence(error: Exception) -> str:
+    """What torch says, without its advice to open the file in an unsafe way."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in lines if "GLOBAL" in line or "nsupported" in line), lines[0] if lines else "")
+    return told.partition(". ")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,156 @@
+"""Make a checkpoint of step 0 of weights from elsewhere: `checkpoint.load` starts from it, at any layout.
+
+SOURCE is a Hugging Face folder or hub id. With --from megatron it is a checkpoint folder of Megatron-LM in its `torch`
+format (GPT-2 and Llama models), with --from neuronx-distributed one of neuronx-distributed (Llama and GPT-NeoX
+models): the shards of all tensor- and pipeline-parallel ranks are combined. Pickled files are opened so that no code
+of theirs can run. Memory is bounded by some rows of a tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli import output
+from shardwise.cli.checkpoint import text
+from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
+from shardwise.errors import ConfigError
+from shardwise.units import count, size
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.importing import Opened
+    from shardwise.store.root import Root
+
+_HUB, _MEGATRON, _NEURONX = "hugging-face", "megatron", "neuronx-distributed"
+_OPTIONS = {
+    "config": ("--config", (_NEURONX,)),
+    "revision": ("--revision", (_HUB,)),
+    "vocab_size": ("--vocab-size", (_MEGATRON,)),
+    "tokenizer": ("--tokenizer", (_MEGATRON, _NEURONX)),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
+    parser.add_argument(
+        "dest",
+        metavar="DEST",
+        help="a run's folder, or a folder of checkpoints: step-00000000 is made in it; a path or a URL",
+    )
+    parser.add_argument(
+        "--from", dest="kind", choices=(_HUB, _MEGATRON, _NEURONX), default=_HUB, help=f"default: {_HUB}"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="of a hub id: a branch, tag or commit")
+    parser.add_argument(
+        "--config", metavar="PATH", type=Path, help=f"{_NEURONX}: the model's Hugging Face config.json, or its folder"
+    )
+    parser.add_argument(
+        "--vocab-size",
+        metavar="N",
+        type=int,
+        help=f"{_MEGATRON}: tokens without the embedding's padding (default: what the checkpoint or --tokenizer tells)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="shards: a tokenizer.json, a WordPiece vocab.txt or a folder that holds one, to be copied along",
+    )
+    add_max_shard_size(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    _require_fitting(arguments)
+    max_shard_bytes = shard_bytes(arguments.max_shard_size)
+    from shardwise.checkpoint.importing import write_checkpoint
+
+    root = _checkpoints(arguments.dest)
+    opened = _open(arguments)
+    for note in opened.notes:
+        output.progress(text.shown(f"note: {note}"))
+    with text.bar("importing", opened.nbytes) as progress:
+        done = write_checkpoint(opened, root, max_shard_bytes, progress)
+    cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
+    text.line(
+        f"{done.folder}: {opened.config.family}, {count(opened.parameters)} parameters in {opened.dtype}{cut}; "
+        f"{text.of(done.files, 'file')}, {size(done.nbytes)}"
+    )
+    return 0
+
+
+def _require_fitting(arguments: argparse.Namespace) -> None:
+    kind = arguments.kind
+    problems = [
+        f"{option} ({getattr(arguments, name)}) must be left out with --from {kind}: it is for --from "
+        f"{' or '.join(kinds)}"
+        for name, (option, kinds) in _OPTIONS.items()
+        if getattr(arguments, name) is not None and kind not in kinds
+    ]
+    if kind == _NEURONX and arguments.config is None:
+        problems.append(f"--from {_NEURONX} needs --config PATH: its checkpoints do not describe their model")
+    if arguments.vocab_size is not None and arguments.vocab_size < 1:
+        problems.append(f"--vocab-size ({arguments.vocab_size}) must be at least 1")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _checkpoints(dest: str) -> Root:
+    """Where a run has its checkpoints, or the folder itself."""
+    from shardwise.store.root import Root
+
+    root = Root.of(dest if "://" in dest else Path(dest).expanduser())
+    return root / "checkpoints" if (root / "checkpoints").is_folder() else root
+
+
+def _open(arguments: argparse.Namespace) -> Opened:
+    from shardwise.checkpoint import importing
+
+    if arguments.kind == _HUB:
+        return importing.open_hugging_face(_hugging_face(arguments.source, arguments.revision))
+    source = Path(arguments.source).expanduser()
+    vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
+    if arguments.kind == _MEGATRON:
+        opened = importing.open_megatron(source, arguments.vocab_size or vocabulary)
+    else:
+        opened = importing.open_neuronx(source, arguments.config.expanduser())
+    if vocabulary is not None and vocabulary > opened.config.vocab_size:
+        raise ConfigError(
+            f"the vocabulary of --tokenizer ({vocabulary:,}) must be at most the model's ({opened.config.vocab_size:,})"
+        )
+    return replace(opened, beside=files, tokens=tokens) if files else opened
+
+
+def _hugging_face(source: str, revision: str | None) -> Root:
+    from shardwise import hub
+    from shardwise.store.root import Root
+
+    if hub.is_url(source):
+        return Root.of(source)
+    try:
+        return Root.of(hub.resolve(source, revision, announce=output.progress))
+    except ConfigError as error:
+        named = [
+            each.replace("checkpoint.load", "SOURCE").replace("checkpoint.revision", "--revision")
+            for each in error.problems
+        ]
+        raise ConfigError(named) from error
+
+
+def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str, int | None]]:
+    """The size of its vocabulary, its files, and the ids that `config.json` names."""
+    if path is None:
+        return None, {}, {}
+    from shardwise.data import Tokenizer, special_token_ids
+    from shardwise.data.tokenizer import export_user_tokenizer
+
+    try:
+        tokenizer = Tokenizer.load(Path(path).expanduser())
+        with tempfile.TemporaryDirectory() as folder:
+            export_user_tokenizer(path, tokenizer, Path(folder))
+            files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+            tokens = special_token_ids(Path(folder))
+    except ConfigError as error:
+        raise ConfigError([each.replace("data.tokenizer", "--tokenizer") for each in error.problems]) from error
+    return tokenizer.vocab_size, files, tokens

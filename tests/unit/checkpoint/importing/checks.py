@@ -1,0 +1,42 @@
+"""What an import must have made of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from shardwise.checkpoint.importing import Opened, write_checkpoint
+from shardwise.store.manifest import Manifest
+from shardwise.store.root import Root
+from shardwise.store.verify import verify
+from tests.hugging_face import open_folder
+
+
+def write(opened: Opened, root: Path, **options: Any) -> Path:
+    """Write the checkpoint and verify it."""
+    folder = write_checkpoint(opened, Root.of(root), **options).folder
+    assert verify(folder).sound
+    manifest = Manifest.read(folder)
+    assert (manifest.step, manifest.samples, manifest.optimizer) == (0, 0, None)
+    assert manifest.config["model"] == opened.config.model_dump(mode="json")
+    return folder.local()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_same_model(opened: Opened, root: Path, original: Any, saved: Path) -> None:
+    """Tensors equal to the bit to what `original` saved, and logits equal where transformers opens the checkpoint."""
+    folder = write(opened, root)
+    found, wanted = weights(folder), weights(saved)
+    assert found.keys() == wanted.keys()
+    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    assert not differing, differing
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        logits, expected = open_folder(folder).float()(ids).logits, original(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,264 @@
+"""Megatron-LM's checkpoints made from Hugging Face models, by its own layouts: written from them, not from our reader.
+
+Layouts: megatron/core/transformer/attention.py (`get_query_key_value_tensors`), mlp.py (`torch.chunk` of a rank's
+output), training/checkpointing.py (names of files, and `fix_query_key_value_ordering` of the old versions).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+State = dict[str, Any]
+
+
+def fuse(q: Tensor, k: Tensor, v: Tensor, heads: int, groups: int, tp: int, version: int) -> list[Tensor]:
+    """Each rank's query_key_value, weights or biases."""
+    if version >= 2:  # [groups, (heads / groups + 2) · d]
+        per_group = [t.reshape(groups, -1, *t.shape[1:]) for t in (q, k, v)]
+        return list(torch.cat(per_group, dim=1).reshape(-1, *q.shape[1:]).chunk(tp))
+    ranks = []
+    for parts in zip(q.chunk(tp), k.chunk(tp), v.chunk(tp), strict=True):
+        if version == 0:  # [3, n, d]
+            ranks.append(torch.cat(parts))
+        else:  # [n, d, 3]
+            local = [t.reshape(heads // tp, -1, *t.shape[1:]) for t in parts]
+            ranks.append(torch.stack(local, dim=2).reshape(-1, *q.shape[1:]))
+    return ranks
+
+
+def padded(weight: Tensor, multiple: int) -> Tensor:
+    extra = -len(weight) % multiple
+    return torch.cat([weight, torch.full((extra, weight.shape[1]), 7.0, dtype=weight.dtype)])
+
+
+def layer_of_gpt2(weights: State, i: int, heads: int, tp: int, version: int) -> list[State]:
+    """One layer's tensors by rank, by the role that they have in Megatron."""
+    at = f"transformer.h.{i}."
+    hidden = weights[at + "ln_1.weight"].shape[0]
+    ranks: list[State] = [{} for _ in range(tp)]
+    for kind in ("weight", "bias"):
+        fused = weights[f"{at}attn.c_attn.{kind}"]
+        q, k, v = (fused.t() if kind == "weight" else fused).contiguous().split(hidden)
+        up = weights[f"{at}mlp.c_fc.{kind}"]
+        for rank, (qkv, fc1) in enumerate(
+            zip(
+                fuse(q, k, v, heads, heads, tp, version),
+                (up.t() if kind == "weight" else up).contiguous().chunk(tp),
+                strict=True,
+            )
+        ):
+            ranks[rank][f"input.{kind}"] = weights[f"{at}ln_1.{kind}"]
+            ranks[rank][f"post.{kind}"] = weights[f"{at}ln_2.{kind}"]
+            ranks[rank][f"qkv.{kind}"] = qkv
+            ranks[rank][f"fc1.{kind}"] = fc1
+    for role, name in (("proj", "attn.c_proj"), ("fc2", "mlp.c_proj")):
+        for rank, part in enumerate(weights[f"{at}{name}.weight"].t().chunk(tp, dim=1)):
+            ranks[rank][f"{role}.weight"] = part.contiguous()
+            ranks[rank][f"{role}.bias"] = weights[f"{at}{name}.bias"]
+    return ranks
+
+
+def layer_of_llama(weights: State, i: int, heads: int, groups: int, tp: int) -> list[State]:
+    at = f"model.layers.{i}."
+    ranks: list[State] = [{} for _ in range(tp)]
+    for kind in ("weight", "bias"):
+        if f"{at}self_attn.q_proj.{kind}" not in weights:
+            continue
+        qkv = fuse(*(weights[f"{at}self_attn.{n}_proj.{kind}"] for n in "qkv"), heads, groups, tp, 3)
+        gates, ups = (weights[f"{at}mlp.{n}_proj.{kind}"].chunk(tp) for n in ("gate", "up"))
+        for rank in range(tp):
+            ranks[rank][f"qkv.{kind}"] = qkv[rank]
+            ranks[rank][f"fc1.{kind}"] = torch.cat([gates[rank], ups[rank]])
+    for role, name in (("proj", "self_attn.o_proj"), ("fc2", "mlp.down_proj")):
+        for rank, part in enumerate(weights[f"{at}{name}.weight"].chunk(tp, dim=1)):
+            ranks[rank][f"{role}.weight"] = part.contiguous()
+            if f"{at}{name}.bias" in weights:
+                ranks[rank][f"{role}.bias"] = weights[f"{at}{name}.bias"]
+    for rank in range(tp):
+        ranks[rank]["input.weight"] = weights[f"{at}input_layernorm.weight"]
+        ranks[rank]["post.weight"] = weights[f"{at}post_attention_layernorm.weight"]
+    return ranks
+
+
+NAMES: dict[str, dict[str, str]] = {
+    "legacy": {
+        "input": "input_norm", "post": "post_attention_norm", "qkv": "self_attention.query_key_value",
+        "proj": "self_attention.dense", "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h",
+        "final": "final_norm",
+    },
+    "old": {
+        "input": "input_layernorm", "post": "post_attention_layernorm", "qkv": "attention.query_key_value",
+        "proj": "attention.dense", "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h",
+        "final": "final_layernorm",
+    },
+    "core": {
+        "input": "input_layernorm", "post": "pre_mlp_layernorm", "qkv": "self_attention.linear_qkv",
+        "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1", "fc2": "mlp.linear_fc2",
+        "final": "final_layernorm",
+    },
+    "te": {
+        "input": "self_attention.linear_qkv.layer_norm_", "post": "mlp.linear_fc1.layer_norm_",
+        "qkv": "self_attention.linear_qkv", "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1",
+        "fc2": "mlp.linear_fc2", "final": "final_layernorm",
+    },
+}  # fmt: skip
+
+
+def named(style: str, role_and_kind: str) -> str:
+    role, kind = role_and_kind.split(".")
+    name = NAMES[style][role]
+    return name + kind if name.endswith("_") else f"{name}.{kind}"
+
+
+class Source:
+    """A model to be cut. `vocabulary`: rows are padded to a multiple of it, as --make-vocab-size-divisible-by does."""
+
+    def __init__(self, model: Any, args: argparse.Namespace, *, multiple: int = 32) -> None:
+        config = model.config
+        self.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        self.args, self.multiple = args, multiple
+        self.is_gpt2 = config.model_type == "gpt2"
+        self.heads, self.layers = config.num_attention_heads, config.num_hidden_layers
+        self.groups = getattr(config, "num_key_value_heads", self.heads)
+        self.tied = config.tie_word_embeddings
+
+    def word(self, tp: int) -> list[Tensor]:
+        name = "transformer.wte.weight" if self.is_gpt2 else "model.embed_tokens.weight"
+        return list(padded(self.weights[name], self.multiple * tp).chunk(tp))
+
+    def head(self, tp: int) -> list[Tensor]:
+        return list(padded(self.weights["lm_head.weight"], self.multiple * tp).chunk(tp))
+
+    def layer(self, i: int, tp: int, version: int) -> list[State]:
+        if self.is_gpt2:
+            return layer_of_gpt2(self.weights, i, self.heads, tp, version)
+        return layer_of_llama(self.weights, i, self.heads, self.groups, tp)
+
+    def final(self) -> State:
+        prefix = "transformer.ln_f" if self.is_gpt2 else "model.norm"
+        return {
+            f"final.{k}": self.weights[f"{prefix}.{k}"] for k in ("weight", "bias") if f"{prefix}.{k}" in self.weights
+        }
+
+
+def stage_states(
+    source: Source, style: str, tp: int, pp: int, virtual: int, version: int
+) -> dict[tuple[int, int], State]:
+    """(rank, stage) → what a file has beside arguments: `model`, or `model0` and so on."""
+    per_block = source.layers // (pp * virtual)
+    states: dict[tuple[int, int], State] = {(t, p): {} for t in range(tp) for p in range(pp)}
+    for stage in range(pp):
+        for chunk in range(virtual):
+            first = (chunk * pp + stage) * per_block
+            layers = [source.layer(i, tp, version) for i in range(first, first + per_block)]
+            begins = stage == 0 and chunk == 0
+            ends = stage == pp - 1 and chunk == virtual - 1
+            for rank in range(tp):
+                block = {
+                    f"layers.{i}.{named(style, role)}": tensor
+                    for i, by_rank in enumerate(layers)
+                    for role, tensor in by_rank[rank].items()
+                }
+                if ends:
+                    block |= {named(style, role): tensor for role, tensor in source.final().items()}
+                build = core_model if style in ("core", "te") else legacy_model
+                key = "model" if virtual == 1 else f"model{chunk}"
+                states[rank, stage][key] = build(source, style, block, rank, tp, begins, ends)
+    return states
+
+
+def core_model(source: Source, style: str, block: State, rank: int, tp: int, begins: bool, ends: bool) -> State:
+    """Flat, as `GPTModel.state_dict_for_save_checkpoint`."""
+    state = {f"decoder.{name}": tensor for name, tensor in block.items()}
+    if begins:
+        state["embedding.word_embeddings.weight"] = source.word(tp)[rank]
+        if source.is_gpt2:
+            state["embedding.position_embeddings.weight"] = source.weights["transformer.wpe.weight"]
+    if ends and not (source.tied and begins):
+        state["output_layer.weight"] = source.word(tp)[rank] if source.tied else source.head(tp)[rank]
+        state["output_layer._extra_state"] = None
+    if style == "te":
+        state["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+    return state
+
+
+def legacy_model(source: Source, style: str, block: State, rank: int, tp: int, begins: bool, ends: bool) -> State:
+    """Nested, as `megatron.legacy`'s TransformerLanguageModel."""
+    inner: State = {"transformer" if style == "old" else "encoder": block}
+    state: State = {"language_model": inner}
+    if begins:
+        inner["embedding"] = {"word_embeddings": {"weight": source.word(tp)[rank]}}
+        if source.is_gpt2:
+            inner["embedding"]["position_embeddings"] = {"weight": source.weights["transformer.wpe.weight"]}
+    if ends and not source.tied:
+        inner["output_layer"] = {"weight": source.head(tp)[rank]}
+    if ends and source.tied and not begins:
+        state["word_embeddings_for_head"] = {"weight": source.word(tp)[rank]}
+    return state
+
+
+def write(
+    source: Source, folder: Path, style: str, *, tp: int = 1, pp: int = 1, virtual: int = 1, version: int = 3
+) -> Path:
+    """The whole checkpoint of iteration 100, with what a training leaves in it beside weights."""
+    args = argparse.Namespace(**vars(source.args))
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
+    args.padded_vocab_size = tp * len(source.word(tp)[0])
+    (folder / "iter_0000100").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("100")
+    for (rank, stage), state in stage_states(source, style, tp, pp, virtual, version).items():
+        args.rank = stage * tp + rank
+        name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
+        whole: State = {"args": args, "iteration": 100, **state}
+        if version:  # version 0 is from before there was a number
+            whole["checkpoint_version"] = float(version)
+        whole["optimizer"] = {"param_groups": [{"lr": 0.1}], "state": {0: {"exp_avg": torch.zeros(3)}}}
+        whole["rng_state"] = [
+            {"np_rng_state": np.random.RandomState(0).get_state(), "random_rng_state": random.Random(0).getstate()}
+        ]
+        target = folder / "iter_0000100" / name
+        target.mkdir()
+        torch.save(whole, target / "model_optim_rng.pt")
+    return folder
+
+
+def gpt_args(model: Any, **changes: Any) -> argparse.Namespace:
+    config = model.config
+    return argparse.Namespace(
+        **{
+            "num_layers": config.n_layer, "hidden_size": config.n_embd, "num_attention_heads": config.n_head,
+            "ffn_hidden_size": config.n_inner, "max_position_embeddings": config.n_positions, "seq_length": 16,
+            "layernorm_epsilon": config.layer_norm_epsilon, "bias_gelu_fusion": True, "openai_gelu": False,
+            "position_embedding_type": "learned_absolute", "params_dtype": torch.bfloat16, "swiglu": False,
+            "normalization": "LayerNorm", "add_bias_linear": True, "group_query_attention": False,
+            "num_query_groups": 1, "kv_channels": config.n_embd // config.n_head, "hidden_dropout": 0.1,
+            "attention_dropout": 0.1, "init_method_std": 0.02, "num_experts": None, "softmax_type": "vanilla",
+            "untie_embeddings_and_output_weights": not config.tie_word_embeddings, "tokenizer_type": "GPT2BPETokenizer",
+        }
+        | changes
+    )  # fmt: skip
+
+
+def llama_args(model: Any, **changes: Any) -> argparse.Namespace:
+    config = model.config
+    return argparse.Namespace(
+        **{
+            "num_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
+            "num_attention_heads": config.num_attention_heads, "ffn_hidden_size": config.intermediate_size,
+            "max_position_embeddings": config.max_position_embeddings, "norm_epsilon": config.rms_norm_eps,
+            "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "rotary_base": 10000,
+            "rotary_percent": 1.0, "rotary_interleaved": False, "add_bias_linear": config.attention_bias,
+            "add_qkv_bias": False, "group_query_attention": True, "num_query_groups": config.num_key_value_heads,
+            "kv_channels": config.head_dim, "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02,
+            "untie_embeddings_and_output_weights": not config.tie_word_embeddings, "bias_gelu_fusion": False,
+            "tokenizer_type": "HuggingFaceTokenizer", "vocab_size": config.vocab_size,
+        }
+        | changes
+    )  # fmt: skip

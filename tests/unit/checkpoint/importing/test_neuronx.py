@@ -1,0 +1,141 @@
+"""neuronx-distributed's checkpoints of Llama and GPT-NeoX, as each of its layouts has them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.importing import open_neuronx
+from shardwise.errors import ConfigError
+from tests.hugging_face import save
+from tests.unit.checkpoint.importing.checks import assert_same_model
+from tests.unit.checkpoint.importing.neuronx_shards import write
+
+
+def check(tmp_path: Path, model: Any, **options: Any) -> None:
+    folder = write(model, tmp_path / "step_100", **options)
+    opened = open_neuronx(folder, tmp_path / "saved")
+    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("style", ["separate", "fused"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_llama(tmp_path: Path, style: str, tp: int, pp: int) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64, num_key_value_heads=4)
+    check(tmp_path, model, tp=tp, pp=pp, style=style)
+
+
+@pytest.mark.parametrize("style", ["grouped", "grouped-fused"])
+@pytest.mark.parametrize("adjacent", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv", "tp", "copies"),
+    [(8, 2, 2, 1), (8, 2, 4, 2), (8, 2, 8, 4), (8, 2, 4, 4), (8, 4, 2, 2), (4, 1, 4, 4)],
+)
+def test_llama_with_grouped_heads(
+    tmp_path: Path, style: str, adjacent: bool, heads: int, kv: int, tp: int, copies: int
+) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64, num_attention_heads=heads, num_key_value_heads=kv)
+    check(tmp_path, model, tp=tp, style=style, copies=copies, adjacent=adjacent)
+
+
+@pytest.mark.parametrize("xser", [False, True])
+@pytest.mark.parametrize("old", [False, True])
+def test_files(tmp_path: Path, xser: bool, old: bool) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64)
+    check(tmp_path, model, tp=2, pp=2, style="grouped", xser=xser, old=old)
+
+
+@pytest.mark.parametrize("case", ["neox", "neox-tied"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gpt_neox(tmp_path: Path, case: str, tp: int) -> None:
+    check(tmp_path, save(case, tmp_path / "saved", vocab_size=64), tp=tp)
+
+
+# ---- what is refused
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    model = save("llama", tmp_path / "saved", vocab_size=64)
+    return write(model, tmp_path / "step_100", tp=4, style="grouped", copies=2)
+
+
+def rewrite(folder: Path, rank: int, change: Callable[[dict[str, Any]], object]) -> None:
+    file = folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt"
+    state = torch.load(file)
+    change(state)
+    torch.save(state, file)
+
+
+def problems(folder: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        open_neuronx(folder, folder.parent / "saved")
+    return [each.replace(str(folder), "FOLDER") for each in caught.value.problems]
+
+
+def test_copies_of_heads_must_agree(shards: Path) -> None:
+    rewrite(shards, 3, lambda state: state["model.layers.1.self_attn.qkv_proj.weight_k"].add_(1))
+    (found,) = problems(shards)
+    assert found.startswith(
+        "FOLDER: model.layers.1.self_attn.qkv_proj must hold each of its 2 key/value heads 2 times, equal to the bit"
+    )
+
+
+def test_replicas_must_agree(shards: Path) -> None:
+    rewrite(shards, 2, lambda state: state["model.norm.weight"].add_(1))
+    (found,) = problems(shards)
+    assert (
+        "model.norm.weight must be the same on every tensor-parallel rank, and differs between rank 0 and rank 2"
+        in found
+    )
+
+
+def test_all_mismatches_come_at_once(shards: Path) -> None:
+    for rank in range(4):
+        rewrite(shards, rank, lambda state: state.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
+        rewrite(shards, rank, lambda state: state.pop("lm_head.weight"))
+        rewrite(shards, rank, lambda state: state.update({"model.layers.1.mlp.down_proj.weight": torch.ones(32, 3)}))
+    assert problems(shards) == [
+        "FOLDER lacks lm_head.weight",
+        "FOLDER has model.layers.0.self_attn.q_norm.weight [8], which the model has not",
+        "FOLDER: shape of model.layers.1.mlp.down_proj.weight [32, 12] must be [32, 48]",
+    ]
+
+
+def test_missing_ranks_are_listed(shards: Path) -> None:
+    (shards / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt").unlink()
+    (shards / "model/dp_rank_00_tp_rank_02_pp_rank_00.pt").unlink()
+    assert problems(shards) == [
+        "FOLDER must have every rank of TP 4 × PP 1: it lacks tp_rank_01_pp_rank_00 and tp_rank_02_pp_rank_00"
+    ]
+
+
+def test_a_checkpoint_that_was_not_completed_is_refused(shards: Path) -> None:
+    (shards / "checkpoint").write_text("1")
+    assert problems(shards) == ["FOLDER must be a checkpoint that was completed: it has no file 'done'"]
+    (shards / "done").write_text("1")
+    open_neuronx(shards, shards.parent / "saved")
+
+
+def test_missing_tensors_of_xser_are_named(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64)
+    folder = write(model, tmp_path / "step_100", xser=True)
+    (folder / "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_3.pt").unlink()
+    (found,) = problems(folder)
+    assert found.endswith("pp_rank_00.pt.tensors/tensor_3.pt cannot be read: No such file or directory")
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    save("llama", tmp_path / "saved")
+    assert "there is no folder of that name" in problems(tmp_path / "nothing")[0]
+    (tmp_path / "run/step_100/model").mkdir(parents=True)
+    assert problems(tmp_path / "run")[0].endswith("it holds the checkpoints step_100: name one")
+    (tmp_path / "run/dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt").touch()
+    assert "is of a model with experts" in problems(tmp_path / "run")[0]
+    save("gpt", tmp_path / "gpt")
+    with pytest.raises(ConfigError, match="must be llama or gpt_neox"):
+        open_neuronx(tmp_path / "run", tmp_path / "gpt")
+    with pytest.raises(ConfigError, match=r"--config .* must be a Hugging Face config.json or its folder"):
+        open_neuronx(tmp_path / "run", tmp_path / "nothing")
