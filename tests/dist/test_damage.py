@@ -1,0 +1,220 @@
+"""Checkpoints that are not what was written: all is found by `verify`, and what a resume reads by the resume."""
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from shardwise.config import Config
+from shardwise.errors import ShardwiseError
+from shardwise.store.folders import checkpoints
+from shardwise.store.root import Root, StoreError
+from shardwise.store.verify import verify
+from shardwise.train.resume import restore_first
+from tests.dist.checkpoints import Result, State, canonical_state, make_trainer, run, step_folder
+from tests.dist.dense import run as on_ranks
+from tests.dist.test_checkpoint import config_of, differences
+
+RANKS = 4
+CONFIG = config_of(2, True, mode="mixed")
+OPTIMIZER = "optimizer/rank-00002.safetensors"
+
+
+@dataclass(frozen=True)
+class Written:
+    """The checkpoints of steps 1 and 2, and the state in each; `root` is never changed."""
+
+    root: Path
+    states: dict[int, State]
+
+
+@pytest.fixture(scope="module")
+def written(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """By four ranks, in mixed precision: bfloat16 weights, masters and moments; with a tokenizer's file."""
+    root, tokenizer = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("tokenizer")
+    words = {"</s>": 0, **{f"w{number}": number for number in range(1, 100)}}
+    Tokenizer(models.WordLevel(words, unk_token="w1")).save(str(tokenizer / "tokenizer.json"))
+    states = {}
+    for step, source in ((1, None), (2, step_folder(root, 1))):
+        result: Result = on_ranks(ranks, RANKS, write, CONFIG, source, str(root), tokenizer)[0]
+        assert result.saved[0].problem is None, result.saved[0].problem
+        states[step] = result.state
+    return Written(root, states)
+
+
+def write(config: Config, source: str | None, root: str, tokenizer: Path) -> Result:
+    return run(config, 1, 0, source, root, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def root(written: Written, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written.root, tmp_path / "checkpoints"))
+
+
+# ---- verify
+
+
+def flip(file: Path, chance: random.Random) -> str:
+    """One bit."""
+    content = bytearray(file.read_bytes())
+    at, bit = chance.randrange(len(content)), chance.randrange(8)
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+    return f"bit {bit} of byte {at}"
+
+
+def overwrite(file: Path, chance: random.Random) -> str:
+    """A sector of zeros, as a disk that lost it gives."""
+    content = bytearray(file.read_bytes())
+    at = chance.randrange(len(content))
+    end = min(at + 512, len(content))
+    if not any(content[at:end]):
+        return flip(file, chance)
+    content[at:end] = bytes(end - at)
+    file.write_bytes(content)
+    return f"zeros from byte {at} to {end}"
+
+
+def truncate(file: Path, chance: random.Random) -> str:
+    length = chance.randrange(file.stat().st_size)
+    with file.open("r+b") as opened:
+        opened.truncate(length)
+    return f"truncated to {length} bytes"
+
+
+def extend(file: Path, chance: random.Random) -> str:
+    with file.open("ab") as opened:
+        opened.write(bytes(chance.randint(1, 100)))
+    return "longer than it was"
+
+
+def delete(file: Path, _: random.Random) -> str:
+    file.unlink()
+    return "deleted"
+
+
+DAMAGES: list[Callable[[Path, random.Random], str]] = [flip] * 5 + [overwrite] * 2 + [truncate] * 2 + [extend, delete]
+
+
+def found_by_verify(folder: Path) -> bool:
+    try:
+        return bool(verify(Root.of(folder)).problems)
+    except StoreError as error:
+        return error.missing
+
+
+def sweep(folder: Path, count: int, seed: int) -> None:
+    """Damage the files one after the other, each in turn, and set each right again."""
+    chance = random.Random(seed)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert {"manifest.json", "tokenizer.json", "config.json", "model.safetensors"} <= {file.name for file in files}
+    assert not found_by_verify(folder), "it is damaged before anything was done to it"
+    for number in range(count):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        what = chance.choice(DAMAGES)(file, chance)
+        assert found_by_verify(folder), f"not found: {file.relative_to(folder)}, {what}"
+        file.write_bytes(content)
+
+
+def test_verify_finds_any_damage(root: Path) -> None:
+    sweep(root / "step-00000002", 40, seed=0)
+
+
+@pytest.mark.slow
+def test_verify_finds_500_damages(root: Path) -> None:
+    sweep(root / "step-00000002", 500, seed=1)
+
+
+# ---- resume
+
+
+@dataclass
+class Resumed:
+    """What one rank did: the step that it went on from, what it told, and why it did not."""
+
+    step: int | None = None
+    warnings: list[str] = field(default_factory=list)
+    problem: str | None = None
+    state: State = field(default_factory=dict)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def resume(config: Config, root: str) -> Resumed:
+    trainer, resumed = make_trainer(config), Resumed()
+    found = [replace(each, manifest=None) for each in checkpoints(Root.of(root))]
+    try:
+        restored = restore_first(
+            found, config, trainer.model, trainer.optimizer, trainer.mesh, trainer.progress, resumed  # type: ignore[arg-type]
+        )  # fmt: skip
+    except ShardwiseError as error:
+        resumed.problem = f"{type(error).__name__}: {error}"
+        return resumed
+    assert restored is not None
+    assert trainer.progress.step == restored[0].step
+    resumed.step = trainer.progress.step
+    state = canonical_state(trainer)
+    if trainer.mesh.world.rank == 0:
+        resumed.state = state
+    return resumed
+
+
+def change(path: str, at: int) -> Callable[[Path], None]:
+    def changed(folder: Path) -> None:
+        content = bytearray((folder / path).read_bytes())
+        content[at] ^= 1
+        (folder / path).write_bytes(content)
+
+    return changed
+
+
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a master or moment": (change(OPTIMIZER, -5), f"{OPTIMIZER} is damaged: bytes "),
+    "the manifest": (change("manifest.json", 2000), "manifest.json is damaged: "),
+    "a file is gone": (lambda folder: (folder / OPTIMIZER).unlink(), f"{OPTIMIZER} is missing"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json: it was not completed"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_resume_falls_back_on_every_rank_alike(case: str, written: Written, root: Path, ranks: Any) -> None:
+    damage, reason = CASES[case]
+    damage(root / "step-00000002")
+    results = on_ranks(ranks, RANKS, resume, config_of(4, mode="mixed"), str(root))
+    assert [each.problem for each in results] == [None] * RANKS
+    assert [each.step for each in results] == [1] * RANKS, "ranks go on from different steps"
+    told = results[0].warnings
+    assert all(each.warnings == told for each in results), "ranks tell different things"
+    assert len(told) == 1
+    assert told[0].startswith("the checkpoint of step 2 was left out: ")
+    assert reason in told[0]
+    assert not differences(results[0].state, written.states[1]), "something of the damaged checkpoint is left"
+
+
+@pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])
+def test_what_no_resume_reads_is_found_by_verify(path: str, written: Written, root: Path, ranks: Any) -> None:
+    """bfloat16 weights are not read where there are masters, nor is the tokenizer."""
+    change(path, -5)(root / "step-00000002")
+    found = on_ranks(ranks, RANKS, resume, CONFIG, str(root))[0]
+    assert (found.step, found.warnings) == (2, [])
+    assert not differences(found.state, written.states[2])
+    (problem,) = verify(Root.of(root / "step-00000002")).problems
+    assert f"{path} is damaged" in problem
+
+
+def test_no_intact_checkpoint_is_one_error(root: Path, ranks: Any) -> None:
+    change(OPTIMIZER, -5)(root / "step-00000002")
+    (root / "step-00000001" / OPTIMIZER).unlink()
+    said = [each.problem for each in on_ranks(ranks, RANKS, resume, CONFIG, str(root))]
+    assert len(set(said)) == 1, f"ranks tell different things: {said}"
+    text = str(said[0])
+    assert text.startswith("RunError: none of the checkpoints is intact (step 2: ")
+    assert "; step 1: " in text
+    assert text.endswith("restore one of them from a copy, or begin anew in another --run-dir")
