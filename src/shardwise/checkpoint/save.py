@@ -109,9 +109,11 @@ class Saver:
         self.root = root
         self._model, self._optimizer, self._config = model, optimizer, config
         self._mesh, self._group = mesh, group
-        self._described, self._tokenizer = described, tokenizer
+        self._described = described
         self._keeping = keeping or Keeping()
         self._weights = WeightPlan(model, mesh, max_shard_bytes)
+        # Read now: the tokenizer may be gone from its cache by the time of a save.
+        self._small = self._small_files(tokenizer) if mesh.world.rank == 0 else {}
         self._conveyor = Conveyor(mesh.device, buffer_bytes)
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
@@ -295,7 +297,7 @@ class Saver:
         entries = [entry for each, _ in gathered for entry in each]
         _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
-        entries += [write_small(staging / name, data) for name, data in self._small_files().items()]
+        entries += [write_small(staging / name, data) for name, data in self._small.items()]
         manifest = Manifest(**job.manifest, files=tuple(entries), tensors=tensors)
         (staging / MANIFEST).write(manifest.to_json().encode())
         if staging is not final:
@@ -305,10 +307,10 @@ class Saver:
             staging.rename(final)
             self.root.sync()
 
-    def _small_files(self) -> dict[str, bytes]:
+    def _small_files(self, tokenizer: Path | None) -> dict[str, bytes]:
         """What `transformers` reads beside the weights."""
         dtype = next(self._weights.weights()).dtype
-        described = hugging_face_config(self._config.model, dtype, self._tokenizer)
+        described = hugging_face_config(self._config.model, dtype, tokenizer)
         files = {"config.json": to_json(described)}
         if len(self._weights.files) > 1:
             names = {weight.name: file.name for file in self._weights.files for weight in file.weights}
