@@ -1,0 +1,154 @@
+"""`shardwise checkpoint export` and `import` as a user runs them: out of a training, and into one."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.command import miniature, shardwise
+from tests.hugging_face import VOCABULARY, open_folder, save
+from tests.unit.checkpoint.importing import megatron_shards, neuronx_shards
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoint was written by two ranks, with float32 masters of bfloat16 weights."""
+    at = tmp_path_factory.mktemp("trained")
+    keys = ["parallel.tensor=2", "precision.mode=mixed", "train.eval_every=0", "log.sample_tokens=0"]
+    shardwise("train", miniature(at), *keys, "--nproc", "2", "--run-dir", at / "run", at=at).succeeded()
+    return at
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_run_is_exported(trained: Path) -> None:
+    checkpoint = trained / "run/checkpoints/step-00000004"
+    said = shardwise("checkpoint", "export", "run", "plain", at=trained).succeeded().out
+    assert "plain: step 4, 21 tensors in bfloat16; " in said
+    stored, plain = weights(checkpoint), weights(trained / "plain")
+    assert all(torch.equal(plain[name], tensor) for name, tensor in stored.items())
+    assert not {"manifest.json", "optimizer"} & {path.name for path in (trained / "plain").iterdir()}
+    assert (trained / "plain/tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    precise = shardwise(
+        "checkpoint", "export", checkpoint, "precise", "--dtype", "float32", "--max-shard-size", "20KB", at=trained
+    ).succeeded()
+    assert "21 tensors in float32, from the float32 masters; " in precise.out
+    masters = weights(trained / "precise")
+    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    assert all(torch.equal(tensor.bfloat16(), stored[name]) for name, tensor in masters.items())
+    assert any(not torch.equal(tensor, stored[name].float()) for name, tensor in masters.items())
+    assert len(list((trained / "precise").glob("model-*.safetensors"))) > 1
+    open_folder(trained / "precise")
+
+
+def test_exports_that_are_refused(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    run = trained / "run"
+    for arguments, text in (
+        ([run, "there"], "there exists already: choose another name, or remove it"),
+        ([tmp_path / "there", "new"], "there must be a checkpoint, and it has no manifest.json"),
+        ([run, "new", "--max-shard-size", "much"], "--max-shard-size (much) must be a size from 1 byte on"),
+        ([run, "new", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    ):
+        assert text in shardwise("checkpoint", "export", *arguments, at=tmp_path).failed(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_damage_is_not_exported(trained: Path, tmp_path: Path) -> None:
+    source = trained / "run/checkpoints/step-00000004"
+    folder = tmp_path / "step-00000004"
+    for file in source.rglob("*"):
+        if file.is_file():
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    file = next(folder.glob("model*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    said = shardwise("checkpoint", "export", folder, "plain", at=tmp_path).failed(1)
+    assert said.count("\n") == 1
+    assert "is damaged: bytes " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path) -> None:
+    """Imported, inspected, verified, compared, trained from and evaluated."""
+    shardwise("checkpoint", "export", trained / "run", "plain", at=tmp_path).succeeded()
+    said = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).succeeded().out
+    assert "imported/step-00000000: llama, " in said
+    folder = tmp_path / "imported/step-00000000"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["step"], manifest["optimizer"], manifest["config"]["model"]["family"]) == (0, None, "llama")
+    assert "step        0" in shardwise("checkpoint", "inspect", folder, at=tmp_path).succeeded().out
+    assert ": intact; " in shardwise("checkpoint", "verify", folder, at=tmp_path).succeeded().out
+    shardwise("checkpoint", "diff", folder, "plain", at=tmp_path).succeeded()
+    losses = [
+        json.loads(shardwise("evaluate", each, "data.dataset=tiny", "--json", at=tmp_path).succeeded().out)["loss"]
+        for each in ("plain", folder)
+    ]
+    assert losses[0] == losses[1]
+    keys = [f"checkpoint.load={folder}", "train.steps=1", "train.eval_every=0", "log.sample_tokens=0"]
+    shardwise("train", miniature(tmp_path), *keys, "--run-dir", "next", at=tmp_path).succeeded()
+    again = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).failed(2)
+    assert "step-00000000 exists already" in again
+
+
+def test_shards_of_megatron(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path / "saved")
+    source = megatron_shards.Source(model, megatron_shards.gpt_args(model))
+    megatron_shards.write(source, tmp_path / "shards", "core", tp=2, pp=2)
+    said = shardwise("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
+    assert "give --vocab-size N or --tokenizer" in said
+    done = shardwise(
+        "checkpoint", "import", "--from", "megatron", "shards", "ours", "--vocab-size", str(VOCABULARY), at=tmp_path
+    ).succeeded()
+    assert "ours/step-00000000: gpt, " in done.out
+    assert " from TP 2 × PP 2; " in done.out
+    found, wanted = weights(tmp_path / "ours/step-00000000"), weights(tmp_path / "saved")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_shards_of_neuronx_distributed(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "saved", vocab_size=64)
+    neuronx_shards.write(model, tmp_path / "shards", tp=4, style="grouped", copies=2, xser=True)
+    arguments = ["checkpoint", "import", "--from", "neuronx-distributed", "shards", "ours"]
+    assert "needs --config PATH" in shardwise(*arguments, at=tmp_path).failed(2)
+    (tmp_path / "ours/checkpoints").mkdir(parents=True)
+    shardwise(*arguments, "--config", "saved", at=tmp_path).succeeded()
+    found, wanted = weights(tmp_path / "ours/checkpoints/step-00000000"), weights(tmp_path / "saved")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch ran",)
+
+
+def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shards/mp_rank_00").mkdir(parents=True)
+    torch.save({"model": {}, "args": Touch()}, tmp_path / "shards/mp_rank_00/model_optim_rng.pt")
+    said = shardwise("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
+    assert said.count("\n") == 1
+    assert "is refused: beside tensors and plain values its pickle names posix.system" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+
+
+def test_imports_that_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, text in (
+        (["nowhere", "ours"], "SOURCE (nowhere)"),
+        (["empty", "ours"], "SOURCE (empty) must hold model.safetensors: it is empty"),
+        (["empty", "ours", "--config", "x"], "--config (x) must be left out with --from hugging-face"),
+        (["empty", "ours", "--vocab-size", "5"], "--vocab-size (5) must be left out with --from hugging-face"),
+    ):
+        said = shardwise("checkpoint", "import", *arguments, at=tmp_path, HF_HUB_OFFLINE="1").failed(2)
+        assert text in said
+        assert "checkpoint.load" not in said
