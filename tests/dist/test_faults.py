@@ -1,10 +1,12 @@
 """Faults of the tutorials' own code: each is shown to be visible, and not to be here.
 
 2: BERT's gradients divided by the world size in place of the data-parallel degree. 3: shards that start alike.
-5: GPT2-XL silently another model under ZeRO-1. 11: a fused QKV weight scrambled on import.
+5: GPT2-XL silently another model under ZeRO-1. 6: masters dropped from checkpoints, a loss that shifts after resume.
+10: saving one rank after the other, each file several times. 11: a fused QKV weight scrambled on import.
 """
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,18 @@ from shardwise.cost import parameter_count
 from shardwise.data import prepare
 from shardwise.mesh import Group
 from shardwise.models import build_model
+from shardwise.store.chunks import ChunkedWriter
+from shardwise.store.manifest import Manifest
+from shardwise.store.root import Root
 from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer
+from tests.dist.checkpoints import load as load_checkpoint
+from tests.dist.checkpoints import make_trainer, step_folder
+from tests.dist.checkpoints import run as run_checkpointed
+from tests.dist.checkpoints import save as save_checkpoint
 from tests.dist.dense import mesh as shared_mesh
+from tests.dist.dense import run as on_ranks
+from tests.dist.test_checkpoint import config_of
 from tests.hugging_face import VOCABULARY, described, make, save
 
 STEPS = 20
@@ -188,6 +199,96 @@ def test_the_tiny_recipe_trains_alike_with_zero_and_without(zero: int, ranks: An
     one, _ = curve("gpt2-xl-tiny", ["train.micro_batch=8"], cache)
     four, _ = ranks(4).run(curve, "gpt2-xl-tiny", ["train.micro_batch=2", f"optimizer.zero={zero}"], cache)[0]
     assert worst(four, one) <= 1e-5
+
+
+# ---- fault 6
+
+
+MIXED_ZERO = config_of(2, mode="mixed")
+
+
+def resumed_curve(source: str, steps: int, drop_masters: bool) -> list[float]:
+    """`drop_masters`: begin from the weights in the parameters' own dtype, as a checkpoint without masters would."""
+    trainer = make_trainer(MIXED_ZERO)
+    load_checkpoint(trainer, source)
+    if drop_masters:
+        for bucket in trainer.optimizer.buckets:
+            assert bucket.separate, "mixed precision keeps masters apart"
+            with torch.no_grad():
+                bucket.master.copy_(bucket.master.bfloat16())
+    return [trainer.step().loss for _ in range(steps)]
+
+
+def test_sharded_masters_survive_and_the_loss_goes_on(ranks: Any, tmp_path: Path) -> None:
+    """ZeRO-1 over TP 2 × DP 2 in bfloat16: to the bit after a resume; a master that is rounded would be seen."""
+    whole = on_ranks(ranks, 4, run_checkpointed, MIXED_ZERO, 3, 5, None, str(tmp_path))[0]
+    stored = Manifest.read(Root.of(step_folder(tmp_path, 3)))
+    names = set(stored.tensors["model"])
+    assert set(stored.tensors) == {"model", "master", "exp_avg", "exp_avg_sq"}
+    for state in ("master", "exp_avg", "exp_avg_sq"):
+        assert set(stored.tensors[state]) == names, f"{state} of some weights is not stored"
+    source = step_folder(tmp_path, 3)
+    kept, dropped = (ranks(4).run(resumed_curve, source, 5, drop)[0] for drop in (False, True))
+    assert kept == whole.losses[3:], "the loss shifts after a resume"
+    assert dropped != whole.losses[3:], "rounded masters make no difference here, so the test shows nothing"
+
+
+# ---- fault 10
+
+
+FILE_SECONDS = 1.0
+
+
+def timed_save(root: str) -> list[tuple[str, float, float, int]]:
+    """Of each file that this rank wrote: name, when it was begun and ended, bytes. Each takes a second."""
+    wrote: dict[str, tuple[float, int]] = {}
+    done: list[tuple[str, float, float, int]] = []
+    begin, write, close = ChunkedWriter.__init__, ChunkedWriter.write, ChunkedWriter.close
+
+    def slow_begin(self: Any, file: Root, size: int, path: str | None = None) -> None:
+        wrote[str(file)] = time.monotonic(), 0
+        begin(self, file, size, path)
+        self.shown = str(file)
+        time.sleep(FILE_SECONDS)
+
+    def counting(self: Any, data: Any) -> None:
+        began, count = wrote[self.shown]
+        wrote[self.shown] = began, count + memoryview(data).nbytes
+        write(self, data)
+
+    def closing(self: Any) -> Any:
+        entry = close(self)
+        began, count = wrote[self.shown]
+        done.append((entry.path, began, time.monotonic(), count))
+        return entry
+
+    trainer = make_trainer(config_of(2))
+    trainer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkedWriter, "__init__", slow_begin)
+        patch.setattr(ChunkedWriter, "write", counting)
+        patch.setattr(ChunkedWriter, "close", closing)
+        patch.setattr("shardwise.checkpoint.weights._BYTES_WORTH_A_FILE", 1)
+        (saved,) = save_checkpoint(trainer, root)
+    assert saved.problem is None, saved.problem
+    return done
+
+
+def test_all_ranks_write_at_once_and_each_byte_once(ranks: Any, tmp_path: Path) -> None:
+    written = [
+        [each for each in files if each[0].endswith(".safetensors")]
+        for files in ranks(4).run(timed_save, str(tmp_path))
+    ]
+    assert [len(files) for files in written] == [2] * 4, "a shard of weights and the rank's own state"
+    paths = [path for files in written for path, *_ in files]
+    assert len(set(paths)) == len(paths), "a file was written by two ranks, or twice"
+    folder = Path(step_folder(tmp_path, 1))
+    for path, _, _, count in (each for files in written for each in files):
+        assert count == (folder / path).stat().st_size, f"{path}: bytes were written more than once"
+    for number in range(2):
+        last_begin = max(files[number][1] for files in written)
+        first_end = min(files[number][2] for files in written)
+        assert last_begin < first_end, f"some rank began its file {number} only when another had ended"
 
 
 # ---- fault 11

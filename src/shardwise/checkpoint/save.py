@@ -196,7 +196,7 @@ class Saver:
                 self._conveyor.put(each.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any], slices: Mapping[str, Any]) -> dict[str, Any]:
-        steps = [int(state["step"]) for state in self._optimizer.inner.state.values() if isinstance(state, dict)]
+        steps = [int(state.get("step", 0)) for state in self._optimizer.inner.state.values() if isinstance(state, dict)]
         optimizer = {"name": self._config.optimizer.name, "steps": max(steps, default=0), "states": list(slices)}
         return {
             "step": step,
