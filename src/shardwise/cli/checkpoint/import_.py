@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{done.folder}: {opened.config.family}, {count(opened.parameters)} parameters in {opened.dtype}{cut}; "
         f"{text.of(done.files, 'file')}, {size(done.nbytes)}"
     )
+    text.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
     return 0
 
 
