@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.command import miniature, shardwise
 from tests.hugging_face import VOCABULARY, open_folder, save
+from tests.loopback_s3 import BUCKET, serve, user_of
 from tests.unit.checkpoint.importing import megatron_shards, neuronx_shards
 
 
@@ -97,6 +98,21 @@ def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path)
     shardwise("train", miniature(tmp_path), *keys, "--run-dir", "next", at=tmp_path).succeeded()
     again = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).failed(2)
     assert "step-00000000 exists already" in again
+
+
+def test_an_object_store_is_a_place_like_any_other(trained: Path, tmp_path: Path) -> None:
+    with serve() as address:
+        there, user = f"s3://{BUCKET}/models", user_of(address)
+        shardwise("checkpoint", "export", trained / "run", f"{there}/plain", at=tmp_path, **user).succeeded()
+        shardwise("checkpoint", "import", f"{there}/plain", f"{there}/imported", at=tmp_path, **user).succeeded()
+        folder = f"{there}/imported/step-00000000"
+        assert ": intact; " in shardwise("checkpoint", "verify", folder, at=tmp_path, **user).succeeded().out
+        shardwise("checkpoint", "export", folder, "back", at=tmp_path, **user).succeeded()
+        said = shardwise("checkpoint", "export", folder, f"{there}/plain", at=tmp_path, **user).failed(2)
+    assert "s3://bucket/models/plain exists already" in said
+    found, wanted = weights(tmp_path / "back"), weights(trained / "run/checkpoints/step-00000004")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_shards_of_megatron(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.importing import pickled
-from shardwise.checkpoint.importing.megatron_args import SIZES, choose_vocabulary, read_args
+from shardwise.checkpoint.importing.megatron_args import SIZES, choose_vocabulary, is_count, read_args
 from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
 from shardwise.checkpoint.importing.shards import Shards, Stacked, stack
 from shardwise.config import GPTConfig, LlamaConfig
@@ -37,6 +37,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _VERSIONS = (0, 1, 2, 3)
+_MOST_RANKS = 2**20
 _SHOWN = 8
 
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
@@ -172,6 +173,10 @@ def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path)
     """Tensor- and pipeline-parallel degree, of which each rank must be there."""
     tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in found) + 1
     pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in found) + 1
+    if not is_count(tensor) or not is_count(pipeline) or tensor * pipeline > _MOST_RANKS:
+        raise ConfigError(
+            f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
+        )
     wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
 
     def names(ranks: set[tuple[int, int]]) -> str:

@@ -30,6 +30,8 @@ _MUST_BE_UNSET: dict[str, Any] = {
     "retro_add_retriever": None, "enable_mhc_connections": None,
 }  # fmt: skip
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+_DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
+_LARGEST = 10**9
 # Megatron's own llama3 scaling has these numbers in its code (rotary_pos_embedding.py); only the factor is an argument.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -52,6 +54,11 @@ def read_args(
         if name in args and args[name] not in _UNSET and args[name] != neutral
     ]
     problems += [f"{where}: its arguments must have {name}: it is missing" for name in SIZES if args.get(name) is None]
+    problems += [
+        f"{where}: its argument {name} ({args[name]!r}) must be a whole number from 1 on"
+        for name in (*SIZES, *_DERIVED_SIZES)
+        if args.get(name) is not None and not is_count(args[name])
+    ]
     if problems:
         raise ConfigError(problems)
     section, notes = _section(args, vocab_size, where, legacy)
@@ -69,7 +76,7 @@ def _section(
     kind = (positions or "learned_absolute", args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
     biased = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
     hidden, heads = args["hidden_size"], args["num_attention_heads"]
-    groups = args["num_query_groups"] if args.get("group_query_attention") else heads
+    groups = args.get("num_query_groups") or heads if args.get("group_query_attention") else heads
     head_dim = args.get("kv_channels") or hidden // heads
     common = {
         "vocab_size": vocab_size,
@@ -137,6 +144,10 @@ _KIND = ("position_embedding_type", "normalization", "swiglu")
 _GPT, _LLAMA = ("learned_absolute", "LayerNorm", "False"), ("rope", "RMSNorm", "True")
 
 
+def is_count(value: object) -> bool:
+    return type(value) is int and 0 < value <= _LARGEST
+
+
 def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, where: str) -> int:
     """Rows of the embedding that are tokens: the others were added so that ranks hold equally many.
 
@@ -147,7 +158,7 @@ def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, w
     # NullTokenizer adds a token to the size that it is given.
     if known is None and args.get("tokenizer_type") != "NullTokenizer":
         known = args.get("vocab_size")
-    if not isinstance(known, int) or known < 1:
+    if known is None or not is_count(known):
         raise ConfigError(
             f"{where} must tell how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
             f"its arguments do not, so give --vocab-size N or --tokenizer (--vocab-size {padded} keeps all rows)"

@@ -246,6 +246,9 @@ def test_files_of_different_checkpoints_are_refused(shards: Path) -> None:
             lambda state: setattr(state["args"], "num_layers", 3),
             "must have as many layers as its num_layers (3), and it has 2",
         ),
+        (lambda state: setattr(state["args"], "num_attention_heads", 0), "(0) must be a whole number from 1 on"),
+        (lambda state: setattr(state["args"], "ffn_hidden_size", "48"), "('48') must be a whole number from 1 on"),
+        (lambda state: setattr(state["args"], "tensor_model_parallel_size", 2**60), "must be whole numbers, at most"),
         (lambda state: delattr(state["args"], "hidden_size"), "its arguments must have hidden_size: it is missing"),
     ],
 )
