@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
+
 
 class Dropping(nn.Module):
     """Plain PyTorch with plain dropout. `kept`: of each training forward, which elements stayed."""
@@ -38,3 +40,48 @@ class Mean(Dropping):
 
     def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
         return super().forward(ids_SB, targets_SB) / targets_SB.numel()
+
+
+class Plain(nn.Module):
+    """Plain PyTorch, with what a checkpoint may stumble over: a tied head, a scale without dims, a frozen table, no
+    elements at all, and a buffer that the constructor makes again.
+    """
+
+    def __init__(self, vocab_size: int, width: int = 16, frozen: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.table = nn.Parameter(torch.randn(3, width), requires_grad=not frozen)
+        self.none = nn.Parameter(torch.empty(0, width))
+        self.register_buffer("factor", torch.tensor(0.5), persistent=False)
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        hidden = self.embedding(ids_SB) * self.gain + self.table[ids_SB % 3] * self.factor
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets_SB.flatten(), reduction="sum")
+
+
+class Sharded(nn.Module):
+    """Our layers, and a frozen table that every rank has whole, without a placement."""
+
+    def __init__(self, vocab_size: int, width: int = 16, group: sw.Group | None = None) -> None:
+        super().__init__()
+        self.embedding = sw.ParallelEmbedding(vocab_size, width, group=group)
+        self.up = sw.ColumnParallelLinear(width, 2 * width, gather_output=False, group=group)
+        self.down = sw.RowParallelLinear(2 * width, width, input_is_parallel=True, group=group)
+        self.head = sw.ParallelLMHead(width, vocab_size, group=group)
+        self.table = nn.Parameter(torch.linspace(-1, 1, 3 * width).view(3, width), requires_grad=False)
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        hidden = self.embedding(ids_SB) + self.table[ids_SB % 3]
+        return self.head.loss(hidden + self.down(self.up(hidden).relu()), targets_SB)
+
+
+class WholeNumbers(Dropping):
+    """With a parameter that is no floating-point number."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.order = nn.Parameter(torch.arange(4), requires_grad=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -102,13 +103,15 @@ def _wants(
         if not parameter.requires_grad:
             for piece in record.pieces:
                 if piece.box.numel:
-                    yield Want(MODEL, piece.name, piece.box, piece.of(parameter.detach()))
+                    stored = MASTER if piece.name in tensors.get(MASTER, {}) else MODEL
+                    yield Want(stored, piece.name, piece.box, piece.of(parameter.detach()))
 
 
 def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mesh: Mesh, folder: Root) -> list[str]:
     """In what the checkpoint's tensors are not the model's."""
-    shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    trained = [p.name for _, q, record in placements(model) for p in record.pieces if q.requires_grad]
+    pieces = [(piece, p) for _, p, record in placements(model) for piece in record.pieces]
+    shapes = {piece.name: piece.shape for piece, _ in pieces if math.prod(piece.shape)}  # no elements: never written
+    trained = [piece.name for piece, p in pieces if p.requires_grad and piece.name in shapes]
     stored = manifest.tensors.get(MODEL, {})
     everywhere = {name for names in comm.all_gather_objects(list(shapes), mesh.pp) for name in names}
     unknown = [(name, f"{list(entry.shape)}") for name, entry in stored.items() if name not in everywhere]

@@ -35,6 +35,7 @@ parameters are made. A class without the last three is made after `torch.manual_
 _BATCH = ("ids_SB", "targets_SB")
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _SHOWN = 4
+_STORED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _Signature = Mapping[str, Parameter]
 
@@ -231,6 +232,12 @@ def _parameter_problems(built: nn.Module, family: str, group: Group) -> list[str
     if not any(parameter.requires_grad and parameter.numel() for parameter in built.parameters()):
         return [f"{where}: the number of trainable parameters (0) must be at least 1"]
     problems = []
+    strange = [f"{path} ({_name(p.dtype)})" for path, p in built.named_parameters() if p.dtype not in _STORED]
+    if strange:
+        problems.append(
+            f"{where}: the dtype of {_some(strange)} must be {listing(map(_name, _STORED), 'or')}, of which checkpoints "
+            "are made: register it as a buffer with persistent=False"
+        )
     unplaced = [path for path, p in built.named_parameters() if p.requires_grad and of(p) is None]
     if group.size > 1 and unplaced:
         problems.append(
@@ -245,10 +252,14 @@ def _parameter_problems(built: nn.Module, family: str, group: Group) -> list[str
     buffers = [name for name in built.state_dict() if name not in parameters]
     if buffers:
         problems.append(
-            f"{where}: the final weights hold parameters only, and {_some(buffers)} would be lost: register them with "
+            f"{where}: a checkpoint holds parameters only, and {_some(buffers)} would be lost: register them with "
             "persistent=False, or as parameters"
         )
     return problems
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _some(names: Sequence[str]) -> str:

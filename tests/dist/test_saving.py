@@ -1,0 +1,163 @@
+"""Saves one after the other, into memory that is no disk, and of models of the user's own."""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint.save import Keeping
+from shardwise.config import Config
+from shardwise.errors import ConfigError
+from shardwise.store.chunks import ChunkedWriter
+from shardwise.store.folders import checkpoints
+from shardwise.store.root import Root, StoreError
+from shardwise.store.verify import verify
+from tests.dist.checkpoints import Result, canonical_state, load, make_saver, make_trainer, run, save, step_folder
+from tests.dist.dense import run as on_ranks
+from tests.dist.test_checkpoint import config_of, differences
+from tests.dist.training import make_config
+
+
+@pytest.fixture
+def memory() -> str:
+    """A folder in fsspec's memory: saves take the same path as to an object store."""
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+# ---- a place that is no disk
+
+
+def test_a_checkpoint_elsewhere_than_on_a_disk(memory: str) -> None:
+    written = run(config_of(), 2, 0, None, memory)
+    assert written.saved[0].problem is None, written.saved[0].problem
+    folder = f"{memory}/step-00000002"
+    assert not verify(Root.of(folder)).problems
+    assert not differences(run(config_of(), 0, 0, folder, None).state, written.state)
+
+
+def test_a_save_that_breaks_off_elsewhere_leaves_nothing(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same step can be saved again."""
+    trainer = make_trainer(config_of())
+    trainer.step()
+
+    def refuse(self: ChunkedWriter, data: Any) -> None:
+        raise StoreError("the wire is cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkedWriter, "write", refuse)
+        (saved,) = save(trainer, memory)
+    assert saved.problem is not None
+    assert "the wire is cut" in saved.problem
+    assert not Root.of(memory).files()
+    for _ in range(2):
+        (saved,) = save(trainer, memory)
+        assert saved.problem is None, saved.problem
+    assert not verify(Root.of(memory) / "step-00000001").problems
+
+
+# ---- one save after the other
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    """Each has the state of its own step, in little memory, and `keep` 1 lets the first go."""
+    trainer = make_trainer(config_of())
+    saver = make_saver(trainer, str(tmp_path), buffer_bytes=2**14, keeping=Keeping(last=1))
+    for step in (1, 2):
+        trainer.step()
+        saver.save(step, {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})
+    saver.wait()
+    first, second = saver.finished()
+    assert (first.problem, second.problem) == (None, None)
+    assert (first.removed, second.removed) == ((), (1,))
+    assert [each.step for each in checkpoints(Root.of(tmp_path))] == [2]
+    read = run(config_of(), 0, 0, step_folder(tmp_path, 2), None)
+    assert not differences(read.state, canonical_state(trainer))
+
+
+def test_what_keep_cannot_remove_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StoreError("it is nailed down")
+
+    monkeypatch.setattr("shardwise.checkpoint.save.prune", refuse)
+    (saved,) = run(config_of(), 1, 0, None, str(tmp_path)).saved
+    assert saved.problem is None, "the checkpoint is complete"
+    assert saved.warning == "it is nailed down"
+    assert not verify(Root.of(step_folder(tmp_path, 1))).problems
+
+
+def test_an_unexpected_error_of_the_writing_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr("shardwise.checkpoint.save.prune", fail)
+    (saved,) = run(config_of(), 1, 0, None, str(tmp_path)).saved
+    assert saved.problem == "rank 0: KeyError: 'a fault of ours'"
+
+
+def test_a_checkpoint_before_the_first_step(tmp_path: Path) -> None:
+    written = run(config_of(), 0, 0, None, str(tmp_path))
+    assert written.saved[0].problem is None
+    assert not differences(run(config_of(), 0, 0, step_folder(tmp_path, 0), None).state, written.state)
+
+
+# ---- models of the user's own
+
+
+def own(name: str, tensor: int = 1, **sections: Any) -> Config:
+    model = {"family": f"tests.dist.own_models:{name}", "vocab_size": 131}
+    return make_config(model=model, parallel={"tensor": tensor}, **sections)
+
+
+CASES = {
+    "one process, DP 2": (own("Plain"), 1, own("Plain"), 2),
+    "DP 2 in mixed precision, one process": (
+        own("Plain", precision={"mode": "mixed"}), 2, own("Plain", precision={"mode": "mixed"}), 1
+    ),
+    "TP 2, DP 2": (own("Sharded", 2), 2, own("Sharded"), 2),
+    "one process, TP 2": (own("Sharded"), 1, own("Sharded", 2), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_own_model_at_another_layout(case: str, ranks: Any, tmp_path: Path) -> None:
+    """Frozen and shared weights and such without dims too, which are changed before the save."""
+    first, size, second, other = CASES[case]
+    written = on_ranks(ranks, size, run_marked, first, str(tmp_path))[0]
+    assert written.saved[0].problem is None, written.saved[0].problem
+    folder = step_folder(tmp_path, 2)
+    report = verify(Root.of(folder))
+    assert not report.problems
+    read = on_ranks(ranks, other, run, second, 0, 1, folder, None)[0]
+    assert not differences(read.state, written.state)
+    assert read.losses == pytest.approx(written.losses, rel=1e-5 if first.precision.mode == "float32" else 1e-2)
+
+
+def run_marked(config: Config, root: str) -> Result:
+    """Two steps, a frozen table that no constructor draws, a save, and one more step."""
+    trainer = make_trainer(config)
+    trainer.step()
+    trainer.step()
+    with torch.no_grad():
+        table: Any = trainer.model.table
+        table.copy_(torch.arange(table.numel()).view_as(table))
+    state = canonical_state(trainer)
+    return Result(saved=save(trainer, root), losses=[trainer.step().loss], state=state)
+
+
+def test_weights_that_are_no_floating_point_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"order \(int64\) must be float64, float32, float16 or bfloat16"):
+        make_trainer(own("WholeNumbers"))
+
+
+def test_a_weight_may_be_frozen_later_and_not_thawed(tmp_path: Path) -> None:
+    """Thawed it would need moments, which nobody has."""
+    thawed = make_config(model={"family": "tests.dist.own_models:Plain", "vocab_size": 131, "frozen": False})
+    for name, config in (("frozen", own("Plain")), ("thawed", thawed)):
+        run(config, 1, 0, None, str(tmp_path / name))
+    with pytest.raises(ConfigError, match="lacks the exp_avg of table"):
+        load(make_trainer(thawed), step_folder(tmp_path / "frozen", 1))
+    trainer = make_trainer(own("Plain"))
+    load(trainer, step_folder(tmp_path / "thawed", 1))
+    trainer.step()
