@@ -316,7 +316,7 @@ class Saver:
             names = {weight.name: file.name for file in self._weights.files for weight in file.weights}
             total = sum(weight.nbytes for weight in self._weights.weights())
             files[INDEX] = to_json({"metadata": {"total_size": total}, "weight_map": names})
-        for file in sorted(self._tokenizer.iterdir()) if self._tokenizer else ():
+        for file in sorted(tokenizer.iterdir()) if tokenizer else ():
             files.setdefault(file.name, file.read_bytes())
         return files
 
