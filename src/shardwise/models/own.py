@@ -235,8 +235,8 @@ def _parameter_problems(built: nn.Module, family: str, group: Group) -> list[str
     strange = [f"{path} ({_name(p.dtype)})" for path, p in built.named_parameters() if p.dtype not in _STORED]
     if strange:
         problems.append(
-            f"{where}: the dtype of {_some(strange)} must be {listing(map(_name, _STORED), 'or')}, of which checkpoints "
-            "are made: register it as a buffer with persistent=False"
+            f"{where}: the dtype of {_some(strange)} must be {listing(map(_name, _STORED), 'or')}, which "
+            "checkpoints have: register it as a buffer with persistent=False"
         )
     unplaced = [path for path, p in built.named_parameters() if p.requires_grad and of(p) is None]
     if group.size > 1 and unplaced:

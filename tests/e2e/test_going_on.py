@@ -1,0 +1,66 @@
+"""A run that goes on after its newest checkpoint was damaged, with another batch, and past some data."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shardwise.store.manifest import Manifest
+from shardwise.store.root import Root
+from tests.e2e.command import Outcome, metrics, miniature, shardwise
+
+QUIET = ("train.eval_every=0", "log.tensorboard=false", "log.sample_tokens=0", "train.steps=8", "--run-dir", "run")
+BY_TIME = ("checkpoint.every_minutes=1.0e-06", "checkpoint.buffer_mib=0.01", "checkpoint.keep=2")
+SMALLER = ("train.global_batch=4", "checkpoint.keep=1", "checkpoint.every=2")
+
+
+@dataclass(frozen=True)
+class Gone:
+    run: Path
+    begun: list[str]
+    then: list[str]
+    outcome: Outcome
+
+
+@pytest.fixture(scope="module")
+def gone(tmp_path_factory: pytest.TempPathFactory) -> Gone:
+    at = tmp_path_factory.mktemp("going-on")
+    command = ("train", miniature(at), *QUIET)
+    shardwise(*command, *BY_TIME, "train.stop_after=4", at=at).succeeded()
+    root = Root.of(at / "run/checkpoints")
+    begun = root.names()
+    moments = at / "run/checkpoints/step-00000004/optimizer/rank-00000.safetensors"
+    content = bytearray(moments.read_bytes())
+    content[len(content) // 2] ^= 1
+    moments.write_bytes(content)
+    outcome = shardwise(*command, *SMALLER, "train.stop_after=3", at=at).succeeded()
+    then = root.names()
+    shardwise(*command, *SMALLER, "checkpoint.resume=6", "train.skip_batches=3", at=at).succeeded()
+    return Gone(at / "run", begun, then, outcome)
+
+
+def test_checkpoints_by_time_through_little_memory(gone: Gone) -> None:
+    """Each step is older than a checkpoint may be."""
+    assert [event["step"] for event in metrics(gone.run, "checkpoint")][:4] == [1, 2, 3, 4]
+    assert gone.begun == ["step-00000003", "step-00000004"], "checkpoint.keep is 2"
+    assert gone.then == ["step-00000006"], "checkpoint.keep is 1"
+
+
+def test_a_damaged_checkpoint_is_left_out_with_a_warning(gone: Gone) -> None:
+    assert [event["step"] for event in metrics(gone.run, "resume")] == [3, 6]
+    (warning,) = metrics(gone.run, "warning")
+    assert warning["text"].startswith("the checkpoint of step 4 was left out: ")
+    assert "rank-00000.safetensors is damaged: bytes " in warning["text"]
+    assert warning["text"] in gone.outcome.out.replace("\n", " ")
+    assert [event["step"] for event in metrics(gone.run, "step")] == [1, 2, 3, 4, 4, 5, 6, 7, 8]
+
+
+def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:
+    """3 steps of 8 samples, 3 steps of 4, 3 batches of 4 left out, 2 steps of 4."""
+    assert [event["samples"] for event in metrics(gone.run, "step")][-5:] == [28, 32, 36, 40, 44]
+    (name,) = Root.of(gone.run / "checkpoints").names()
+    last = Manifest.read(Root.of(gone.run / "checkpoints" / name))
+    assert (last.step, last.samples, last.position, last.tokens) == (8, 44, 56, 44 * 32)
+    first, second = (event["changes"] for event in metrics(gone.run, "resume"))
+    assert "train.global_batch 8 → 4" in first
+    assert "train.skip_batches 0 → 3" in second
