@@ -97,7 +97,7 @@ def test_a_few_kills(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_a_hundred_kills(tmp_path: Path) -> None:
-    hits = check(tmp_path, LARGE, kills=100, steps=1200, seed=1)
+    hits = check(tmp_path, LARGE, kills=100, steps=700, seed=1)
     print(dict(hits))
     assert sum(hits[victim] for victim in VICTIMS) == 100, f"the run ended before: {hits}"
     assert hits["while a checkpoint was written"] > 5, f"no kill hit a save: {hits}"
