@@ -327,8 +327,8 @@ def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
     missing = [entry.path for entry in entries if there.get(entry.path) != entry.bytes]
     if missing:
         raise StoreError(
-            f"{staging} lacks {listing(missing[:3])} here, which another rank wrote: all ranks must write to one place, "
-            "which all machines share, or to a URL: set checkpoint.path or --run-dir"
+            f"{staging} lacks {listing(missing[:3])} here, which another rank wrote: all ranks must write to one "
+            "place, which all machines share, or to a URL: set checkpoint.path or --run-dir"
         )
 
 
