@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import metrics, miniature, outcome, shardwise, start
+from tests.e2e.command import metrics, miniature, outcome, start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
@@ -63,13 +63,13 @@ def crash_until_done(folder: Path, sizes: tuple[str, ...], kills: int, steps: in
         if job.poll() is None:
             hits[_kill(job.pid, chance.choice(VICTIMS), chance)] += 1
             hits["while a checkpoint was written"] += is_saving
-        ended = outcome(job, timeout=60)
+        ended = outcome(job, timeout=120)
         assert "Traceback" not in ended.out + ended.err, ended.err
         assert ended.code != 2, f"a restart must not refuse what a kill left behind:\n{ended.err}"
         assert processes.wait_for(lambda e=everyone: not any(map(processes.alive, e)), 20), "a rank outlives the job"
         if ended.code == 0:
             break
-    shardwise(*command, at=folder).succeeded()
+    outcome(start(*command, at=folder), timeout=3600).succeeded()
     return hits
 
 
@@ -78,7 +78,7 @@ def check(folder: Path, sizes: tuple[str, ...], kills: int, steps: int, seed: in
     whole = folder / "whole"
     whole.mkdir()
     command = ("train", miniature(whole), *QUIET, *sizes, f"train.steps={steps}", "--run-dir", "run")
-    shardwise(*command, at=whole).succeeded()
+    outcome(start(*command, at=whole), timeout=3600).succeeded()
     wanted = {event["step"]: event["loss"] for event in metrics(whole / "run", "step")}
     hits = crash_until_done(folder, sizes, kills, steps, seed)
     found = _steps(folder / "run")
