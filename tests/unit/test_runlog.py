@@ -195,6 +195,31 @@ def test_lines_are_on_disk_at_once_and_are_only_appended(tmp_path: Path) -> None
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
+def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
+    """A part of a line may still have found room."""
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    file, room = lines._file, [5]
+
+    class Filled:
+        def write(self, data: bytes) -> int:
+            if not room[0]:
+                raise OSError(errno.ENOSPC, "no space")
+            taken = data[: room[0]]
+            room[0] -= len(taken)
+            return file.write(taken)
+
+        close = file.close
+
+    lines._file = Filled()
+    lines.write({"step": 1})
+    lines.write({"step": 2})
+    assert (tmp_path / "lines.jsonl").read_text() == '{"ste'
+    room[0] = 1000
+    lines.write({"step": 3})
+    lines.close()
+    assert (tmp_path / "lines.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
 def test_non_finite_numbers_are_valid_json_that_float_reads_back(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
