@@ -166,11 +166,6 @@ def refusal(folder: Path, user: dict[str, str], *arguments: str) -> str:
     return text
 
 
-def test_a_new_run_does_not_take_over_another_runs_checkpoints(used: Used, tmp_path: Path) -> None:
-    text = refusal(tmp_path, used.user, f"checkpoint.path={URL}")
-    assert f"checkpoint.path ({URL}) must be empty for a new run, it has a checkpoint of step 6" in text
-
-
 class _Forbidding(BaseHTTPRequestHandler):
     """Answers as S3 does to a key that it does not know."""
 
@@ -238,18 +233,20 @@ print(json.dumps(said))
 def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path: Path) -> None:
     recipe = str(miniature(tmp_path))
     there = used.user["AWS_ENDPOINT_URL"]
-    cases = [("path", there, "s3://no-such-bucket/run"), ("path", "http://127.0.0.1:9", URL), ("load", there, URL)]
+    bucket = ("path", there, "s3://no-such-bucket/run")
+    cases = [bucket, ("path", "http://127.0.0.1:9", URL), ("load", there, URL), ("path", there, URL)]
     with forbidding() as address:
         # The client tries again four times, for up to 15 s.
         once = {"AWS_MAX_ATTEMPTS": "1", **used.user}
         said = json.loads(python(LOOK, recipe, json.dumps([*cases, ("path", address, URL)]), **once))
-    bucket, endpoint, load, keys = said
-    assert bucket.startswith("checkpoint.path: s3://no-such-bucket/run/.probe-")
-    assert "cannot be written: The specified bucket does not exist; make the bucket" in bucket
+    missing, endpoint, load, taken, keys = said
+    assert missing.startswith("checkpoint.path: s3://no-such-bucket/run/.probe-")
+    assert "cannot be written: The specified bucket does not exist; make the bucket" in missing
     assert endpoint.startswith(f"checkpoint.path: {URL} cannot be read: Could not connect to the endpoint URL")
     assert "; set AWS_ENDPOINT_URL to " in endpoint
     assert load.startswith(f"checkpoint.load ({URL}) must be a checkpoint, and there is no manifest.json: ")
     assert load.endswith(f"the newest in it is {URL}/step-00000006")
+    assert taken.startswith(f"checkpoint.path ({URL}) must be empty for a new run, it has a checkpoint of step 6: ")
     assert keys.startswith(f"checkpoint.path: {URL} cannot be read: ")
     assert "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in keys
 
@@ -262,7 +259,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
         began = time.monotonic()
         text = refusal(tmp_path, {**user_of(address), **path}, f"checkpoint.path={URL}")
     assert f"checkpoint.path: {URL} cannot be reached: no answer within 2 s; set AWS_ENDPOINT_URL to " in text
-    assert time.monotonic() - began < 30, "something else waited"
+    assert time.monotonic() - began < 60, "something else waited"
 
 
 ABANDON = f"""
