@@ -21,7 +21,7 @@ QUIET = ("log.tensorboard=false", "log.sample_tokens=0", "train.eval_every=50")
 SMALL = ("parallel.tensor=2", "checkpoint.every=5")
 LARGE = (
     "parallel.tensor=2", "checkpoint.every=3",
-    "model.hidden_size=256", "model.intermediate_size=512", "model.num_hidden_layers=4",
+    "model.hidden_size=128", "model.intermediate_size=256", "train.global_batch=4",
 )  # fmt: skip
 VICTIMS = ("rank", "launcher", "all")
 
@@ -55,7 +55,7 @@ def crash_until_done(folder: Path, sizes: tuple[str, ...], kills: int, steps: in
         job = start(*command, at=folder)
         if chance.random() < 0.9:  # else at any moment of the start
             processes.wait_for(lambda job=job, before=before: len(_steps(run)) > before or job.poll() is not None, 120)
-            time.sleep(chance.uniform(0, 1.0))
+            time.sleep(chance.uniform(0, 0.5))
         else:
             time.sleep(chance.uniform(0, 6.0))
         everyone = processes.descendants(job.pid)
