@@ -6,7 +6,8 @@ start, from train.sequence_length at its end. Neither the number of ranks nor tr
 
 The text is that of the run where a checkpoint tells it, else the built-in one; data.* keys name another. Read are
 data.*, parallel.tensor, parallel.sequence, precision.mode, train.sequence_length, train.micro_batch, train.seed (what
-BERT masks) and checkpoint.revision (of a hub id).
+BERT masks), model.family (which must name the class of your own model: its code runs) and checkpoint.revision (of a
+hub id).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _KEYS = (
     "data.", "parallel.tensor", "parallel.sequence", "precision.mode", "train.sequence_length", "train.micro_batch",
-    "train.seed", "checkpoint.revision",
+    "train.seed", "model.family", "checkpoint.revision",
 )  # fmt: skip
 
 
@@ -58,9 +59,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     place = job.place_in_job(arguments.nproc)
-    values, revision = split_overrides(arguments.overrides, _KEYS, "evaluate")
+    given = split_overrides(arguments.overrides, _KEYS, "evaluate")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    folder = open_folder(arguments.checkpoint, revision, cached=is_launched(), announce=announce)
+    folder = open_folder(
+        arguments.checkpoint, given.revision, cached=is_launched(), family=given.family, announce=announce
+    )
+    values = given.values
     part = _part(arguments.part, values, folder)
     _, accelerated = accelerators()
     degree = evaluation_config(folder, values, 1, part).parallel.tensor

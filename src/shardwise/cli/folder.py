@@ -66,10 +66,17 @@ def argument_named() -> Iterator[None]:
         raise ConfigError([text.replace("checkpoint.load", _METAVAR) for text in error.problems]) from error
 
 
-def split_overrides(
-    overrides: Sequence[str], allowed: Sequence[str], command: str
-) -> tuple[dict[str, Any], str | None]:
-    """Nested values of `key=value` arguments, and `checkpoint.revision` apart.
+@dataclass(frozen=True)
+class Overrides:
+    """Nested values of `key=value` arguments, and apart from them `checkpoint.revision` and `model.family`."""
+
+    values: dict[str, Any]
+    revision: str | None
+    family: str | None
+
+
+def split_overrides(overrides: Sequence[str], allowed: Sequence[str], command: str) -> Overrides:
+    """What the user's `key=value` arguments say.
 
     allowed: the keys that the command reads; one that ends in a dot stands for a section.
 
@@ -87,22 +94,30 @@ def split_overrides(
     problems += apply_overrides(values, overrides)
     if problems:
         raise ConfigError(problems)
-    revision = values.pop("checkpoint", {}).get("revision")
-    return values, None if revision is None else str(revision)
+    revision, family = values.pop("checkpoint", {}).get("revision"), values.pop("model", {}).get("family")
+    return Overrides(values, None if revision is None else str(revision), None if family is None else str(family))
 
 
 def open_folder(
-    target: str, revision: str | None, *, cached: bool, announce: Callable[[str], None] | None = None
+    target: str,
+    revision: str | None,
+    *,
+    cached: bool,
+    family: str | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> ModelFolder:
     """The folder that `target` names, fetched where it is a hub id.
 
+    `family`: what the user names as `model.family`. A folder's own class is code that runs, so the user must name it.
+
     Raises:
-        ConfigError: there is none, it holds no weights, or describes a model that we do not have.
+        ConfigError: there is none, it holds no weights, describes a model that we do not have, or one of a class that
+        the user did not name.
     """
     given = Path(target).expanduser()
     with argument_named():
         path = hub.resolve(str(_newest(given, announce) or target), revision, cached=cached, announce=announce)
-    return ModelFolder(path, _model_section(path), _run_section(path))
+    return ModelFolder(path, _model_section(path, family), _run_section(path))
 
 
 def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, part: str) -> Config:
@@ -197,10 +212,22 @@ def _newest(run: Path, announce: Callable[[str], None] | None) -> Path | None:
     raise ConfigError([f"{run} holds no intact checkpoint", *skipped] if skipped else f"{run} holds no checkpoint yet")
 
 
-def _model_section(path: Path) -> dict[str, Any]:
-    described = _read_object(path / _CONFIG) if (path / _CONFIG).is_file() else {}
-    if ":" not in str(described.get("family")):
-        return read_hugging_face(path)
+def _model_section(path: Path, family: str | None) -> dict[str, Any]:
+    file = path / _CONFIG
+    described = _read_object(file) if file.is_file() else {}
+    own = described.get("family")
+    if not isinstance(own, str) or ":" not in own:
+        section = read_hugging_face(path)
+        if family not in (None, section["family"]):
+            raise ConfigError(f"model.family ({family}) must be left out or {section['family']}, as {file} says")
+        return section
+    if family != own:
+        shown = own if own.isprintable() else repr(own)
+        given = f"model.family ({family}) must be {shown}: " if family is not None else ""
+        raise ConfigError(
+            f"{given}{file} names a class of its own, {shown}, whose code would run: if you trust it, give "
+            f"model.family={shown} too"
+        )
     return {
         key: value
         for key, value in described.items()

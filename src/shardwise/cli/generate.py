@@ -4,7 +4,8 @@ What the model read is kept (keys and values of each rank's own heads), so that 
 The same --seed gives the same text, and in float32 at any parallel.tensor. Before the prompt comes what the model's
 tokenizer puts there, such as <s>. The text goes to standard output, what it took to standard error.
 
-Read are parallel.tensor, precision.mode, data.tokenizer and checkpoint.revision (of a hub id).
+Read are parallel.tensor, precision.mode, data.tokenizer, model.family (which must name the class of your own model: its
+code runs) and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shardwise.units import count
 if TYPE_CHECKING:
     from shardwise.inference import Answer
 
-_KEYS = ("parallel.tensor", "precision.mode", "data.tokenizer", "checkpoint.revision")
+_KEYS = ("parallel.tensor", "precision.mode", "data.tokenizer", "model.family", "checkpoint.revision")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,18 +63,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     place = job.place_in_job(arguments.nproc)
-    values, revision = split_overrides(arguments.overrides, _KEYS, "generate")
+    given = split_overrides(arguments.overrides, _KEYS, "generate")
     announce = output.progress if place is None or place.local_rank == 0 else None
     text = _prompt_text(arguments)
     problems = _argument_problems(arguments)
     if problems:
         raise ConfigError(problems)
-    folder = open_folder(arguments.checkpoint, revision, cached=is_launched(), announce=announce)
-    config = generation_config(folder, values)
+    folder = open_folder(
+        arguments.checkpoint, given.revision, cached=is_launched(), family=given.family, announce=announce
+    )
+    config = generation_config(folder, given.values)
     world = config.parallel.tensor
-    given = place.world if place is not None else arguments.nproc or world
-    if given != world:
-        raise ConfigError(f"--nproc ({given}) must be parallel.tensor ({world}): one copy of the model writes one text")
+    ranks = place.world if place is not None else arguments.nproc or world
+    if ranks != world:
+        raise ConfigError(f"--nproc ({ranks}) must be parallel.tensor ({world}): one copy of the model writes one text")
     config.check(world)
     tokenizer = open_tokenizer(config, folder)
     ids, room = _fit(config, folder, tokenizer, text)
