@@ -8,7 +8,7 @@
         tensorboard/
         checkpoints/step-00000100/
         logs/rank-0000.log
-        results.json
+        results.json         of a run that came to its end; results-0001.json is that of before it went on
         stop.json            a request to stop
         .lock                held by the one process that runs here
     runs/latest -> NAME
@@ -245,15 +245,23 @@ class RunDirectory:
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
 
+    def set_results_aside(self) -> None:
+        """Keeps the results of a run that now goes on under a number: until it ends again, it has none."""
+        if self.results.exists():
+            self.results.rename(_numbered(self.results))
+
 
 def _keep_former(path: Path) -> None:
     """Keeps what `path` has, which is about to be replaced, under the next number: config-0001.yaml, …"""
-    if not path.exists():
-        return
+    if path.exists():
+        shutil.copy2(path, _numbered(path))
+
+
+def _numbered(path: Path) -> Path:
     number = 1
     while (kept := path.with_name(f"{path.stem}-{number:04d}{path.suffix}")).exists():
         number += 1
-    shutil.copy2(path, kept)
+    return kept
 
 
 class RunLock:

@@ -82,6 +82,10 @@ def test_how_far_a_run_came(tmp_path: Path) -> None:
     assert run.finished_steps() is None
     run.write_results({"steps": 12})
     assert run.finished_steps() == 12
+    run.set_results_aside()
+    run.set_results_aside()
+    assert run.finished_steps() is None, "a run that went on is not finished, whatever it was before"
+    assert json.loads((tmp_path / "results-0001.json").read_text()) == {"steps": 12}
 
 
 HOLDER = """

@@ -140,6 +140,7 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> _Opened:
     standing = look(config, directory.checkpoints, is_resumed=stored is not None)
     directory.create()
     _require_room(directory, config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
+    directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
     directory.mark_latest()
