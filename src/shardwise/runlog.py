@@ -205,6 +205,19 @@ class RunDirectory:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
+    def events(self, event: str) -> Iterator[dict[str, Any]]:
+        """The events of one kind that metrics.jsonl has, in their order; a line that a crash cut short is left out."""
+        try:
+            file = self.metrics.open(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return
+        marked = f'"event": "{event}"'
+        with file:
+            for line in file:
+                if marked in line:
+                    with contextlib.suppress(ValueError):
+                        yield json.loads(line)
+
     def require_room(self, needed: int) -> None:
         """ConfigError when the disk under the folder has fewer than `needed` bytes left."""
         free = shutil.disk_usage(self.path).free

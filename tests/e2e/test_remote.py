@@ -212,6 +212,7 @@ from pathlib import Path
 import s3fs
 from shardwise.config import load_config
 from shardwise.errors import ConfigError
+from shardwise.runlog import RunDirectory
 from shardwise.store.root import Root
 from shardwise.train.resume import look
 from shardwise.train.run import _require_checkpoint
@@ -223,7 +224,7 @@ for key, address, url in json.loads(sys.argv[2]):
         if key == "load":
             _require_checkpoint(Root.of(url))
         else:
-            look(load_config(sys.argv[1], [f"checkpoint.path={url}"]), Path("none"), is_resumed=False)
+            look(load_config(sys.argv[1], [f"checkpoint.path={url}"]), RunDirectory("none"), None)
     except ConfigError as error:
         said.append(str(error))
 print(json.dumps(said))

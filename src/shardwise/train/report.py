@@ -115,6 +115,10 @@ class Reporter:
         """Record that the training goes on from a checkpoint, and what of the configuration is new."""
         self._event("resume", step=manifest.step, checkpoint=folder, written_by=manifest.layout, changes=list(changes))
         self.message(f"resumed after step {manifest.step:,} from {folder}")
+        self.changed(changes)
+
+    def changed(self, changes: Sequence[str]) -> None:
+        """Tell what of the configuration is new since the earlier run of this folder."""
         for change in changes:
             self.message(f"changed: {change}")
 

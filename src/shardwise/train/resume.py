@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -15,12 +15,15 @@ from shardwise.data import PreparedData
 from shardwise.errors import ConfigError, RunError, listing
 from shardwise.mesh import Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.store.folders import Found, abandon, checkpoints
+from shardwise.runlog import RunDirectory
+from shardwise.store.folders import Found, abandon, checkpoints, step_name
 from shardwise.store.manifest import Manifest
 from shardwise.store.reach import in_time, require_writable
 from shardwise.store.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
+
+_WENT_BACK = "went_back"
 
 
 @dataclass(frozen=True)
@@ -32,22 +35,22 @@ class Standing:
     candidates: tuple[Found, ...]
 
 
-def look(config: Config, default: Path, *, is_resumed: bool) -> Standing:
+def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> Standing:
     """See which checkpoints there are and that new ones can be written, on one rank, before anything is trained.
 
     Args:
-        default: the folder of the checkpoints where `checkpoint.path` names none. is_resumed: the run's folder held a
-        run before.
+        directory: of the run. stored: the configuration of the run that its folder held before, if any.
 
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to go on with.
     """
-    root = Root.of(config.checkpoint.path or default)
-
+    root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
         is_there = in_time(root, root.exists)
         there = checkpoints(root)
-        candidates = choose(there, config, root, is_resumed=is_resumed)
+        if stored is not None and not there:
+            _require_none_elsewhere(root, directory, stored)
+        candidates = choose(there, config, root, is_resumed=stored is not None)
         if is_there or config.checkpoint.path is not None:
             require_writable(root)
     except StoreError as error:
@@ -57,8 +60,28 @@ def look(config: Config, default: Path, *, is_resumed: bool) -> Standing:
     return Standing(root, found, tuple(each for each in found if each.step in chosen))
 
 
+def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
+    """ConfigError where the run has saved checkpoints, and there is none in `root`: it would begin once more."""
+    told = list(directory.events("checkpoint"))[-1:]
+    if told:
+        step, place = int(told[0]["step"]), str(told[0]["path"])
+    else:
+        before = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
+        saved = checkpoints(before) if str(before) != str(root) else []
+        if not saved:
+            return
+        step, place = saved[0].step, str(saved[0].folder)
+    raise ConfigError(
+        f"checkpoint.path ({root}) has no checkpoint, and the run in {directory.path} saved that of step {step:,} as "
+        f"{place}: set checkpoint.path to where its checkpoints are, or begin anew in another --run-dir"
+    )
+
+
 def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:
     """The checkpoints to try, in this order; none where the training begins.
+
+    Where the newest intact one was saved after going back as `checkpoint.resume` asks, the run goes on from there:
+    the same command, given again after a stop, must not take back what it has done.
 
     Args:
         is_resumed: the run's folder held a run before.
@@ -72,13 +95,13 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
         if found:
-            raise ConfigError(
-                f"checkpoint.path ({root}) must be empty for a new run, it has a checkpoint of step {found[0].step}: "
-                "give --run-dir its run's folder to go on, or choose another checkpoint.path"
-            )
+            raise ConfigError(_occupied(root, found[0].step, config))
         return []
     if step == "auto":
         return list(found)
+    newest = next((each for each in found if each.step in intact), None)
+    if newest is not None and newest.manifest is not None and not goes_back(config, newest.manifest):
+        return [each for each in found if each.step >= step]
     chosen = [each for each in found if each.step == step]
     if not chosen or chosen[0].problem is not None:
         there = f"there are {listing(sorted(intact))}" if intact else "there is none"
@@ -87,6 +110,17 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
             f"checkpoint.resume ({step}) must be the step of an intact checkpoint{reason}: {there} in {root}"
         )
     return chosen
+
+
+def _occupied(root: Root, step: int, config: Config) -> str:
+    if config.checkpoint.path is None:
+        key, go_on, choose_other = "the --run-dir of", "put its run's config.yaml back", "--run-dir"
+    else:
+        key, go_on, choose_other = "checkpoint.path of", "give --run-dir its run's folder", "checkpoint.path"
+    return (
+        f"{key} a new run must hold no checkpoint, and {root} has that of step {step:,}: to go on with it, {go_on}; to "
+        f"begin with its weights alone, choose another {choose_other} and set checkpoint.load={root / step_name(step)}"
+    )
 
 
 def restore_first(
@@ -147,6 +181,25 @@ def require_same_data(manifest: Manifest, data: PreparedData) -> None:
         )
 
 
+def goes_back(config: Config, manifest: Manifest) -> bool:
+    """Whether `checkpoint.resume` names a step, and the checkpoint was not saved after going back as it asks."""
+    return config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != _request(config)
+
+
+def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
+    """What each manifest of a run that goes on from this checkpoint says in `schedule`: how it last went back."""
+    if config.checkpoint.resume != "auto":
+        return {_WENT_BACK: _request(config)}
+    before = None if manifest is None else manifest.schedule.get(_WENT_BACK)
+    return {} if before is None else {_WENT_BACK: before}
+
+
+def _request(config: Config) -> Mapping[str, Any]:
+    return {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}
+
+
 def _take_up(progress: Progress, manifest: Manifest, config: Config) -> None:
     progress.step, progress.samples, progress.tokens = manifest.step, manifest.samples, manifest.tokens
-    progress.position = manifest.position + config.train.skip_batches * config.train.global_batch
+    progress.position = manifest.position
+    if goes_back(config, manifest):
+        progress.position += config.train.skip_batches * config.train.global_batch

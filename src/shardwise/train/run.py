@@ -32,7 +32,15 @@ from shardwise.train.memory import out_of_memory_text
 from shardwise.train.own import StateMemory, count_parameters
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
-from shardwise.train.resume import Standing, abandon_later, look, require_same_data, restore_first
+from shardwise.train.resume import (
+    Standing,
+    abandon_later,
+    goes_back,
+    look,
+    require_same_data,
+    restore_first,
+    went_back,
+)
 from shardwise.train.sample import Generator, continue_text
 from shardwise.train.saving import Checkpoints
 from shardwise.train.trainer import Trainer
@@ -137,7 +145,7 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> _Opened:
             raise ConfigError(problems)
         changes = tuple(resume_changes(stored, resolved))
     # Before anything is written: a folder that is refused must not look like that of a run.
-    standing = look(config, directory.checkpoints, is_resumed=stored is not None)
+    standing = look(config, directory, stored)
     directory.create()
     _require_room(directory, config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
@@ -190,12 +198,19 @@ def _train(
         reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
         reporter.message(f"data: {data.summary}")
         if restored is not None:
-            if config.checkpoint.resume != "auto":
+            if goes_back(config, restored[0]):
                 for name in abandon_later(root, opened.standing.found, progress.step, mesh):
                     reporter.message(f"set aside: {name}")
+            elif config.checkpoint.resume != "auto":
+                reporter.message(
+                    f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
+                    "back once more, move the later checkpoints away"
+                )
             reporter.resumed(restored[0], str(restored[1].folder), opened.changes)
-        elif weights is not None:
-            _tell_of_weights(weights, data, reporter)
+        else:
+            reporter.changed(opened.changes)
+            if weights is not None:
+                _tell_of_weights(weights, data, reporter)
         saver = Saver(
             root,
             trainer.model,
@@ -212,7 +227,8 @@ def _train(
             buffer_bytes=None if config.checkpoint.buffer_mib is None else int(config.checkpoint.buffer_mib * 2**20),
             keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
         )
-        with Checkpoints(saver, config, reporter, mesh.host_group("control"), _asker(directory)) as saving:
+        told = went_back(config, restored[0] if restored is not None else None)
+        with Checkpoints(saver, config, reporter, mesh.host_group("control"), _asker(directory), told) as saving:
             trainer.saving = saving
             stopping.install()
             stopped_by = trainer.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +24,7 @@ class Checkpoints:
 
     Args:
         control: all ranks, for a few numbers a step on the host. asked_to_stop: why this rank thinks that the run shall
-        stop, or None: what one rank heard, all do.
+        stop, or None: what one rank heard, all do. went_back: what the manifests' `schedule` says of that.
     """
 
     def __init__(
@@ -34,9 +34,11 @@ class Checkpoints:
         reporter: Reporter,
         control: Group,
         asked_to_stop: Callable[[], str | None],
+        went_back: Mapping[str, Any],
     ) -> None:
         self._saver, self._config, self._reporter = saver, config, reporter
         self._control, self._asked_to_stop = control, asked_to_stop
+        self._went_back = went_back
         self._saved_at = time.monotonic()
 
     def after_step(self, progress: Progress, last: bool) -> str | None:
@@ -96,6 +98,7 @@ class Checkpoints:
                 "name": config.optimizer.schedule,
                 "steps": config.train.steps,
                 "lr": learning_rate(config, max(progress.step, 1)),
+                **self._went_back,
             },
             # Whatever is drawn is a function of these, of the step and of the sample: there is no other state.
             "rng": {"seed": config.train.seed, "dropout_mode": config.train.dropout_mode},

@@ -7,10 +7,14 @@ import pytest
 
 from shardwise.config import Config
 from shardwise.errors import ConfigError
+from shardwise.runlog import RunDirectory
+from shardwise.store.manifest import Manifest
 from shardwise.store.root import Root
-from shardwise.train.resume import look
+from shardwise.train.resume import goes_back, look, went_back
 from tests.dist.training import make_config
 from tests.stored import small_tensors, write_checkpoint
+
+STORED: dict[str, Any] = {"checkpoint": {}}
 
 
 def config(**checkpoint: Any) -> Config:
@@ -21,36 +25,66 @@ def config(**checkpoint: Any) -> Config:
 def folder(tmp_path: Path) -> Path:
     """With checkpoints of steps 100 and 200, of which the second is not complete."""
     for step in (100, 200):
-        write_checkpoint(Root.of(tmp_path / "run"), step, small_tensors(1), ranks=1)
-    (tmp_path / "run/step-00000200/manifest.json").unlink()
-    return tmp_path / "run"
+        write_checkpoint(Root.of(tmp_path / "checkpoints"), step, small_tensors(1), ranks=1)
+    (tmp_path / "checkpoints/step-00000200/manifest.json").unlink()
+    return tmp_path / "checkpoints"
 
 
 def test_a_new_run_has_an_empty_place(tmp_path: Path) -> None:
-    standing = look(config(), tmp_path / "none", is_resumed=False)
+    standing = look(config(), RunDirectory(tmp_path / "none"), None)
     assert (standing.found, standing.candidates) == ((), ())
     assert not (tmp_path / "none").exists(), "the folder is made by the first save"
 
 
 def test_a_place_of_its_own_is_tried_at_once(tmp_path: Path) -> None:
-    look(config(path=str(tmp_path / "far/run")), tmp_path / "none", is_resumed=False)
+    look(config(path=str(tmp_path / "far/run")), RunDirectory(tmp_path / "none"), None)
     assert list((tmp_path / "far/run").iterdir()) == []
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"checkpoint.path: .*/file/run cannot be "):
-        look(config(path=str(tmp_path / "file/run")), tmp_path / "none", is_resumed=False)
+        look(config(path=str(tmp_path / "file/run")), RunDirectory(tmp_path / "none"), None)
 
 
-def test_another_runs_checkpoints_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must be empty for a new run, it has a checkpoint of step 200"):
-        look(config(path=str(folder)), folder, is_resumed=False)
+def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint.path of a new run must hold no checkpoint, .* --run-dir its"):
+        look(config(path=str(folder)), RunDirectory(tmp_path / "none"), None)
+    with pytest.raises(ConfigError, match=r"the --run-dir of a new run .*checkpoint.load=.*/checkpoints/step-00000200"):
+        look(config(), RunDirectory(folder.parent), None)
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path, folder: Path) -> None:
+    run, other = RunDirectory(folder.parent), tmp_path / "other"
+    with pytest.raises(ConfigError, match=rf"checkpoint.path \({other}\) has no .* step 200 as {folder}/step-00000200"):
+        look(config(path=str(other)), run, STORED)
+    folder.rename(tmp_path / "moved")
+    assert look(config(path=str(other)), run, STORED).candidates == ()
+    run.metrics.write_text('{"event": "checkpoint", "step": 200, "path": "s3://b/step-00000200"}\n{"event": "ch')
+    with pytest.raises(ConfigError, match=rf"\({other}\) has no .* step 200 as s3://b/step-00000200: set"):
+        look(config(path=str(other)), run, STORED)
 
 
 def test_what_is_tried_and_in_which_order(folder: Path) -> None:
-    standing = look(config(), folder, is_resumed=True)
+    standing = look(config(), RunDirectory(folder.parent), STORED)
     assert [each.step for each in standing.candidates] == [200, 100]
     assert all(each.manifest is None for each in standing.found), "manifests are large, and each rank reads the one"
-    standing = look(config(resume=100), folder, is_resumed=True)
+    standing = look(config(resume=100), RunDirectory(folder.parent), STORED)
     assert [each.step for each in standing.candidates] == [100]
     assert [each.step for each in standing.found] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
-        look(config(resume=200), folder, is_resumed=True)
+        look(config(resume=200), RunDirectory(folder.parent), STORED)
+
+
+def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
+    """Stopped after it went back to 100, it goes on from 300: neither back again, nor past the batches again."""
+    asked = make_config(checkpoint={"resume": 100}, train={"skip_batches": 2})
+    first = Manifest.read(write_checkpoint(tmp_path / "checkpoints", 100))
+    assert goes_back(asked, first)
+    schedule = {"name": "linear", **went_back(asked, first)}
+    for step in (200, 300):
+        after = Manifest.read(write_checkpoint(tmp_path / "checkpoints", step, schedule=schedule))
+    assert [each.step for each in look(asked, RunDirectory(tmp_path), STORED).candidates] == [300, 200, 100]
+    assert not goes_back(asked, after)
+    assert went_back(config(), after) == went_back(asked, after), "a run that goes on forgets that it went back"
+    another = make_config(checkpoint={"resume": 100}, train={"skip_batches": 3})
+    assert [each.step for each in look(another, RunDirectory(tmp_path), STORED).candidates] == [100]
+    assert goes_back(another, after)
+    assert went_back(config(), first) == {}
