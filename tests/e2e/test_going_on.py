@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.store.folders import checkpoints
 from shardwise.store.manifest import Manifest
 from shardwise.store.root import Root
 from tests.e2e.command import Outcome, metrics, miniature, shardwise
@@ -43,7 +44,7 @@ def test_checkpoints_by_time_through_little_memory(gone: Gone) -> None:
     """Each step is older than a checkpoint may be."""
     assert [event["step"] for event in metrics(gone.run, "checkpoint")][:4] == [1, 2, 3, 4]
     assert gone.begun == ["step-00000003", "step-00000004"], "checkpoint.keep is 2"
-    assert gone.then == ["step-00000006"], "checkpoint.keep is 1"
+    assert gone.then == ["step-00000004.damaged", "step-00000006"], "checkpoint.keep is 1"
 
 
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(gone: Gone) -> None:
@@ -58,8 +59,8 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(gone: Gone) -> None:
 def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:
     """3 steps of 8 samples, 3 steps of 4, 3 batches of 4 left out, 2 steps of 4."""
     assert [event["samples"] for event in metrics(gone.run, "step")][-5:] == [28, 32, 36, 40, 44]
-    (name,) = Root.of(gone.run / "checkpoints").names()
-    last = Manifest.read(Root.of(gone.run / "checkpoints" / name))
+    (newest,) = checkpoints(Root.of(gone.run / "checkpoints"))
+    last = Manifest.read(newest.folder)
     assert (last.step, last.samples, last.position, last.tokens) == (8, 44, 56, 44 * 32)
     first, second = (event["changes"] for event in metrics(gone.run, "resume"))
     assert "train.global_batch 8 → 4" in first

@@ -3,6 +3,7 @@
 step-00000100/             a checkpoint, complete where it has a manifest
 .step-00000200.partial/    a save under way, or one that was killed
 step-00000300.abandoned/   set aside when the run went back to an earlier step; no longer the run's
+step-00000400.damaged/     set aside when the run went on from an older one, because this one is damaged
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardwise.store.manifest import MANIFEST, Manifest
-from shardwise.store.root import Root, StoreError
+from shardwise.store.root import DamageError, Root, StoreError
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _PARTIAL = re.compile(r"\.step-(\d{8,18})\.partial")
-_ABANDONED = re.compile(r"step-(\d{8,18})\.abandoned(-\d+)?")
+_ASIDE = re.compile(r"step-(\d{8,18})\.(abandoned|damaged)(-\d+)?")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Found:
         problem: why it is not intact, as far as that shows without reading its tensors: no manifest, one that is
         damaged, a file that is missing or has another size. None where nothing is wrong.
         bytes: of all that lies in the folder. manifest: None where it cannot be used. incomplete: there is none, so
-        the save was not completed.
+        the save was not completed. unreadable: the problem is no damage; the store did not give the manifest, or it is
+        one that this version cannot use.
     """
 
     step: int
@@ -36,6 +38,7 @@ class Found:
     bytes: int = 0
     manifest: Manifest | None = None
     incomplete: bool = False
+    unreadable: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def partial_name(step: int) -> str:
 
 def glance(folder: Root, step: int | None = None) -> Found:
     """One checkpoint, by its manifest and the sizes of its files."""
-    manifest, problem, files, incomplete = None, None, {}, False
+    manifest, problem, files, incomplete, unreadable = None, None, {}, False, False
     try:
         files = folder.files()
         manifest = Manifest.read(folder)
@@ -83,30 +86,36 @@ def glance(folder: Root, step: int | None = None) -> Found:
         if step is not None and manifest.step != step:
             problem = problem or f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}"
     except StoreError as error:
-        incomplete = error.missing
+        incomplete, unreadable = error.missing, not is_damage(error)
         problem = f"{folder} has no {MANIFEST}: it was not completed" if error.missing else str(error)
     shown = manifest.step if manifest is not None and step is None else step or 0
-    return Found(shown, folder, problem, sum(files.values()), manifest, incomplete)
+    return Found(shown, folder, problem, sum(files.values()), manifest, incomplete, unreadable)
+
+
+def is_damage(error: StoreError) -> bool:
+    """Whether what cannot be read is lost: it may be there again where the store only gave no answer."""
+    return error.missing or isinstance(error, DamageError)
 
 
 def checkpoints(root: Root) -> list[Found]:
-    """Newest first. Saves that were not finished locally, and abandoned checkpoints, are left out."""
+    """Newest first. Saves that were not finished locally, and what was set aside, are left out."""
     steps = [step for name in root.names() if (step := step_of(name)) is not None]
     return [glance(root / step_name(step), step) for step in sorted(steps, reverse=True)]
 
 
 def abandoned(root: Root) -> list[Root]:
     """Checkpoints that were set aside."""
-    return [root / name for name in root.names() if _ABANDONED.fullmatch(name)]
+    return [root / name for name in root.names() if _ASIDE.fullmatch(name)]
 
 
-def abandon(root: Root, step: int) -> Root:
+def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
     """Set a checkpoint aside: it is no longer the run's, and stays until somebody removes it."""
+    plain = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
     taken = set(root.names())
-    name, number = f"{step_name(step)}.abandoned", 1
+    name, number = plain, 1
     while name in taken:
         number += 1
-        name = f"{step_name(step)}.abandoned-{number}"
+        name = f"{plain}-{number}"
     (root / step_name(step)).rename(root / name)
     root.sync()
     return root / name

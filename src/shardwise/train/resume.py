@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, RunError, listing
 from shardwise.mesh import Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.runlog import RunDirectory
-from shardwise.store.folders import Found, abandon, checkpoints, step_name
+from shardwise.store.folders import Found, abandon, checkpoints, is_damage, step_name
 from shardwise.store.manifest import Manifest
 from shardwise.store.reach import in_time, require_writable
 from shardwise.store.root import Root, StoreError
@@ -132,28 +132,35 @@ def restore_first(
     progress: Progress,
     reporter: Reporter,
 ) -> tuple[Manifest, Found] | None:
-    """Restore the first candidate that is intact, and tell of each that is not; collective.
+    """Restore the first candidate that is intact, and tell of each that is damaged; collective.
 
     None where there is no candidate.
 
     Raises:
-        ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact.
+        ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact; or one
+        that may be intact could not be read, and to take an older one would undo what it holds.
     """
     skipped = []
     for each in candidates:
-        problem = each.problem
+        problem, unreadable = each.problem, each.unreadable
         if problem is None:
             progress.phase = f"loading of the checkpoint of step {each.step}"
             try:
                 manifest = read_manifest(each.folder, mesh.world)
                 restore(each.folder, manifest, model, optimizer, mesh)
             except StoreError as error:
-                problem = str(error)
+                problem, unreadable = str(error), not is_damage(error)
             else:
                 _take_up(progress, manifest, config)
                 return manifest, each
+        if unreadable:
+            raise RunError(
+                f"the checkpoint of step {each.step:,} could not be used, and no older one is taken for it: {problem}; "
+                "start again when that is mended, or name an older one by checkpoint.resume=STEP"
+            )
         skipped.append(f"step {each.step:,}: {problem}")
-        reporter.warning(f"the checkpoint of step {each.step:,} was left out: {problem}")
+        then = "" if each.incomplete else "; it is set aside when the run goes on"
+        reporter.warning(f"the checkpoint of step {each.step:,} was left out: {problem}{then}")
     if skipped:
         raise RunError(
             f"none of the checkpoints is intact ({'; '.join(skipped)}): restore one of them from a copy, or begin anew "
@@ -162,12 +169,27 @@ def restore_first(
     return None
 
 
-def abandon_later(root: Root, found: Sequence[Found], step: int, mesh: Mesh) -> list[str]:
-    """Set the checkpoints after `step` aside, whose training is taken back; returns their new names."""
+def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
+    """Set the checkpoints after `step` aside, whose training is taken back; returns their new names; collective.
+
+    `damaged`: they were left out as that. What a killed save left is no checkpoint, and stays for the next save.
+
+    Raises:
+        RunError: on every rank, one of them cannot be renamed.
+    """
     names: list[str] = []
+    problem: str | None = None
     if mesh.world.rank == 0:
-        names = [str(abandon(root, each.step)) for each in found if each.step > step]
-    return comm.broadcast_object(names, mesh.world)
+        try:
+            for each in found:
+                if each.step > step and not (damaged and each.incomplete):
+                    names.append(str(abandon(root, each.step, damaged=damaged)))
+        except StoreError as error:
+            problem = str(error)
+    names, problem = comm.broadcast_object((names, problem), mesh.world)
+    if problem is not None:
+        raise RunError(f"a checkpoint after step {step:,} could not be set aside: {problem}")
+    return names
 
 
 def require_same_data(manifest: Manifest, data: PreparedData) -> None:

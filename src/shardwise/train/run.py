@@ -34,11 +34,11 @@ from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.resume import (
     Standing,
-    abandon_later,
     goes_back,
     look,
     require_same_data,
     restore_first,
+    set_later_aside,
     went_back,
 )
 from shardwise.train.sample import Generator, continue_text
@@ -198,10 +198,10 @@ def _train(
         reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
         reporter.message(f"data: {data.summary}")
         if restored is not None:
-            if goes_back(config, restored[0]):
-                for name in abandon_later(root, opened.standing.found, progress.step, mesh):
-                    reporter.message(f"set aside: {name}")
-            elif config.checkpoint.resume != "auto":
+            back = goes_back(config, restored[0])
+            for name in set_later_aside(root, opened.standing.found, progress.step, mesh, damaged=not back):
+                reporter.message(f"set aside: {name}")
+            if config.checkpoint.resume != "auto" and not back:
                 reporter.message(
                     f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
                     "back once more, move the later checkpoints away"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.store.folders import abandon, abandoned, checkpoints, partial_name, prune, removable, step_name
-from shardwise.store.manifest import MANIFEST
-from shardwise.store.root import Root
+from shardwise.store.manifest import MANIFEST, Manifest
+from shardwise.store.root import Root, StoreError
 from tests.stored import bfloat16, write_checkpoint
 
 TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}
@@ -39,6 +39,19 @@ def test_newest_first_and_what_is_wrong(root: Root) -> None:
     assert set(problems) == {600, 300}
     assert "step-00000600 has no manifest.json: it was not completed" in str(problems[600])
     assert "model.safetensors is damaged: its length" in str(problems[300])
+    assert not any(each.unreadable for each in found)
+
+
+def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = (root / step_name(500) / MANIFEST).read().replace(b'"version":1', b'"version":2')
+    (root / step_name(500) / MANIFEST).write(newer)
+    assert {each.step for each in checkpoints(root) if each.unreadable} == {500}
+
+    def no_answer(folder: Root) -> Manifest:
+        raise StoreError(f"{folder} cannot be read: no answer")
+
+    monkeypatch.setattr(Manifest, "read", no_answer)
+    assert all(each.unreadable for each in checkpoints(root))
 
 
 def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
@@ -90,5 +103,9 @@ def test_nothing_intact_nothing_removed(root: Root) -> None:
 
 def test_setting_aside(root: Root) -> None:
     assert abandon(root, 500).name == "step-00000500.abandoned-2"
-    assert [each.step for each in checkpoints(root)] == [600, 400, 300, 200, 100]
-    assert [each.name for each in abandoned(root)] == ["step-00000500.abandoned", "step-00000500.abandoned-2"]
+    assert abandon(root, 300, damaged=True).name == "step-00000300.damaged"
+    assert [each.step for each in checkpoints(root)] == [600, 400, 200, 100]
+    assert [each.name for each in abandoned(root)] == [
+        "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
+    ]  # fmt: skip
+    assert [each.step for each in removable(root, 2).checkpoints] == [100], "what is set aside counts for keep"

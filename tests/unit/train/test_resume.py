@@ -1,15 +1,19 @@
 """What a run sees where it saves, before anything is trained."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shardwise.config import Config
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RunError
 from shardwise.runlog import RunDirectory
 from shardwise.store.manifest import Manifest
-from shardwise.store.root import Root
+from shardwise.store.root import Root, StoreError
+from shardwise.train import resume
+from shardwise.train.record import Progress
 from shardwise.train.resume import goes_back, look, went_back
 from tests.dist.training import make_config
 from tests.stored import small_tensors, write_checkpoint
@@ -88,3 +92,30 @@ def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
     assert [each.step for each in look(another, RunDirectory(tmp_path), STORED).candidates] == [100]
     assert goes_back(another, after)
     assert went_back(config(), first) == {}
+
+
+class Told:
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.mark.parametrize("seen", ["at a glance", "on the way"])
+def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that does not answer holds what it holds."""
+    found = look(config(), RunDirectory(folder.parent), STORED).candidates
+    if seen == "at a glance":
+        found = (found[0], replace(found[1], problem="no answer", unreadable=True))
+
+    def read_manifest(*_: object) -> Manifest:
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(resume, "read_manifest", read_manifest)
+    mesh, told = SimpleNamespace(world=None), Told()
+    with pytest.raises(RunError, match=r"checkpoint of step 100 could not be used, and no older .*: no answer; start"):
+        resume.restore_first(found, config(), None, None, mesh, Progress(), told)  # type: ignore[arg-type]
+    (warning,) = told.warnings
+    assert warning.startswith("the checkpoint of step 200 was left out: "), "what a killed save leaves is no checkpoint"
+    assert "set aside" not in warning
