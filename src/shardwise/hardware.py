@@ -72,6 +72,15 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None
 
 
+def available_memory() -> int | None:
+    """Bytes of this machine's memory that processes may still take; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
 def cpu_count() -> int:
     """CPUs that this process may run on: its affinity mask, not the machine's total."""
     if hasattr(os, "sched_getaffinity"):

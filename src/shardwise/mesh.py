@@ -203,7 +203,16 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
+    _allow_sockets()
     where = device if device is not None else devices.local_device()
     dist.init_process_group(
         devices.backend(where), timeout=timedelta(seconds=timeout), device_id=where if where.type != "cpu" else None
     )
+
+
+def _allow_sockets() -> None:
+    """Let this process open as many files as it may: gloo keeps two sockets for each pair of ranks in each group."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -20,6 +20,7 @@ from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_data
 
 State = dict[str, dict[str, torch.Tensor]]
+PLACE: dict[str, Any] = {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}}
 
 
 @dataclass
@@ -55,7 +56,7 @@ def save(trainer: Trainer, root: str, **options: Any) -> list[Saved]:
     saver = make_saver(trainer, root, **options)
     progress = trainer.progress
     place = {"samples": progress.samples, "position": progress.position, "tokens": progress.tokens}
-    saver.save(progress.step, {**place, "schedule": {}, "rng": {}})
+    saver.save(progress.step, PLACE | place)
     saver.wait()
     return saver.finished()
 

@@ -1,5 +1,8 @@
 """A checkpoint belongs to the model: whatever layout wrote it, any other reads the same bits from it."""
 
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,19 @@ import torch
 
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError
-from tests.dist.checkpoints import Result, State, canonical_state, load, make_trainer, run, step_folder
+from shardwise.store.manifest import Manifest, TensorEntry
+from shardwise.store.root import Root
+from tests.dist.checkpoints import (
+    PLACE,
+    Result,
+    State,
+    canonical_state,
+    load,
+    make_saver,
+    make_trainer,
+    run,
+    step_folder,
+)
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config
 
@@ -176,3 +191,58 @@ def test_another_model_is_refused_with_every_mismatch(ranks: Any, tmp_path: Path
         "shape of model.layers.{0…1}.mlp.up_proj.weight [96, 64] must be [64, 64]",
     ):
         assert expected in said[0], said[0]
+
+
+def rewritten(folder: str, change: Callable[[dict[str, dict[str, TensorEntry]]], None]) -> None:
+    """Change what a checkpoint's manifest says of its tensors; the digest is right again."""
+    manifest = Manifest.read(Root.of(folder))
+    tensors = {state: dict(named) for state, named in manifest.tensors.items()}
+    change(tensors)
+    (Path(folder) / "manifest.json").write_text(replace(manifest, tensors=tensors).to_json())
+
+
+def test_a_gap_between_pieces_is_damage(ranks: Any, tmp_path: Path) -> None:
+    """What no piece covers would keep the values that it was drawn with."""
+
+    def leave_out(tensors: dict[str, dict[str, TensorEntry]]) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors["exp_avg"][name] = replace(tensors["exp_avg"][name], pieces=())
+
+    run(config_of(), 1, 0, None, str(tmp_path))
+    rewritten(step_folder(tmp_path, 1), leave_out)
+    said = on_ranks(ranks, 2, refusal, config_of(2), step_folder(tmp_path, 1))
+    assert len(set(said)) == 1, f"ranks tell different things: {said}"
+    assert "exp_avg/model.layers.1.mlp.up_proj.weight leave a gap" in said[0], said[0]
+
+
+def test_a_dtype_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    def retype(tensors: dict[str, dict[str, TensorEntry]]) -> None:
+        tensors["model"]["model.norm.weight"] = replace(tensors["model"]["model.norm.weight"], dtype="I32")
+
+    run(config_of(), 1, 0, None, str(tmp_path))
+    rewritten(step_folder(tmp_path, 1), retype)
+    assert "dtype of model.norm.weight (I32) must be one of" in refusal(config_of(), step_folder(tmp_path, 1))
+
+
+def fail_to_copy(config: Config, root: str, buffer_bytes: int | None) -> tuple[str, float]:
+    """On rank 1 the copy of the state fails; what this rank met, and seconds until it could leave."""
+    trainer = make_trainer(config)
+    saver = make_saver(trainer, root, buffer_bytes=buffer_bytes)
+    if trainer.mesh.world.rank == 1:
+        saver._copy = None  # type: ignore[assignment, method-assign]
+    start = time.monotonic()
+    try:
+        saver.save(0, PLACE)
+    except TypeError as error:
+        saver.wait()
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("buffer_bytes", [None, 1 << 20])
+def test_a_rank_whose_copy_fails_leaves_at_once(buffer_bytes: int | None, ranks: Any, tmp_path: Path) -> None:
+    """Its peers' writing threads wait for it: it must not wait for them."""
+    outcomes = ranks(2).run(fail_to_copy, config_of(1), str(tmp_path), buffer_bytes)
+    ranks(2).close()  # rank 0's thread still waits
+    assert "not callable" in outcomes[1][0]
+    assert outcomes[1][1] < 10, f"the rank that failed waited for {outcomes[1][1]:.0f} s"

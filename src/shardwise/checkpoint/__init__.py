@@ -3,6 +3,6 @@
 from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint.canonical import canonical
 from shardwise.checkpoint.export import export_hugging_face
-from shardwise.checkpoint.load import load_hugging_face
+from shardwise.checkpoint.load import load_checkpoint, load_hugging_face
 
-__all__ = ["canonical", "differ_in_tokens", "export_hugging_face", "load_hugging_face"]
+__all__ = ["canonical", "differ_in_tokens", "export_hugging_face", "load_checkpoint", "load_hugging_face"]

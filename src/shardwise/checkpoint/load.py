@@ -1,12 +1,12 @@
-"""Weights of a Hugging Face folder into a model, however it is cut."""
+"""Weights of a Hugging Face folder or of a checkpoint into a model, however it is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,30 +14,43 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, by_layers, config_problems
+from shardwise.checkpoint.reading import DTYPES, Source, Want, read
+from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.spelling import spelling
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.hub import weight_files
 from shardwise.mesh import Group, Mesh
+from shardwise.optim.state import MASTER
 from shardwise.placement import Box, Piece, placements
-from shardwise.store.root import Root
+from shardwise.store.manifest import TensorEntry
+from shardwise.store.root import DamageError, Root
+from shardwise.store.verify import MODEL
 
-_DTYPES = ("F64", "F32", "F16", "BF16")
 _POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file, not yet read."""
+class _Described:
+    """What is known of a stored tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True)
+class _Stored(_Described):
+    """A tensor in a file, not yet read."""
+
     slices: Any
 
     def read(self, box: Box) -> Tensor:
         part: Tensor = self.slices[box.slices]
         return part
+
+
+_AnyStored = TypeVar("_AnyStored", bound=_Described)
 
 
 def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
@@ -71,6 +84,38 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
         agree(problems, world)
 
 
+def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Root) -> None:
+    """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
+
+    A weight in float32 comes from the stored master where there is one, so that no rounding is added.
+
+    Raises:
+        ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found. DamageError: on
+        every rank, bytes do not match their checksums or are missing; the model is then not to be used.
+    """
+    manifest = read_manifest(folder, mesh.world)
+    stored = [_Described(name, entry.shape, entry.dtype) for name, entry in manifest.tensors.get(MODEL, {}).items()]
+    _, _, problems = _survey(model, config.family, mesh.pp, folder, stored)
+    agree(problems, mesh.world)
+    masters = manifest.tensors.get(MASTER, {})
+    wants = []
+    for _, parameter, placement in placements(model):
+        for piece in placement.pieces:
+            if piece.box.numel:
+                state = MASTER if parameter.dtype == torch.float32 and _is_usable(masters, piece) else MODEL
+                wants.append(Want(state, piece.name, piece.box, piece.of(parameter.detach())))
+    agree(read(Source(folder, manifest), wants, mesh.tp, mesh.device), mesh.world, _damage)
+
+
+def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:
+    entry = masters.get(piece.name)
+    return entry is not None and entry.shape == piece.shape and entry.dtype in DTYPES
+
+
+def _damage(problems: list[str]) -> DamageError:
+    return DamageError(problems[0])
+
+
 def _stored(folder: Path, opened: ExitStack) -> Iterator[_Stored]:
     problems = []
     for path in weight_files(folder):
@@ -98,14 +143,14 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _survey(
-    model: nn.Module, family: str, pipeline: Group, folder: Path, stored: list[_Stored]
-) -> tuple[list[Piece], dict[str, list[_Stored]], list[str]]:
+    model: nn.Module, family: str, pipeline: Group, folder: Path | Root, stored: Sequence[_AnyStored]
+) -> tuple[list[Piece], dict[str, list[_AnyStored]], list[str]]:
     """This rank's pieces, where each canonical tensor is stored (the first is read), and every mismatch."""
     pieces = [piece for _, _, placement in placements(model) for piece in placement.pieces]
     shapes = {piece.name: piece.shape for piece in pieces}
     everywhere = {name for names in comm.all_gather_objects(list(shapes), pipeline) for name in names}
     canonical = spelling(family).canonical([entry.name for entry in stored], everywhere)
-    sources: dict[str, list[_Stored]] = {name: [] for name in shapes}
+    sources: dict[str, list[_AnyStored]] = {name: [] for name in shapes}
     unexpected, misshapen, strange = [], [], []
     for entry in stored:
         name = canonical.get(entry.name)
@@ -117,11 +162,13 @@ def _survey(
             sources[name].append(entry)
             if entry.shape != shapes[name]:
                 misshapen.append((entry.name, f"{list(entry.shape)} must be {list(shapes[name])}"))
-            if entry.dtype not in _DTYPES:
+            if entry.dtype not in DTYPES:
                 strange.append((entry.name, entry.dtype))
     for name, entries in sources.items():
         entries.sort(key=lambda entry: entry.name != name)  # the canonical spelling first
-    missing = [(name, f"{list(shapes[name])}") for name, entries in sources.items() if not entries]
+    missing = [
+        (name, f"{list(shapes[name])}") for name, entries in sources.items() if not entries and math.prod(shapes[name])
+    ]
     where = f"checkpoint.load ({folder})"
     problems = [f"{where} lacks {name} {shape}" for name, shape in by_layers(missing)]
     problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in by_layers(unexpected)]
@@ -139,8 +186,10 @@ def _differing(pieces: list[Piece], sources: dict[str, list[_Stored]], folder: P
     problems = []
     where = f"checkpoint.load ({folder})"
     for piece in pieces:
+        if not piece.box.numel:
+            continue
         first, *copies = sources[piece.name]
-        for copy in copies if piece.box.numel else ():
+        for copy in copies:
             held = first.read(piece.box)
             if not torch.equal(held, copy.read(piece.box).to(held.dtype)):
                 problems.append(f"{where}: {copy.name} must equal {first.name}: the model has one weight for both")

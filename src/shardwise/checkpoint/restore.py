@@ -10,15 +10,15 @@ from torch import nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, by_layers
-from shardwise.checkpoint.reading import Source, Want, read
-from shardwise.errors import ShardwiseError
+from shardwise.checkpoint.reading import DTYPES, Source, Want, read
+from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_slices, state_tensors
 from shardwise.placement import placements
 from shardwise.store.manifest import Manifest
 from shardwise.store.root import DamageError, Root
-from shardwise.store.verify import MODEL
+from shardwise.store.verify import MODEL, untiled
 
 _SHOWN = 3
 
@@ -42,6 +42,8 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
     if world.rank == 0:
         try:
             manifest = Manifest.read(folder)
+            if gaps := untiled(manifest.tensors):
+                raise DamageError(f"{folder} is damaged: {'; '.join(gaps[:_SHOWN])}")
         except ShardwiseError as error:
             problem = error
     manifest, problem = comm.broadcast_object((manifest, problem), world)
@@ -71,11 +73,10 @@ def restore(
         DamageError: on every rank, bytes do not match their checksums or are missing. The weights are then neither the
         old nor the new ones.
     """
-    states = [] if weights_only else _states(manifest)
+    states, steps = ([], 0) if weights_only else _optimizer_state(manifest, folder)
     agree(_mismatches(manifest, model, states, mesh, folder), mesh.world)
     if states:
-        assert manifest.optimizer is not None
-        begin_restoring(optimizer, states, int(manifest.optimizer["steps"]))
+        begin_restoring(optimizer, states, steps)
     source = Source(folder, manifest)
     wants = list(_wants(manifest, model, optimizer, states))
     agree(read(source, wants, mesh.tp, mesh.device), mesh.world, _damage)
@@ -83,9 +84,13 @@ def restore(
     return Restored(manifest, source.bytes_read)
 
 
-def _states(manifest: Manifest) -> list[str]:
-    """The wrapped optimizer's own: the master belongs to the weights."""
-    return [name for name in (manifest.optimizer or {}).get("states", []) if name != MASTER]
+def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
+    """Names of the wrapped optimizer's states, without the master, which belongs to the weights; and its steps."""
+    described = manifest.optimizer or {"states": [], "steps": 0}
+    names, steps = described.get("states"), described.get("steps")
+    if not isinstance(names, list) or not all(name in manifest.tensors for name in names) or type(steps) is not int:
+        raise ConfigError(f"{folder} names the states of an optimizer that it does not hold: {dict(described)}")
+    return [name for name in names if name != MASTER], steps
 
 
 def _wants(
@@ -112,22 +117,27 @@ def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mes
     pieces = [(piece, p) for _, p, record in placements(model) for piece in record.pieces]
     shapes = {piece.name: piece.shape for piece, _ in pieces if math.prod(piece.shape)}  # no elements: never written
     trained = [piece.name for piece, p in pieces if p.requires_grad and piece.name in shapes]
-    stored = manifest.tensors.get(MODEL, {})
     everywhere = {name for names in comm.all_gather_objects(list(shapes), mesh.pp) for name in names}
+    stored = manifest.tensors.get(MODEL, {})
     unknown = [(name, f"{list(entry.shape)}") for name, entry in stored.items() if name not in everywhere]
-    missing = [(name, f"{list(shape)}") for name, shape in shapes.items() if name not in stored]
-    misshapen = [
-        (name, f"{list(stored[name].shape)} must be {list(shape)}")
-        for name, shape in shapes.items()
-        if name in stored and stored[name].shape != shape
-    ]
     problems = [f"{folder} has {name} {shape}, which the model has not" for name, shape in by_layers(unknown)]
-    problems += [f"{folder} lacks {name} {shape}" for name, shape in by_layers(missing)]
-    problems += [f"{folder}: shape of {name} {shape}" for name, shape in by_layers(misshapen)]
-    for state in states if not problems else ():
-        kept = manifest.tensors.get(state, {})
-        lacking = [(name, state) for name in trained if name not in kept or kept[name].shape != shapes[name]]
-        problems += [f"{folder} lacks the {state} of {name}" for name, state in by_layers(lacking)]
+    for state in dict.fromkeys((MODEL, MASTER, *states)):
+        kept = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}
+        needed = [] if state == MASTER else trained if state != MODEL else list(shapes)
+        what = "" if state == MODEL else f"the {state} of "
+        missing = [(name, f"{list(shapes[name])}") for name in needed if name not in kept]
+        misshapen = [
+            (name, f"{list(entry.shape)} must be {list(shapes[name])}")
+            for name, entry in kept.items()
+            if entry.shape != shapes[name]
+        ]
+        strange = [(name, entry.dtype) for name, entry in kept.items() if entry.dtype not in DTYPES]
+        problems += [f"{folder} lacks {what}{name} {shape}" for name, shape in by_layers(missing)]
+        problems += [f"{folder}: shape of {what}{name} {shape}" for name, shape in by_layers(misshapen)]
+        problems += [
+            f"{folder}: dtype of {what}{name} ({dtype}) must be one of {listing(DTYPES)}"
+            for name, dtype in by_layers(strange)
+        ]
     return problems
 
 

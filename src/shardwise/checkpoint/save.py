@@ -9,6 +9,7 @@ answers for it (`optim/state.py`). A checkpoint is complete with its manifest or
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +28,21 @@ from shardwise.checkpoint.reading import DTYPES
 from shardwise.checkpoint.weights import WeightPlan
 from shardwise.config import Config
 from shardwise.errors import RunError, ShardwiseError, listing
+from shardwise.hardware import available_memory
 from shardwise.hub import INDEX
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import StateSlice, state_slices, state_tensors
 from shardwise.store.chunks import ChunkedWriter
 from shardwise.store.folders import partial_name, prune, step_name
-from shardwise.store.manifest import MANIFEST, FileEntry, Manifest
+from shardwise.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
 from shardwise.store.root import Root, StoreError
-from shardwise.store.verify import MODEL
+from shardwise.store.verify import MODEL, untiled
 from shardwise.store.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
 from shardwise.units import size
 
+_SEEN_WITHIN_SECONDS = 30.0
+"""For rank 0 to see the files of other machines; network file systems remember for some seconds what was not there."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -88,7 +92,8 @@ class Saver:
         root: the folder of the checkpoints. group: all ranks, for the writing threads alone: their agreements must not
         meet the training's collectives. tokenizer: a folder whose files are copied along. described: what the manifest
         says that no save changes (`data`, `versions`, `layout`). buffer_bytes: host memory of this rank for copies;
-        None: as much as a save needs. keeping: what stays after each save.
+        None: as much as a save needs, unless that is more than this rank's share of half the memory that is free.
+        keeping: what stays after each save.
     """
 
     def __init__(
@@ -114,7 +119,8 @@ class Saver:
         self._weights = WeightPlan(model, mesh, max_shard_bytes)
         # Read now: the tokenizer may be gone from its cache by the time of a save.
         self._small = self._small_files(tokenizer) if mesh.world.rank == 0 else {}
-        self._conveyor = Conveyor(mesh.device, buffer_bytes)
+        self._buffer_bytes = buffer_bytes
+        self._pool: Conveyor | None = None
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
 
@@ -127,20 +133,36 @@ class Saver:
         started = time.perf_counter()
         slices = self._slices()
         files = tuple(self._files(slices))
+        if self._pool is None:
+            self._pool = Conveyor(self._mesh.device, self._limit(sum(file.size for file in files)))
         job = _Job(step, files, self._manifest(step, progress, slices), started)
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         if self._conveyor.is_limited:  # else nothing is written before training goes on: the cores are for the copy
             self._thread.start()
         try:
             self._copy(slices, files)
-            self._conveyor.end()
         except BaseException:
+            # Whoever leaves does not wait: the writing threads of the other ranks wait for a copy that never comes.
             self._conveyor.abort()
+            self._thread = None
             raise
-        finally:
-            job.blocked = time.perf_counter() - started
-            if not self._conveyor.is_limited:
-                self._thread.start()
+        job.blocked = time.perf_counter() - started
+        self._conveyor.end()
+        if not self._conveyor.is_limited:
+            self._thread.start()
+
+    @property
+    def _conveyor(self) -> Conveyor:
+        assert self._pool is not None, "the first save makes it"
+        return self._pool
+
+    def _limit(self, needed: int) -> int | None:
+        """Bytes of host memory for copies; None: as many as are needed, where all ranks here leave half of it free."""
+        if self._buffer_bytes is not None:
+            return self._buffer_bytes
+        available = available_memory()
+        share = available // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) if available is not None else needed
+        return None if needed <= share else share
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -298,8 +320,13 @@ class Saver:
         _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
         entries += [write_small(staging / name, data) for name, data in self._small.items()]
-        manifest = Manifest(**job.manifest, files=tuple(entries), tensors=tensors)
-        (staging / MANIFEST).write(manifest.to_json().encode())
+        text = Manifest(**job.manifest, files=tuple(entries), tensors=tensors).to_json()
+        problems = untiled(tensors)
+        if len(text) > MAX_MANIFEST_BYTES:
+            problems.append(f"its manifest ({size(len(text))}) must be at most {size(MAX_MANIFEST_BYTES)}")
+        if problems:
+            raise StoreError(f"{staging} could not be read again: {problems[0]}")
+        (staging / MANIFEST).write(text.encode())
         if staging is not final:
             for folder in (staging / "optimizer", staging):
                 folder.sync()
@@ -323,8 +350,11 @@ class Saver:
 
 def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
     """StoreError where a rank wrote to a disk that this one does not see."""
-    there = staging.files()
-    missing = [entry.path for entry in entries if there.get(entry.path) != entry.bytes]
+    missing, deadline = [entry.path for entry in entries], time.monotonic() + _SEEN_WITHIN_SECONDS
+    while missing and time.monotonic() < deadline:  # a network file system tells of others' files after a while
+        there = staging.files()
+        missing = [entry.path for entry in entries if there.get(entry.path) != entry.bytes]
+        time.sleep(1.0 if missing else 0.0)
     if missing:
         raise StoreError(
             f"{staging} lacks {listing(missing[:3])} here, which another rank wrote: all ranks must write to one "

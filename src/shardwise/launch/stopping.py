@@ -1,7 +1,7 @@
 """Asking a run to stop: by a signal to a process of it, or by a file in its folder.
 
 A stop that is asked for while a run trains waits for the step under way and for a checkpoint. Ranks learn of it from
-`requested`, which rank 0 asks after each step: signals set a flag here, the launcher and `shardwise stop` write
+`requested`, which they ask after each step: signals set a flag here, the launcher and `shardwise stop` write
 RUN/stop.json. Before `install`, and again at the second SIGINT or SIGTERM, a signal ends a process at once.
 """
 

@@ -29,7 +29,7 @@ from shardwise.units import size as size_text
 MANIFEST = "manifest.json"
 FORMAT = "shardwise-checkpoint"
 FORMAT_VERSION = 1
-MAX_MANIFEST_BYTES = 2**28
+MAX_MANIFEST_BYTES = 2**30
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**14, 2**24
 _CHECKSUM = struct.Struct("<Q")
 

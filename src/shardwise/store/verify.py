@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,6 +116,16 @@ def label(state: str, name: str, tensor: TensorEntry, piece: PieceEntry) -> str:
     if state == MODEL and piece.box == Box.whole(tensor.shape):
         return name
     return f"{state}/{name}@{','.join(map(str, piece.box.start))}"
+
+
+def untiled(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
+    """The tensors of a manifest whose pieces do not tile them, with the reason."""
+    return [
+        f"the pieces of {state}/{name} {problem}"
+        for state, named in tensors.items()
+        for name, tensor in named.items()
+        if (problem := tiling_problem(tensor.shape, [piece.box for piece in tensor.pieces]))
+    ]
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:

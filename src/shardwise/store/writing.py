@@ -59,13 +59,14 @@ class File:
 def tensor_entries(entries: Sequence[FileEntry], files: Sequence[File]) -> dict[str, dict[str, TensorEntry]]:
     """What a manifest says of the tensors in `files`; `entries`: its files, in its order."""
     index = {entry.path: number for number, entry in enumerate(entries)}
-    tensors: dict[str, dict[str, TensorEntry]] = {}
+    pieces: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
     for file in files:
         for part in file.parts:
             piece = PieceEntry(index[file.path], part.offset, part.box)
-            known = tensors.setdefault(part.state, {}).get(part.name)
-            pieces = (*known.pieces, piece) if known else (piece,)
-            tensors[part.state][part.name] = TensorEntry(part.shape, part.dtype, pieces)
+            pieces.setdefault((part.state, part.name, part.shape, part.dtype), []).append(piece)
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for (state, name, shape, dtype), found in pieces.items():
+        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, tuple(found))
     return tensors
 
 
