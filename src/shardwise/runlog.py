@@ -3,6 +3,7 @@
     runs/NAME/
         config.yaml          as resolved; config-0001.yaml is that of before the run first went on
         environment.json     versions, commit, command line, devices; environment-0001.json likewise
+        run.json             the run's id, which its checkpoints have too
         metrics.jsonl        one event a line
         ranks/rank-0000.jsonl
         tensorboard/
@@ -29,6 +30,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,6 +148,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.environment = self.path / "environment.json"
+        self.identity = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / "results.json"
         self.tensorboard = self.path / "tensorboard"
@@ -197,6 +200,20 @@ class RunDirectory:
             f"--run-dir ({self.path}) holds a run whose {self.config.name} cannot be read ({reason}): choose another "
             "folder"
         )
+
+    def stored_id(self) -> str | None:
+        """The id of the run that is here; None where it has none yet."""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            return str(json.loads(self.identity.read_text(encoding="utf-8"))["id"])
+        return None
+
+    def id(self) -> str:
+        """The id of the run that is here; it gets one at the first call, and keeps it."""
+        run = self.stored_id()
+        if run is None:
+            run = uuid.uuid4().hex
+            write_atomic(self.identity, json_text({"id": run}) + "\n")
+        return run
 
     def finished_steps(self) -> int | None:
         """Steps that results.json tells of, None where no run came to an end here."""

@@ -123,7 +123,7 @@ def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:
 
 def test_the_checkpoints_that_were_there_are_intact_and_no_other_is_left(full: Ran) -> None:
     root = Root.of(full.run / "checkpoints")
-    assert root.names() == ["step-00000002", "step-00000010"], "parts of a save that failed are left"
+    assert root.names() == ["run.json", "step-00000002", "step-00000010"], "parts of a save that failed are left"
     for found in checkpoints(root):
         assert found.problem is None
         assert not verify(found.folder).problems
@@ -148,7 +148,7 @@ def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
     assert [text.split(":")[0] for text in ran.warnings] == ["no checkpoint of step 4"]
     assert "Read-only file system" in ran.warnings[0]
     root = Root.of(tmp_path / "after/checkpoints")
-    assert root.names() == ["step-00000002"]
+    assert root.names() == ["run.json", "step-00000002"]
     assert not verify(root / "step-00000002").problems
 
 

@@ -43,8 +43,8 @@ def gone(tmp_path_factory: pytest.TempPathFactory) -> Gone:
 def test_checkpoints_by_time_through_little_memory(gone: Gone) -> None:
     """Each step is older than a checkpoint may be."""
     assert [event["step"] for event in metrics(gone.run, "checkpoint")][:4] == [1, 2, 3, 4]
-    assert gone.begun == ["step-00000003", "step-00000004"], "checkpoint.keep is 2"
-    assert gone.then == ["step-00000004.damaged", "step-00000006"], "checkpoint.keep is 1"
+    assert gone.begun == ["run.json", "step-00000003", "step-00000004"], "checkpoint.keep is 2"
+    assert gone.then == ["run.json", "step-00000004.damaged", "step-00000006"], "checkpoint.keep is 1"
 
 
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(gone: Gone) -> None:

@@ -127,7 +127,7 @@ def test_another_layout_goes_on_from_the_bucket_and_old_ones_go(used: Used) -> N
         (f"{URL}/step-00000006", [4]),
     ]
     folders = {name.partition("/")[0] for name in json.loads(python(NAMES, URL, **used.user))}
-    assert folders == {"step-00000005", "step-00000006"}, "objects of other steps, or a probe, are left"
+    assert folders == {"run.json", "step-00000005", "step-00000006"}, "objects of other steps, or a probe, are left"
     assert not (used.run / "checkpoints").exists()
     out = shardwise("checkpoint", "verify", URL, at=used.at, **used.user).succeeded().out
     assert out.count("intact") == 2, out

@@ -30,6 +30,8 @@ def test_every_file_of_the_contract_is_there(trained: Trained) -> None:
         ".lock",
         "config.yaml",
         "environment.json",
+        "run.json",
+        "checkpoints/run.json",
         "metrics.jsonl",
         "results.json",
         *(f"ranks/rank-000{rank}.jsonl" for rank in (0, 1)),

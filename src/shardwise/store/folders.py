@@ -1,5 +1,6 @@
 """The folder of a run's checkpoints: which are there, which are intact at a glance, which may go.
 
+run.json                   the run that saves here (`owner.py`)
 step-00000100/             a checkpoint, complete where it has a manifest
 .step-00000200.partial/    a save under way, or one that was killed
 step-00000300.abandoned/   set aside when the run went back to an earlier step; no longer the run's

@@ -18,6 +18,7 @@ from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.runlog import RunDirectory
 from shardwise.store.folders import Found, abandon, checkpoints, is_damage, step_name
 from shardwise.store.manifest import Manifest
+from shardwise.store.owner import require_own
 from shardwise.store.reach import in_time, require_writable
 from shardwise.store.root import Root, StoreError
 from shardwise.train.record import Progress
@@ -51,6 +52,7 @@ def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | No
         if stored is not None and not there:
             _require_none_elsewhere(root, directory, stored)
         candidates = choose(there, config, root, is_resumed=stored is not None)
+        require_own(root, directory.stored_id(), is_empty=not there)
         if is_there or config.checkpoint.path is not None:
             require_writable(root)
     except StoreError as error:
@@ -114,12 +116,12 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
 
 def _occupied(root: Root, step: int, config: Config) -> str:
     if config.checkpoint.path is None:
-        key, go_on, choose_other = "the --run-dir of", "put its run's config.yaml back", "--run-dir"
+        key, go_on = "--run-dir", "put its run's config.yaml back"
     else:
-        key, go_on, choose_other = "checkpoint.path of", "give --run-dir its run's folder", "checkpoint.path"
+        key, go_on = "checkpoint.path", "give --run-dir its run's folder"
     return (
-        f"{key} a new run must hold no checkpoint, and {root} has that of step {step:,}: to go on with it, {go_on}; to "
-        f"begin with its weights alone, choose another {choose_other} and set checkpoint.load={root / step_name(step)}"
+        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {step}: {go_on} to go on, or choose "
+        f"another {key}, with checkpoint.load={root / step_name(step)} for the weights"
     )
 
 

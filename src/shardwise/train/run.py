@@ -25,6 +25,7 @@ from shardwise.mesh import Mesh, join
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.folders import step_name, step_of
 from shardwise.store.manifest import MANIFEST
+from shardwise.store.owner import Owner, take
 from shardwise.store.reach import in_time
 from shardwise.store.root import Root, StoreError
 from shardwise.train.build import build_trainer
@@ -111,10 +112,11 @@ def _require_checkpoint(folder: Root) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The run's folder, the checkpoints that it can go on from, and what of the configuration has changed since."""
+    """The run's folder, the checkpoints that it can go on from, its id, and what of the configuration has changed."""
 
     directory: RunDirectory
     standing: Standing
+    id: str
     changes: tuple[str, ...] = ()
 
 
@@ -152,7 +154,11 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> _Opened:
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
     directory.mark_latest()
-    return _Opened(directory, standing, changes)
+    try:
+        take(standing.root, Owner.here(directory.id(), directory.path))
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    return _Opened(directory, standing, directory.id(), changes)
 
 
 def _require_room(directory: RunDirectory, config: Config, needed: int | None) -> None:
@@ -220,7 +226,7 @@ def _train(
             mesh.host_group("checkpoint"),
             described={
                 "layout": {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero},
-                "data": {"fingerprint": data.fingerprint, "summary": data.summary},
+                "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
                 "versions": _versions(),
             },
             tokenizer=data.tokenizer_path,
@@ -283,7 +289,16 @@ def _finish(
     trainer.progress.phase = "generation of the sample"
     sample = _sample(config, trainer, data)
     comm.barrier(trainer.mesh.world)
-    reporter.finish({"weights": folder, "optimizer_bytes": trainer.optimizer.state_bytes(), "sample": sample})
+    progress = trainer.progress
+    reporter.finish(
+        {
+            "tokens": progress.tokens,
+            "samples": progress.samples,
+            "weights": folder,
+            "optimizer_bytes": trainer.optimizer.state_bytes(),
+            "sample": sample,
+        }
+    )
     reporter.message(f"weights: {folder}")
     if sample:
         reporter.message(f"sample: {sample}")

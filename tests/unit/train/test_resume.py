@@ -9,8 +9,9 @@ import pytest
 
 from shardwise.config import Config
 from shardwise.errors import ConfigError, RunError
-from shardwise.runlog import RunDirectory
+from shardwise.runlog import RunDirectory, RunLock
 from shardwise.store.manifest import Manifest
+from shardwise.store.owner import Owner, take
 from shardwise.store.root import Root, StoreError
 from shardwise.train import resume
 from shardwise.train.record import Progress
@@ -49,9 +50,13 @@ def test_a_place_of_its_own_is_tried_at_once(tmp_path: Path) -> None:
 
 
 def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint.path of a new run must hold no checkpoint, .* --run-dir its"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.path .* must be empty for a new run, .* of step 200: give --run-dir"
+    ):
         look(config(path=str(folder)), RunDirectory(tmp_path / "none"), None)
-    with pytest.raises(ConfigError, match=r"the --run-dir of a new run .*checkpoint.load=.*/checkpoints/step-00000200"):
+    with pytest.raises(
+        ConfigError, match=r"--run-dir .* must be empty for a new run, .*checkpoint.load=.*/checkpoints/step-00000200"
+    ):
         look(config(), RunDirectory(folder.parent), None)
 
 
@@ -119,3 +124,23 @@ def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: py
     (warning,) = told.warnings
     assert warning.startswith("the checkpoint of step 200 was left out: "), "what a killed save leaves is no checkpoint"
     assert "set aside" not in warning
+
+
+def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = (RunDirectory(tmp_path / name).create() for name in ("ours", "theirs"))
+    at = config(path=str(tmp_path / "place"))
+    root = look(at, theirs, None).root
+    take(root, Owner.here(theirs.id(), theirs.path))
+    with RunLock(theirs.path), pytest.raises(ConfigError, match=rf"must be a run's own, .* that of {theirs.path} on "):
+        look(at, ours, None)
+    look(at, ours, None)  # the other has saved nothing, and is gone
+    write_checkpoint(root, 100)
+    with pytest.raises(ConfigError, match=rf"must be a run's own.*, or remove {root}/run.json if that run is gone"):
+        look(at, ours, STORED)
+    assert [each.step for each in look(at, RunDirectory(theirs.path), STORED).candidates] == [100]
+    (root / "run.json").remove()
+    take(root, Owner.here(ours.id(), ours.path))
+    assert look(at, ours, STORED).candidates, "a place of an older version is nobody's"
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    with pytest.raises(ConfigError, match=r"must be a run's own"):
+        look(at, theirs, STORED)
