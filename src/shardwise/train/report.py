@@ -94,7 +94,7 @@ class Reporter:
         if self.config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(self.run.tensorboard))
+            self._tensorboard = SummaryWriter(str(self.run.tensorboard), purge_step=steps_before + 1)
         self._event(
             "start",
             parameters=self.parameters,
@@ -276,7 +276,11 @@ class Reporter:
 
     def _results(self) -> dict[str, Any]:
         last, throughput = self._last, self._throughput
-        loss, perplexity = self._evaluation or (None, None)
+        evaluation: Mapping[str, Any]
+        if self._evaluation is None:
+            evaluation = self._recorded("eval")
+        else:
+            evaluation = dict(zip(("loss", "perplexity"), self._evaluation, strict=True))
         length = self.config.train.sequence_length
         return {
             "parameters": self.parameters,
@@ -286,15 +290,22 @@ class Reporter:
             "steps": self._step,
             "tokens": last.tokens if last else 0,
             "samples": last.samples if last else 0,
-            "final_loss": last.loss if last else None,
-            "final_eval_loss": loss,
-            "final_perplexity": perplexity,
+            "final_loss": last.loss if last else self._recorded("step").get("loss"),
+            "final_eval_loss": evaluation.get("loss"),
+            "final_perplexity": evaluation.get("perplexity"),
             "time_to_train_seconds": time.perf_counter() - self._started,
             "samples_per_second": {"average": throughput.average, "peak": throughput.peak},
             "tokens_per_second": {"average": throughput.average * length, "peak": throughput.peak * length},
             "mfu": self._rates(throughput.average)["mfu"],
             "peak_memory_bytes": last.peak_memory_bytes if last else None,
         }
+
+    def _recorded(self, event: str) -> Mapping[str, Any]:
+        """Where this run had no step to take, what an earlier one of the folder wrote of the last; else nothing."""
+        if self._last is not None or self._metrics is None:
+            return {}
+        found = [each for each in self.run.events(event) if each.get("step") == self._step]
+        return found[-1] if found else {}
 
     def _summary(self) -> list[tuple[str, str]]:
         config, layout, train = self.config, self.layout, self.config.train

@@ -241,6 +241,38 @@ def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
     assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "stop_after"
 
 
+def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
+    """Killed after the last save, before the results: the next start has no step to take."""
+    with reporter(tmp_path)[0] as made:
+        made.start()
+        for step in (99, 100):
+            made.step(record(step, loss=step / 7))
+        made.evaluation(100, 1.5, math.exp(1.5))
+    again, _ = reporter(tmp_path)
+    with again:
+        again.start(steps_before=100)
+        results = again.finish({"tokens": 25600, "samples": 800})
+    assert (results["steps"], results["final_loss"]) == (100, 100 / 7)
+    assert (results["final_eval_loss"], results["final_perplexity"]) == (1.5, math.exp(1.5))
+    assert json.loads((tmp_path / "run/results.json").read_text())["samples"] == 800
+
+
+def test_steps_that_are_taken_again_replace_those_of_tensorboard(tmp_path: Path) -> None:
+    for before, loss in ((0, 1.0), (2, 2.0)):
+        made, _ = reporter(tmp_path)
+        with made:
+            made.start(steps_before=before)
+            for step in range(before + 1, 5):
+                made.step(record(step, loss=loss))
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+        (4, 2.0),
+    ]
+
+
 def test_an_error_is_recorded_as_the_reason(tmp_path: Path) -> None:
     made, _ = reporter(tmp_path)
 
