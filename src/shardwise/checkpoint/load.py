@@ -167,7 +167,7 @@ def _survey(
     for name, entries in sources.items():
         entries.sort(key=lambda entry: entry.name != name)  # the canonical spelling first
     missing = [
-        (name, f"{list(shapes[name])}") for name, entries in sources.items() if not entries and math.prod(shapes[name])
+        (name, f"{list(shapes[name])}") for name, entries in sources.items() if not entries and 0 not in shapes[name]
     ]
     where = f"checkpoint.load ({folder})"
     problems = [f"{where} lacks {name} {shape}" for name, shape in by_layers(missing)]

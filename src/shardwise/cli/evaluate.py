@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import job, output
@@ -31,7 +30,7 @@ from shardwise.cli.folder import (
 from shardwise.config import Config, Layout
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import is_launched
+from shardwise.launch.environment import Rank, is_launched
 from shardwise.units import count
 
 if TYPE_CHECKING:
@@ -61,10 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     place = job.place_in_job(arguments.nproc)
     given = split_overrides(arguments.overrides, _KEYS, "evaluate")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    folder = open_folder(
+    with open_folder(
         arguments.checkpoint, given.revision, cached=is_launched(), family=given.family, announce=announce
-    )
-    values = given.values
+    ) as folder:
+        return _evaluate(arguments, place, folder, given.values, announce)
+
+
+def _evaluate(
+    arguments: argparse.Namespace, place: Rank | None, folder: ModelFolder, values: dict[str, Any], announce: Any
+) -> int:
     part = _part(arguments.part, values, folder)
     _, accelerated = accelerators()
     degree = evaluation_config(folder, values, 1, part).parallel.tensor
@@ -80,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         from shardwise.inference import run_evaluation
 
         talks = place is None or place.rank == 0
-        with argument_named():
+        with folder, argument_named():
             found = run_evaluation(
-                config, folder.path, "eval" if part == "eval" else "train", _progress if talks else None
+                config, folder.weights, "eval" if part == "eval" else "train", _progress if talks else None
             )
         if talks:
             facts = _facts(folder, config, layout, part, found)
@@ -95,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         work()
         return 0
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
-    command = ["evaluate", str(folder.path), *kept, "--part", part, "--nproc", str(world)]
+    command = ["evaluate", folder.location, *kept, "--part", part, "--nproc", str(world)]
     job.start([*command, *(["--json"] if arguments.json else [])], world)
     return 0
 
@@ -126,7 +130,7 @@ def _progress(done: int, samples: int) -> None:
 
 def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found: Evaluation) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "model": str(folder.path),
+        "model": folder.name,
         "family": config.model.family,
         "data": config.data.path or config.data.dataset,
         "part": part,
@@ -156,7 +160,7 @@ def _text(facts: dict[str, Any]) -> str:
     layout = facts["layout"]
     cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''} × DP {layout['data']}"
     rows = [
-        ("model", f"{Path(facts['model'])} ({facts['family']}, {facts['precision']}, {cut})"),
+        ("model", f"{facts['model']} ({facts['family']}, {facts['precision']}, {cut})"),
         ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),
         ("loss", f"{facts['loss']:.6f}"),
     ]

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from shardwise import hub
+from shardwise.cli.checkpoint import places
 from shardwise.config import Config, apply_overrides, config_from
-from shardwise.config.hugging_face import read_hugging_face
+from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import OwnConfig
 from shardwise.data import Tokenizer
 from shardwise.errors import ConfigError, listing, nearest_name
-from shardwise.store.folders import checkpoints
+from shardwise.store.chunks import read_whole
+from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.root import Root
 
-HELP = "a checkpoint, a run's folder (its newest checkpoint), a Hugging Face folder or a hub id"
+HELP = (
+    "a checkpoint, a run's folder or a folder of checkpoints (the newest one), a path or a URL (s3://bucket/run); "
+    "or a Hugging Face folder or hub id"
+)
 _METAVAR = "CHECKPOINT"
-_MANIFEST, _CONFIG, _GENERATION = "manifest.json", "config.json", "generation_config.json"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "vocab.txt")
 # What `config.json` of a user's own model has beside its `model` section.
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
@@ -32,29 +40,44 @@ _MICRO_BATCH = 4
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with weights.
+    """A folder with weights. As a context it removes the copies that were made for it.
 
     Attributes:
-        model: its `model` section. run: the configuration of the run that wrote it; empty where nothing says so.
+        name: for the user. location: the path or URL by which a rank opens it again. weights: the folder itself.
+        path: where its `files`, which describe model and tokenizer, lie on this machine; of a checkpoint they are
+        verified. model: its `model` section. run: the configuration of the run that wrote it; empty where nothing says
+        so.
     """
 
+    name: str
+    location: str
+    weights: Root
     path: Path
+    files: frozenset[str]
     model: Mapping[str, Any]
     run: Mapping[str, Any]
 
     @property
     def tokenizer(self) -> Path | None:
         """Where its tokenizer lies, as `data.tokenizer` names it."""
-        return self.path if any((self.path / name).is_file() for name in _TOKENIZERS) else None
+        return self.path if any(name in self.files for name in _TOKENIZERS) else None
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document."""
         for name in (_GENERATION, _CONFIG):
-            file = self.path / name
-            found = _read_object(file).get("eos_token_id") if file.is_file() else None
+            found = None
+            if name in self.files:
+                found = _object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
             if found is not None:
                 return frozenset(found if isinstance(found, list) else [found])
         return frozenset([tokenizer.end_of_document_id])
+
+    def __enter__(self) -> ModelFolder:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if not self.weights.is_local:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 @contextmanager
@@ -106,18 +129,63 @@ def open_folder(
     family: str | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ModelFolder:
-    """The folder that `target` names, fetched where it is a hub id.
+    """The folder that `target` names: its newest intact checkpoint, a Hugging Face folder, or a hub id, then fetched.
 
     `family`: what the user names as `model.family`. A folder's own class is code that runs, so the user must name it.
 
     Raises:
         ConfigError: there is none, it holds no weights, describes a model that we do not have, or one of a class that
-        the user did not name.
+        the user did not name. StoreError: a checkpoint cannot be read. DamageError: it is not what was written.
     """
-    given = Path(target).expanduser()
+    if hub.is_url(target) or Path(target).expanduser().is_dir():
+        place = places.newest_intact(target, announce)
+        if place.single:
+            if revision is not None:
+                raise ConfigError(
+                    f"checkpoint.revision ({revision}) must be left out: {place.root} is a checkpoint, and only a hub "
+                    "id has revisions"
+                )
+            return _open_checkpoint(place, family)
+        if not place.root.is_local:
+            raise ConfigError(
+                f"{place.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging Face "
+                "folder to this machine first"
+            )
+        target = str(place.root.local()) if hub.is_url(target) else target
     with argument_named():
-        path = hub.resolve(str(_newest(given, announce) or target), revision, cached=cached, announce=announce)
-    return ModelFolder(path, _model_section(path, family), _run_section(path))
+        path = hub.resolve(target, revision, cached=cached, announce=announce)
+    if not (path / _CONFIG).is_file():
+        raise ConfigError(f"the folder {path} holds no {_CONFIG}")
+    try:
+        described = (path / _CONFIG).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path / _CONFIG} cannot be read: {error.strerror or error}") from None
+    files = frozenset(each.name for each in path.iterdir() if each.is_file())
+    model = _model_section(described, str(path / _CONFIG), family)
+    return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})
+
+
+def _open_checkpoint(place: places.Place, family: str | None) -> ModelFolder:
+    """One of our checkpoints: what is read of it was verified; of one behind a URL, small files are copied here."""
+    root = place.root
+    manifest = Manifest.read(root)
+    kinds = (_CONFIG, *hub.BESIDE_WEIGHTS)
+    entries = {entry.path: entry for entry in manifest.files}
+    if _CONFIG not in entries:
+        raise ConfigError(f"{root} must have a {_CONFIG} that its {MANIFEST} lists, and it has none")
+    contents = {
+        path: read_whole(root, entry)
+        for path, entry in entries.items()
+        if "/" not in path and any(fnmatchcase(path, kind) for kind in kinds)
+    }
+    model = _model_section(contents[_CONFIG], str(root / _CONFIG), family)
+    if root.is_local:
+        path = root.local()
+    else:
+        path = Path(tempfile.mkdtemp(prefix="shardwise-"))
+        for name, content in contents.items():
+            (path / name).write_bytes(content)
+    return ModelFolder(str(root), place.location, root, path, frozenset(contents), model, manifest.config)
 
 
 def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, part: str) -> Config:
@@ -167,9 +235,10 @@ def open_tokenizer(config: Config, folder: ModelFolder) -> Tokenizer:
     assert path is not None
     tokenizer = Tokenizer.load(Path(path).expanduser())
     if tokenizer.vocab_size > config.model.vocab_size:
+        shown = folder.name if Path(path) == folder.tokenizer else path
         raise ConfigError(
-            f"the vocabulary of the tokenizer {path} ({tokenizer.vocab_size:,}) must be at most that of the model in "
-            f"{folder.path} ({config.model.vocab_size:,}): name its own one by data.tokenizer"
+            f"the vocabulary of the tokenizer {shown} ({tokenizer.vocab_size:,}) must be at most that of the model in "
+            f"{folder.name} ({config.model.vocab_size:,}): name its own one by data.tokenizer"
         )
     return tokenizer
 
@@ -191,33 +260,18 @@ def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[
 def _tokenizer(folder: ModelFolder) -> str:
     if folder.tokenizer is None:
         raise ConfigError(
-            f"{folder.path} must hold the model's tokenizer ({listing(_TOKENIZERS, 'or')}), and it holds none: name it "
+            f"{folder.name} must hold the model's tokenizer ({listing(_TOKENIZERS, 'or')}), and it holds none: name it "
             "by data.tokenizer"
         )
     return str(folder.tokenizer)
 
 
-def _newest(run: Path, announce: Callable[[str], None] | None) -> Path | None:
-    """The newest intact checkpoint of a run's folder; None where it is none."""
-    folder = run / "checkpoints"
-    if (run / _CONFIG).is_file() or not folder.is_dir():
-        return None
-    skipped: list[str] = []
-    for found in checkpoints(Root.of(str(folder))):
-        if found.problem is None:
-            if skipped and announce is not None:
-                announce(f"taking {found.folder}: {'; '.join(skipped)}")
-            return found.folder.local()
-        skipped.append(found.problem)
-    raise ConfigError([f"{run} holds no intact checkpoint", *skipped] if skipped else f"{run} holds no checkpoint yet")
-
-
-def _model_section(path: Path, family: str | None) -> dict[str, Any]:
-    file = path / _CONFIG
-    described = _read_object(file) if file.is_file() else {}
+def _model_section(text: bytes, file: str, family: str | None) -> dict[str, Any]:
+    """What the text of a `config.json`, called `file`, describes."""
+    described = _object(text, file)
     own = described.get("family")
     if not isinstance(own, str) or ":" not in own:
-        section = read_hugging_face(path)
+        section = parse_hugging_face(text, file)
         if family not in (None, section["family"]):
             raise ConfigError(f"model.family ({family}) must be left out or {section['family']}, as {file} says")
         return section
@@ -235,18 +289,10 @@ def _model_section(path: Path, family: str | None) -> dict[str, Any]:
     }
 
 
-def _run_section(path: Path) -> dict[str, Any]:
-    file = path / _MANIFEST
-    found = _read_object(file).get("config", {}) if file.is_file() else {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file} must hold the run's configuration under config: copy the checkpoint again")
-    return found
-
-
-def _read_object(file: Path) -> dict[str, Any]:
+def _object(text: bytes, file: str) -> dict[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold a JSON object")

@@ -30,7 +30,7 @@ from shardwise.config import Config
 from shardwise.data import Tokenizer
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import is_launched
+from shardwise.launch.environment import Rank, is_launched
 from shardwise.units import count
 
 if TYPE_CHECKING:
@@ -69,10 +69,16 @@ def run(arguments: argparse.Namespace) -> int:
     problems = _argument_problems(arguments)
     if problems:
         raise ConfigError(problems)
-    folder = open_folder(
+    with open_folder(
         arguments.checkpoint, given.revision, cached=is_launched(), family=given.family, announce=announce
-    )
-    config = generation_config(folder, given.values)
+    ) as folder:
+        return _generate(arguments, place, folder, given.values, text)
+
+
+def _generate(
+    arguments: argparse.Namespace, place: Rank | None, folder: ModelFolder, values: dict[str, Any], text: str
+) -> int:
+    config = generation_config(folder, values)
     world = config.parallel.tensor
     ranks = place.world if place is not None else arguments.nproc or world
     if ranks != world:
@@ -91,9 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if talks and not arguments.json:
             _show(text)
-        with argument_named():
+        with folder, argument_named():
             answer = run_generation(
-                config, folder.path, tokenizer, prompt, _show if talks and not arguments.json else _nothing
+                config, folder.weights, tokenizer, prompt, _show if talks and not arguments.json else _nothing
             )
         if talks:
             _finish(folder, text, len(ids), wanted < arguments.max_tokens, answer, arguments)
@@ -143,7 +149,7 @@ def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -
     model = config.model
     if not model.causal:
         raise ConfigError(
-            f"the model in {folder.path} must be a causal language model, which predicts the next token, and "
+            f"the model in {folder.name} must be a causal language model, which predicts the next token, and "
             f"{model.family} predicts masked ones: `shardwise evaluate` tells how well"
         )
     ids = tokenizer.encode_prompt(text)
@@ -178,7 +184,7 @@ def _finish(
     prefill = prompt_tokens / answer.prefill_seconds
     decode = (new - 1) / answer.decode_seconds if new > 1 else None
     facts: dict[str, Any] = {
-        "model": str(folder.path),
+        "model": folder.name,
         "prompt": text,
         "text": answer.text,
         "tokens": list(answer.tokens),
@@ -218,4 +224,4 @@ def _command(arguments: argparse.Namespace, folder: ModelFolder, world: int) -> 
         f"--nproc={world}",
         *(["--json"] if arguments.json else []),
     ]
-    return ["generate", str(folder.path), *kept, prompt, *options]
+    return ["generate", folder.location, *kept, prompt, *options]

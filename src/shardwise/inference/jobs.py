@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import nn
 
 from shardwise import comm
 from shardwise import device as devices
-from shardwise.checkpoint import load_hugging_face
+from shardwise.checkpoint import load_checkpoint, load_hugging_face
 from shardwise.config import Config
 from shardwise.data import Tokenizer, make_evaluation, prepare
 from shardwise.data.split import Part
@@ -25,6 +24,8 @@ from shardwise.inference.sampling import Sampler
 from shardwise.inference.text import Detokenizer
 from shardwise.mesh import Mesh, join
 from shardwise.models import build_model
+from shardwise.store.manifest import MANIFEST
+from shardwise.store.root import Root
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,13 @@ class Answer:
 
 
 def run_evaluation(
-    config: Config, folder: Path, part: Part, progress: Callable[[int, int], None] | None = None
+    config: Config, weights: Root, part: Part, progress: Callable[[int, int], None] | None = None
 ) -> Evaluation:
     """The evaluation of a folder's model over one part of the data, on every rank.
 
     Raises:
-        ConfigError: the data hold nothing to predict, or the folder another model. RunError: memory ran out.
+        ConfigError: the data hold nothing to predict, or the folder another model. DamageError: a checkpoint's bytes do
+        not match their checksums. RunError: memory ran out.
     """
     with _joined(config) as mesh:
         data = prepare(config, any_size=True)
@@ -78,20 +80,21 @@ def run_evaluation(
                 f"the {part} part of the data ({tokens:,} tokens at data.split={config.data.split}) must hold at least "
                 f"{least}: give more text, another data.split, or --part all"
             )
-        model = _load(config, folder, mesh)
+        model = _load(config, weights, mesh)
         return evaluate(model, batches, mesh, config.train.micro_batch, progress)
 
 
 def run_generation(
-    config: Config, folder: Path, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
+    config: Config, weights: Root, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
 ) -> Answer:
     """A folder's model continues a prompt; on every rank. `write` is called with each piece of text as it comes.
 
     Raises:
-        ConfigError: the folder holds another model, or one that gives no logits. RunError: memory ran out.
+        ConfigError: the folder holds another model, or one that gives no logits. DamageError: a checkpoint's bytes do
+        not match their checksums. RunError: memory ran out.
     """
     with _joined(config) as mesh:
-        model = _load(config, folder, mesh)
+        model = _load(config, weights, mesh)
         if not isinstance(model, Generator):
             raise ConfigError(f"model.family ({config.model.family}) has no logits(ids_SB): it cannot continue a text")
         sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
@@ -135,14 +138,18 @@ def _joined(config: Config) -> Iterator[Mesh]:
         dist.destroy_process_group()
 
 
-def _load(config: Config, folder: Path, mesh: Mesh) -> nn.Module:
-    """The folder's model at this layout, in the dtype of `precision.mode`."""
-    folders = comm.all_gather_objects(str(folder.resolve()), mesh.world)
-    if len(set(folders)) > 1:
-        raise ConfigError(f"the ranks found several checkpoints ({', '.join(sorted(set(folders)))}): name one of them")
+def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
+    """The model at this layout, in the dtype of `precision.mode`, with the weights of a checkpoint or other folder."""
+    where = str(weights.local().resolve() if weights.is_local else weights)
+    folders = sorted(set(comm.all_gather_objects(where, mesh.world)))
+    if len(folders) > 1:
+        raise ConfigError(f"the ranks found several checkpoints ({', '.join(folders)}): name one of them")
     precision = config.precision.resolved(mesh.device.type != "cpu")
     dtype: torch.dtype = getattr(torch, precision.parameter)
     sequence = config.parallel.sequence and mesh.tp.size > 1
     model = build_model(config, mesh.tp, sequence_parallel=sequence, device=mesh.device, dtype=dtype)
-    load_hugging_face(model, config.model, mesh, folder)
+    if comm.broadcast_object((weights / MANIFEST).exists(), mesh.world):
+        load_checkpoint(model, config.model, mesh, weights)
+    else:
+        load_hugging_face(model, config.model, mesh, weights.local())
     return model.eval()

@@ -146,6 +146,15 @@ class ChunkedReader:
         return data
 
 
+def read_whole(folder: Root, entry: FileEntry) -> bytes:
+    """All bytes of a small file, verified.
+
+    Raises:
+        DamageError: as `ChunkedReader.read`.
+    """
+    return bytes(ChunkedReader(folder, entry).read(0, entry.bytes))
+
+
 def require_size(file: Root, entry: FileEntry) -> None:
     """DamageError where a file is missing or has another length than its entry."""
     try:

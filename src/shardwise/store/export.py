@@ -14,7 +14,7 @@ from functools import partial
 
 from shardwise.errors import ConfigError, RunError, listing
 from shardwise.store.casting import FLOATING, FLOATS, cast, overflows
-from shardwise.store.chunks import ChunkedReader
+from shardwise.store.chunks import read_whole
 from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.root import Buffer, DamageError, Root
 from shardwise.store.safetensors import DTYPES
@@ -137,7 +137,7 @@ class Export:
         if _CONFIG not in entries:
             raise ConfigError(f"{self._folder} must have a {_CONFIG}: it has {listing(sorted(entries)[:6])}")
         kept = [path for path in entries if "/" not in path and not path.endswith(".safetensors") and path != INDEX]
-        files = {path: bytes(ChunkedReader(self._folder, entries[path]).read(0, entries[path].bytes)) for path in kept}
+        files = {path: read_whole(self._folder, entries[path]) for path in kept}
         try:
             described = json.loads(files.pop(_CONFIG))
             if not isinstance(described, dict):

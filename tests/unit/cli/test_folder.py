@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.cli import main
+from shardwise.data.tokenizer import train_tokenizer
+from shardwise.store.root import Root
+from tests.hugging_face import save
 
+TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 4
 COMMANDS = {
     "evaluate": ("evaluate", "folder", "data.dataset=tiny"),
     "generate": ("generate", "folder", "--prompt", "a"),
@@ -39,3 +45,90 @@ def test_a_folder_runs_no_code_that_the_user_does_not_name(
     assert said.out == ""
     assert "if you trust it, give model.family=strange_code:M too" in said.err
     assert not (strange / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints with that of step 0."""
+    at = tmp_path_factory.mktemp("imported")
+    save("gpt", at / "plain", vocab_size=270)
+    train_tokenizer([TEXT], 270, "test").save(at / "plain")
+    assert main(["checkpoint", "import", str(at / "plain"), str(at / "steps")]) == 0
+    return at / "steps"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own.txt").write_text(TEXT)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def loss_of(location: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, float]:
+    """Which checkpoint was taken, and its loss."""
+    capsys.readouterr()
+    assert main(["evaluate", location, "data.path=own.txt", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    return facts["model"], facts["loss"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "manifest.json"])
+def test_damage_gives_no_number(file: str, imported: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = here / "steps/step-00000000"
+    shutil.copytree(imported / folder.name, folder)
+    data = bytearray((folder / file).read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    (folder / file).write_bytes(data)
+    for command in (["evaluate", "data.path=own.txt"], ["generate", "--prompt", "a", "--json"]):
+        capsys.readouterr()
+        assert main([command[0], str(folder), *command[1:]]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert f"{folder / file} is damaged: " in said.err
+        assert len([line for line in said.err.splitlines() if not line.startswith("preparing the data ")]) == 1
+
+
+def test_a_folder_that_lost_its_manifest_is_no_checkpoint(
+    imported: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = here / "step-00000000"
+    shutil.copytree(imported / folder.name, folder)
+    (folder / "manifest.json").unlink()
+    assert main(["evaluate", str(folder), "data.path=own.txt"]) == 2
+    assert "is no checkpoint: it has no manifest.json" in capsys.readouterr().err
+
+
+def test_a_run_is_looked_for_where_its_configuration_says(
+    imported: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, name = here / "run", "step-00000000"
+    (run / "checkpoints" / name).mkdir(parents=True)
+    (run / "config.yaml").write_text(f"checkpoint: {{path: {imported}}}\n")
+    expected = loss_of(str(imported / name), capsys)
+    assert loss_of("run", capsys) == expected
+    assert loss_of(str(imported), capsys) == expected
+    assert loss_of(f"file://{imported}", capsys)[1] == expected[1]
+    assert loss_of(str(imported.parent / "plain"), capsys)[1] == expected[1]
+    assert main(["checkpoint", "inspect", "run"]) == 0
+    assert capsys.readouterr().out.startswith(f"{imported}: 1 checkpoint\n")
+
+
+def test_a_url_is_read_in_place(
+    imported: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = Root.of("memory://bucket/steps")
+    for name, _ in Root.of(imported).files().items():
+        (there / name).write((imported / name).read_bytes())
+    (here / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(here / "temporary"))
+    expected = loss_of(str(imported), capsys)[1]
+    assert loss_of("memory://bucket/steps", capsys) == ("memory://bucket/steps/step-00000000", expected)
+    assert main(["generate", "memory://bucket/steps/step-00000000", "--prompt", "a", "--max-tokens", "2"]) == 0
+    assert list((here / "temporary").iterdir()) == [], "what was fetched is removed"
+    tokenizer = there / "step-00000000/tokenizer.json"
+    tokenizer.write(tokenizer.read().replace(b"a", b"b", 1))
+    assert main(["generate", "memory://bucket/steps", "--prompt", "a"]) == 1
+    assert f"{tokenizer} is damaged: " in capsys.readouterr().err
+    assert main(["evaluate", "memory://bucket/gone"]) == 2
+    assert "there is nothing of that name" in capsys.readouterr().err

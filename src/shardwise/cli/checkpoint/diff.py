@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.store.diff import diff
 
-    a, b = places.newest_intact(arguments.a), places.newest_intact(arguments.b)
+    a, b = places.newest_intact(arguments.a).root, places.newest_intact(arguments.b).root
     with text.bar("comparing", sum(a.files().values())) as progress:
         found = diff(a, b, progress)
     if arguments.json:

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.store.export import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    export = Export(places.newest_intact(arguments.checkpoint), arguments.dtype)
+    export = Export(places.newest_intact(arguments.checkpoint).root, arguments.dtype)
     parent, name = split(arguments.dest)
     with text.bar(f"exporting to {name}", export.nbytes) as progress:
         done = export.write(parent, name, max_shard_bytes, progress)

@@ -1,8 +1,9 @@
-"""What the user's PATH is: a checkpoint, a run's folder, or a folder of checkpoints; on any storage."""
+"""What the user's PATH or CHECKPOINT is: a checkpoint, a run's folder, or a folder of checkpoints; on any storage."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,20 @@ if TYPE_CHECKING:
     from shardwise.store.root import Root
 
 LATEST = "runs/latest"
-_CONFIG = "config.yaml"
+_CONFIG, _FOLDER, _MODEL = "config.yaml", "checkpoints", "config.json"
 
 
 @dataclass(frozen=True)
 class Place:
-    """`root`: one checkpoint (`single`), or the folder of a run's checkpoints."""
+    """One checkpoint (`single`), or another folder.
+
+    Attributes:
+        location: the path or URL that `root` is made of; it may hold a login, and is not to be shown.
+    """
 
     root: Root
     single: bool
+    location: str
 
 
 def add_path(parser: argparse.ArgumentParser, name: str = "PATH") -> None:
@@ -54,15 +60,15 @@ def locate(location: str) -> Place:
         raise ConfigError(f"{root} must be a checkpoint's or a run's folder: it is a file")
     names = root.names()
     if MANIFEST in names:
-        return Place(root, single=True)
+        return Place(root, True, location)
     if step_of(root.name) is not None:
         raise ConfigError(f"{root} is no checkpoint: it has no {MANIFEST}, so it was not completed")
-    if "checkpoints" in names:
-        return Place(root / "checkpoints", single=False)
-    if any(step_of(name) is not None for name in names):
-        return Place(root, single=False)
     if _CONFIG in names and (configured := _configured(root)):
-        return Place(configured, single=False)
+        return Place(Root.of(configured), False, configured)
+    if _FOLDER in names:
+        return Place(root / _FOLDER, False, _inside(location, _FOLDER))
+    if any(step_of(name) is not None for name in names):
+        return Place(root, False, location)
     kind = "a run without checkpoints so far" if _CONFIG in names else "neither"
     raise ConfigError(f"{root} must be a checkpoint (with {MANIFEST}) or a run's folder: it is {kind}")
 
@@ -74,35 +80,50 @@ def all_of(place: Place) -> list[Found]:
     return [glance(place.root)] if place.single else checkpoints(place.root)
 
 
-def newest_intact(location: str) -> Root:
-    """The checkpoint at a path, or a run's newest one; a folder of another kind as it is."""
+def newest_intact(location: str, announce: Callable[[str], None] | None = None) -> Place:
+    """The checkpoint at a path or URL, or the newest one of a run or folder; a folder of another kind as it is.
+
+    `announce` is called with one line where newer ones are left out.
+
+    Raises:
+        ConfigError: there is nothing of that name, or no intact checkpoint. StoreError: it cannot be read.
+    """
     from shardwise.store.folders import checkpoints, step_of
+    from shardwise.store.manifest import MANIFEST
     from shardwise.store.root import Root
 
     root = Root.of(location)
     names = root.names()
-    if "checkpoints" not in names and _CONFIG not in names and not any(step_of(name) is not None for name in names):
+    holds_steps = _FOLDER in names or _CONFIG in names or any(step_of(name) is not None for name in names)
+    if MANIFEST not in names and step_of(root.name) is None and (_MODEL in names or not holds_steps):
         if not root.exists():
             raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")
-        return root
+        return Place(root, False, location)
     place = locate(location)
     if place.single:
-        return place.root
+        return place
+    skipped: list[str] = []
     for found in checkpoints(place.root):
         if found.problem is None:
-            return found.folder
-    raise ConfigError(f"{place.root} must hold an intact checkpoint: there is none")
+            if skipped and announce is not None:
+                announce(f"taking {found.folder}: {'; '.join(skipped)}")
+            return Place(found.folder, True, _inside(place.location, found.folder.name))
+        skipped.append(found.problem)
+    if skipped:
+        raise ConfigError([f"{place.root} holds no intact checkpoint", *skipped])
+    raise ConfigError(f"{place.root} holds no checkpoint yet")
 
 
-def _configured(run: Root) -> Root | None:
+def _inside(location: str, name: str) -> str:
+    return f"{location.rstrip('/')}/{name}"
+
+
+def _configured(run: Root) -> str | None:
     """Where a run keeps its checkpoints, if its `checkpoint.path` says so."""
     import yaml
 
-    from shardwise.store.root import Root
-
     try:
-        section = yaml.safe_load((run / _CONFIG).read())["checkpoint"]
-        path = section["path"]
+        path = yaml.safe_load((run / _CONFIG).read())["checkpoint"]["path"]
     except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
         return None
-    return Root.of(path) if isinstance(path, str) else None
+    return path if isinstance(path, str) and path else None
