@@ -29,7 +29,7 @@ def claim(held: ExitStack, run_path: Path) -> None:
 def finished(config: Config, run_path: Path) -> str | None:
     """What to say of a run in this folder that has taken all its steps; None where there is something left to do.
 
-    A step that `checkpoint.resume` names is always something to do: it goes back.
+    Where `checkpoint.resume` names a step there may be: its checkpoints tell whether the run went back already.
 
     Raises:
         ConfigError: the run that is there cannot go on with this configuration.
