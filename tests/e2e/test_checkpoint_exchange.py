@@ -76,6 +76,8 @@ def test_damage_is_not_exported(trained: Path, tmp_path: Path) -> None:
     assert said.count("\n") == 1
     assert "is damaged: bytes " in said
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+    said = shardwise("generate", folder, "--prompt", "a", "--json", "parallel.tensor=2", at=tmp_path).failed(1)
+    assert "is damaged: bytes " in said
 
 
 def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path) -> None:
@@ -107,6 +109,10 @@ def test_an_object_store_is_a_place_like_any_other(trained: Path, tmp_path: Path
         shardwise("checkpoint", "import", f"{there}/plain", f"{there}/imported", at=tmp_path, **user).succeeded()
         folder = f"{there}/imported/step-00000000"
         assert ": intact; " in shardwise("checkpoint", "verify", folder, at=tmp_path, **user).succeeded().out
+        cut = ("data.dataset=tiny", "parallel.tensor=2", "--json")
+        found = json.loads(shardwise("evaluate", f"{there}/imported", *cut, at=tmp_path, **user).succeeded().out)
+        assert found["model"] == folder
+        assert found["loss"] > 0
         shardwise("checkpoint", "export", folder, "back", at=tmp_path, **user).succeeded()
         said = shardwise("checkpoint", "export", folder, f"{there}/plain", at=tmp_path, **user).failed(2)
     assert "s3://bucket/models/plain exists already" in said
