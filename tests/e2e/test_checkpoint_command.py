@@ -170,7 +170,7 @@ def test_diff_with_a_hugging_face_folder(run: Path) -> None:
         (["prune", ".", "--keep", "0"], "--keep (0) must be at least 1"),
         (["prune", "."], "required: --keep"),
         (["inspect", "s4://bucket/x"], "s4://bucket/x must be a path, or a URL such as s3://bucket/folder"),
-        ([], "required: {inspect,verify,prune,diff}"),
+        ([], "required: {inspect,verify,export,import,prune,diff}"),
     ],
     ids=lambda case: " ".join(case) if isinstance(case, list) else "",
 )
