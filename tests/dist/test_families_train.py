@@ -59,9 +59,22 @@ def reference(family: str, optimizer: str, dropout: str | None) -> Outcome:
     return train(configuration(family, optimizer, dropout, layout=False))
 
 
-@pytest.mark.parametrize("dropout", [None, "invariant"], ids=["no dropout", "invariant dropout"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("family", FAMILIES)
+CELLS = [
+    pytest.param(
+        family,
+        optimizer,
+        dropout,
+        id=f"{family}-{optimizer}-{dropout or 'no'} dropout",
+        # Each family trains with each optimizer, and with dropout, in every run of the tests.
+        marks=() if (optimizer, dropout) in (("adamw", None), ("lamb", "invariant")) else pytest.mark.slow,
+    )
+    for family in FAMILIES
+    for optimizer in OPTIMIZERS
+    for dropout in (None, "invariant")
+]
+
+
+@pytest.mark.parametrize(("family", "optimizer", "dropout"), CELLS)
 def test_layout_trains_like_one_process(family: str, optimizer: str, dropout: str | None, ranks: Any) -> None:
     found = ranks(4).run(train, configuration(family, optimizer, dropout, layout=True))[0]
     wanted = reference(family, optimizer, dropout)
@@ -84,8 +97,14 @@ def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
     assert abs(dropped.losses[0] / plain.losses[0] - 1) > 1e-6, "the first loss is the one without dropout"
 
 
-@pytest.mark.parametrize("dropout", ["fast", "invariant"])
-@pytest.mark.parametrize("family", FAMILIES)
+MASKS = [
+    pytest.param(family, dropout, marks=() if dropout == "invariant" or family == "gpt" else pytest.mark.slow)
+    for family in FAMILIES
+    for dropout in ("fast", "invariant")
+]
+
+
+@pytest.mark.parametrize(("family", "dropout"), MASKS)
 def test_recompute_draws_the_same_masks(family: str, dropout: str, ranks: Any) -> None:
     """To the bit, on TP 2 × DP 2 with sequence parallelism, accumulation and dropout."""
     wanted, *others = (
