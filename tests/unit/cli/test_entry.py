@@ -1,5 +1,6 @@
 """The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -110,5 +111,9 @@ def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp
     script = tmp_path / "start.py"
     script.write_text(TIMED)
     command = [sys.executable, str(script), *arguments]
-    seconds = [float(subprocess.run(command, capture_output=True, text=True, timeout=60).stderr) for _ in range(3)]
+    # The first run compiles to bytecode, as the first one after an installation does.
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "bytecode")
+    runs = [subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60) for _ in range(4)]
+    seconds = [float(run.stderr) for run in runs]
     assert min(seconds) < 0.3
