@@ -106,7 +106,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "quickstart", "--dry-run"]], ids=" ".join)
-def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp_path: Path) -> None:
+def test_start_up_takes_a_fraction_of_importing_torch(arguments: list[str], tmp_path: Path) -> None:
     """Processor time, the best of three: what else the machine does is not ours."""
     script = tmp_path / "start.py"
     script.write_text(TIMED)
@@ -116,4 +116,8 @@ def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp
     variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "bytecode")
     runs = [subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60) for _ in range(4)]
     seconds = [float(run.stderr) for run in runs]
-    assert min(seconds) < 0.3
+    script.write_text("import time, sys\nimport torch\nsys.stderr.write(str(time.process_time()))")
+    runs = [subprocess.run(command[:2], env=variables, capture_output=True, text=True, timeout=120) for _ in range(2)]
+    torch = min(float(run.stderr) for run in runs)
+    # About 0.2 s where torch takes 1.5 s; processors differ, and so does one from hour to hour.
+    assert min(seconds) < torch / 3, f"{min(seconds):.2f} s, importing torch takes {torch:.2f} s"
