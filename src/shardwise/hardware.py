@@ -2,7 +2,6 @@
 
 import os
 import re
-from importlib import metadata
 from pathlib import Path
 
 _TERA = 1e12
@@ -46,12 +45,11 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     Device files are counted, less what `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or `NEURON_RT_NUM_CORES` hide.
     A torch built for CPU alone ("+cpu" in its version) can use none, whatever the machine holds.
     """
-    if _torch_is_built_for_cpu():
+    gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
+    if not (gpus or chips) or _torch_is_built_for_cpu():
         return "cpu", 0
-    gpus = _numbered(dev, "nvidia")
     if gpus and (count := _visible_gpus(len(gpus))):
         return "nvidia", count
-    chips = _numbered(dev, "neuron")
     if chips:
         return "neuron", _neuron_cores(chips, sys_root)
     return "cpu", 0
@@ -89,6 +87,8 @@ def cpu_count() -> int:
 
 
 def _torch_is_built_for_cpu() -> bool:
+    from importlib import metadata  # a tenth of a dry run's start-up, which a machine without accelerators saves
+
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:

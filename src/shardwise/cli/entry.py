@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -55,7 +56,11 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         _main_parser().parse_args(arguments)
         raise AssertionError(f"argparse accepted {arguments}, which names no command")
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # they are looked for in every installed package
+    gc.disable()  # modules are kept: going through them again and again frees nothing, now or later
     module = importlib.import_module(f"shardwise.cli.{name}")
+    gc.freeze()
+    gc.enable()
     parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     module.configure(parser)

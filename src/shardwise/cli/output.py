@@ -7,7 +7,6 @@ import time
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.environment import Rank, joined
-from shardwise.launch.failure import report_failure
 
 _TURN_SECONDS = 2.0
 
@@ -42,6 +41,8 @@ def fail(error: ShardwiseError) -> int:
 
 def complain_as_rank(place: Rank, text: str, exit_code: int) -> None:
     """Show a rank's error once for the whole job: through the launcher, else from the first rank that meets it."""
+    from shardwise.launch.failure import report_failure  # costly to import, and only a failing rank needs it
+
     if report_failure(place.rank, text, exit_code):
         return
     if exit_code == ConfigError.exit_code and place.rank != 0:

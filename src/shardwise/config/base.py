@@ -13,7 +13,7 @@ PROBLEMS = "shardwise_problems"
 class Section(BaseModel):
     """A frozen group of keys: strict types, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 def reject(problems: Sequence[str]) -> None:

@@ -106,18 +106,16 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "quickstart", "--dry-run"]], ids=" ".join)
-def test_start_up_takes_a_fraction_of_importing_torch(arguments: list[str], tmp_path: Path) -> None:
-    """Processor time, the best of three: what else the machine does is not ours."""
+def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp_path: Path) -> None:
+    """Processor time of compiled bytecode, the best of a few runs: what else the machine does is not ours."""
     script = tmp_path / "start.py"
     script.write_text(TIMED)
     command = [sys.executable, str(script), *arguments]
     # The first run compiles to bytecode, as the first one after an installation does.
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "bytecode")
-    runs = [subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60) for _ in range(4)]
-    seconds = [float(run.stderr) for run in runs]
-    script.write_text("import time, sys\nimport torch\nsys.stderr.write(str(time.process_time()))")
-    runs = [subprocess.run(command[:2], env=variables, capture_output=True, text=True, timeout=120) for _ in range(2)]
-    torch = min(float(run.stderr) for run in runs)
-    # About 0.2 s where torch takes 1.5 s; processors differ, and so does one from hour to hour.
-    assert min(seconds) < torch / 3, f"{min(seconds):.2f} s, importing torch takes {torch:.2f} s"
+    seconds: list[float] = []
+    while len(seconds) < 10 and min(seconds, default=1.0) >= 0.3:
+        run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        seconds.append(float(run.stderr))
+    assert min(seconds) < 0.3, f"processor seconds of each run: {seconds}"
