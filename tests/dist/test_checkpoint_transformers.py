@@ -9,6 +9,7 @@ import torch
 from tests.dist.checkpoints import load, make_trainer, run, step_folder
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of
+from tests.dist.training import FAMILIES
 
 SIZES = {
     "vocab_size": 131,
@@ -18,12 +19,6 @@ SIZES = {
     "num_attention_heads": 8,
     "max_position_embeddings": 32,
     "initializer_range": 0.2,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SIZES | {"family": "llama", "num_key_value_heads": 2},
-    "gpt": SIZES | {"family": "gpt"},
-    "gpt-neox": SIZES | {"family": "gpt_neox"},
-    "bert": SIZES | {"family": "bert"},
 }
 LAYOUTS = {
     "one process": (1, 1, False, 1),
@@ -46,7 +41,7 @@ def test_transformers_has_our_logits(family: str, layout: str, ranks: Any, tmp_p
     from transformers import AutoModelForCausalLM, AutoModelForPreTraining
 
     size, tensor, sequence, zero = LAYOUTS[layout]
-    sections: dict[str, Any] = {"model": FAMILIES[family]}
+    sections: dict[str, Any] = {"model": SIZES | FAMILIES[family]}
     if family == "bert":
         sections["data"] = {"max_predictions": 3}
     config = config_of(tensor, sequence, zero, **sections)

@@ -14,7 +14,7 @@ from shardwise.data import PreparedData, make_evaluation
 from shardwise.inference import Evaluation, evaluate
 from shardwise.models import CausalLM, build_model
 from tests.dist.dense import fill, mesh, run
-from tests.dist.training import make_config, make_data
+from tests.dist.training import FAMILIES, make_config, make_data
 
 LENGTH, VOCABULARY = 16, 131
 SIZES: dict[str, Any] = {
@@ -26,10 +26,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": SIZES | {"family": "llama", "num_key_value_heads": 2},
-    "gpt": SIZES | {"family": "gpt"},
-    "neox": SIZES | {"family": "gpt_neox"},
-    "bert": SIZES | {"family": "bert"},
+    **{name: SIZES | family for name, family in FAMILIES.items()},
     "own": {"family": "tests.dist.own_models:Dropping", "vocab_size": VOCABULARY},
 }
 # (ranks, TP, SP, micro-batch)
@@ -80,7 +77,7 @@ alone = functools.cache(_alone)
 
 
 @pytest.mark.parametrize("tokens", [2, 17, 18, 90])
-@pytest.mark.parametrize("model", ["llama", "gpt", "neox"])
+@pytest.mark.parametrize("model", ["llama", "gpt", "gpt_neox"])
 def test_every_token_is_predicted_once(model: str, tokens: int) -> None:
     """Against losses that are summed window by window from the logits: each target, in its own window's context."""
     chosen = config(model)

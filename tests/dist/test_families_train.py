@@ -10,7 +10,7 @@ from shardwise.config import Config
 from shardwise.testing import gradient_errors
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import Outcome, make_config, make_data, train
+from tests.dist.training import FAMILIES, Outcome, make_config, make_data, train
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # odd: the vocabulary is padded at every degree
@@ -20,12 +20,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 16,
     "initializer_range": 0.05,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "num_key_value_heads": 2},
-    "gpt": {"family": "gpt"},
-    "gpt_neox": {"family": "gpt_neox"},
-    "bert": {"family": "bert"},
 }
 DROPOUT: dict[str, dict[str, float]] = {
     "llama": {"attention_dropout": 0.1},

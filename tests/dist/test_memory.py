@@ -22,7 +22,7 @@ from shardwise.models.blocks import Context, run_blocks
 from shardwise.parallel import DropoutKey
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import make_config, make_data
+from tests.dist.training import FAMILIES, make_config, make_data
 
 TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")
@@ -34,12 +34,6 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "num_key_value_heads": 2},
-    "gpt": {"family": "gpt"},
-    "gpt_neox": {"family": "gpt_neox"},
-    "bert": {"family": "bert"},
 }
 DROPOUT: dict[str, tuple[str, ...]] = {
     "llama": ("attention_dropout",),
@@ -156,7 +150,7 @@ def configuration(model: str, dropout: str | None, tensor: int, recompute: str, 
     p = dict.fromkeys(DROPOUT[model], 0.1 if dropout else 0.0)
     train = {"recompute": recompute, "dropout_mode": dropout or "fast", "sequence_length": 128, "micro_batch": 2}
     return make_config(
-        model=SIZES | MODELS[model] | p,
+        model=SIZES | FAMILIES[model] | p,
         parallel={"tensor": tensor, "sequence": tensor > 1},
         train=train | sections.pop("train", {}),
         **sections,
@@ -177,7 +171,7 @@ def held(config: Config, ranks: Any) -> list[Held]:
 
 @pytest.mark.parametrize("tensor", [1, 2], ids=["one process", "TP 2 + SP"])
 @pytest.mark.parametrize("dropout", [None, "fast", "invariant"], ids=["no dropout", "fast", "invariant"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tensor: int, ranks: Any) -> None:
     first = None
     for recompute in RECOMPUTE:
@@ -197,7 +191,7 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
 @pytest.mark.parametrize(
     ("mode", "micro_batch"), [("bfloat16", 2), ("float32", 1)], ids=["bfloat16", "micro-batches of one"]
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> None:
     """Where attention copies other things, and norms and probabilities are in another dtype than x."""
     for recompute in RECOMPUTE:
@@ -231,7 +225,7 @@ def measure_step(config: Config) -> int:
     ],
     ids=["plain", "full, invariant", "mixed, selective, fast", "TP 2 + SP, DP 2, selective, fast"],
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_a_step_holds_what_cost_has(
     model: str, tensor: int, world: int, mode: str, recompute: str, dropout: str | None, ranks: Any
 ) -> None:
@@ -244,7 +238,7 @@ def test_a_step_holds_what_cost_has(
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory.total:,} ({off:+.1%})"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", FAMILIES)
 def test_another_kind_of_recompute_would_be_told_apart(model: str) -> None:
     """The tolerance is smaller than what the kinds differ by: a formula for another one fails."""
     for recompute in RECOMPUTE:

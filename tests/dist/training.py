@@ -26,6 +26,13 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 2,  # fewer than 4 ranks: copied K/V heads
     "initializer_range": 0.05,
 }
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "num_key_value_heads": 2},
+    "gpt": {"family": "gpt"},
+    "gpt_neox": {"family": "gpt_neox"},
+    "bert": {"family": "bert"},
+}
+"""What the `model` section of each family has beside the sizes."""
 
 
 def make_config(**sections: dict[str, Any]) -> Config:
