@@ -72,24 +72,35 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
-        return _indexed(folder / INDEX)
+        try:
+            index = (folder / INDEX).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{folder / INDEX} cannot be read: {error.strerror or error}") from None
+        return [folder / name for name in indexed(index, folder, lambda name: (folder / name).is_file())]
     if not folder.is_dir():
         raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: there is none of that name")
     raise ConfigError(_without_weights(str(folder), [path.name for path in folder.iterdir()], _in_run(folder)))
 
 
-def _indexed(index: Path) -> list[Path]:
+def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
+    """The files that the index of `folder`, anywhere, names.
+
+    Raises:
+        ConfigError: it is none, or names what is not there.
+    """
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        inside = all(Path(name).name == name for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is no index of safetensors files ({error!r}): fetch or copy it again") from None
+        names = sorted(set(json.loads(index)["weight_map"].values()))
+        inside = not any("/" in name or "\\" in name or name in (".", "..") for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        text = f"{folder}/{INDEX} is no index of safetensors files ({error!r}): fetch or copy it again"
+        raise ConfigError(text) from None
     if not names or not inside:
-        raise ConfigError(f"{index} must name files of its own folder, and it names {listing(names) or 'none'}")
-    files = [index.parent / name for name in names]
-    if absent := [file.name for file in files if not file.is_file()]:
-        raise ConfigError(f"{index.parent} lacks {listing(absent)}, of which its index says that they hold weights")
-    return files
+        raise ConfigError(
+            f"{folder}/{INDEX} must name files of its own folder, and it names {listing(names) or 'none'}"
+        )
+    if absent := [name for name in names if not is_there(name)]:
+        raise ConfigError(f"{folder} lacks {listing(absent)}, of which its index says that they hold weights")
+    return names
 
 
 def _without_weights(shown: str, names: Iterable[str], hint: str = "") -> str:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardwise.errors import ConfigError, RunError, listing
+from shardwise.hub import INDEX
 from shardwise.store.casting import FLOATING, FLOATS, cast, overflows
 from shardwise.store.chunks import read_whole
 from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.root import Buffer, DamageError, Root
 from shardwise.store.safetensors import DTYPES
-from shardwise.store.tensors import INDEX, Tensors, segments
+from shardwise.store.tensors import Tensors, segments
 from shardwise.store.verify import MODEL
 from shardwise.store.writing import MAX_SHARD_BYTES, SEGMENT_BYTES, Weight, require_room, staged, to_json, write_weights
 

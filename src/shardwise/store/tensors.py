@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from shardwise.boxes import Box
 from shardwise.errors import ConfigError, listing
+from shardwise.hub import INDEX, SINGLE, indexed
 from shardwise.store.chunks import ChunkedReader
 from shardwise.store.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
 from shardwise.store.root import DamageError, Root, StoreError
 from shardwise.store.safetensors import DTYPES, parse_header
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 2**26
 _DIGITS = re.compile(r"(\d+)")
 
@@ -51,7 +51,7 @@ class Tensors:
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             return Tensors(folder, manifest.tensors, manifest)
-        files = weight_files(folder)
+        files = _weight_files(folder)
         weights: dict[str, TensorEntry] = {}
         for number, path in enumerate(files):
             for name, tensor in parse_header(folder / path).items():
@@ -126,7 +126,7 @@ def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
         yield from Box.of_run(offset, min(step, total - offset), shape)
 
 
-def weight_files(folder: Root) -> tuple[str, ...]:
+def _weight_files(folder: Root) -> tuple[str, ...]:
     """The safetensors files of a Hugging Face folder.
 
     Raises:
@@ -141,15 +141,6 @@ def weight_files(folder: Root) -> tuple[str, ...]:
             f"{folder} must be a checkpoint (with {MANIFEST}) or have safetensors weights ({SINGLE} or {INDEX}): "
             f"it has {holds}"
         )
-    try:
-        if index.size() > _MAX_INDEX_BYTES:
-            raise ValueError("it is too long")
-        named = json.loads(index.read())["weight_map"].values()
-        files = tuple(sorted(set(named)))
-        if not files or any("/" in path or "\\" in path or path in (".", "..") for path in files):
-            raise ValueError("it must name files of its own folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index} is no index of safetensors files ({error}): fetch or copy it again") from None
-    if absent := [path for path in files if not (folder / path).exists()]:
-        raise ConfigError(f"{folder} lacks {listing(absent)}, of which its index says that they hold weights")
-    return files
+    if index.size() > _MAX_INDEX_BYTES:
+        raise ConfigError(f"{index} is no index of safetensors files: it is too long")
+    return tuple(indexed(index.read(), folder, lambda name: (folder / name).exists()))

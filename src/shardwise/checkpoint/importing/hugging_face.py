@@ -15,10 +15,10 @@ from shardwise.checkpoint.importing.opened import Opened, canonical_shapes, mism
 from shardwise.checkpoint.reading import DTYPES
 from shardwise.checkpoint.spelling import spelling
 from shardwise.errors import ConfigError
-from shardwise.hub import BESIDE_WEIGHTS
+from shardwise.hub import BESIDE_WEIGHTS, INDEX
 from shardwise.store import safetensors
 from shardwise.store.root import Buffer, Root
-from shardwise.store.tensors import INDEX, Tensors, segments
+from shardwise.store.tensors import Tensors, segments
 from shardwise.store.verify import MODEL
 from shardwise.store.writing import SEGMENT_BYTES, Weight
 
