@@ -60,9 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     place = job.place_in_job(arguments.nproc)
     given = split_overrides(arguments.overrides, _KEYS, "evaluate")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    with open_folder(
-        arguments.checkpoint, given.revision, cached=is_launched(), family=given.family, announce=announce
-    ) as folder:
+    with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
         return _evaluate(arguments, place, folder, given.values, announce)
 
 

@@ -122,16 +122,11 @@ def split_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
 
 
 def open_folder(
-    target: str,
-    revision: str | None,
-    *,
-    cached: bool,
-    family: str | None = None,
-    announce: Callable[[str], None] | None = None,
+    target: str, given: Overrides, *, cached: bool, announce: Callable[[str], None] | None = None
 ) -> ModelFolder:
     """The folder that `target` names: its newest intact checkpoint, a Hugging Face folder, or a hub id, then fetched.
 
-    `family`: what the user names as `model.family`. A folder's own class is code that runs, so the user must name it.
+    A folder's own class is code that runs: the user must have named it as `model.family`.
 
     Raises:
         ConfigError: there is none, it holds no weights, describes a model that we do not have, or one of a class that
@@ -140,12 +135,12 @@ def open_folder(
     if hub.is_url(target) or Path(target).expanduser().is_dir():
         place = places.newest_intact(target, announce)
         if place.single:
-            if revision is not None:
+            if given.revision is not None:
                 raise ConfigError(
-                    f"checkpoint.revision ({revision}) must be left out: {place.root} is a checkpoint, and only a hub "
-                    "id has revisions"
+                    f"checkpoint.revision ({given.revision}) must be left out: {place.root} is a checkpoint, and only "
+                    "a hub id has revisions"
                 )
-            return _open_checkpoint(place, family)
+            return _open_checkpoint(place, given.family)
         if not place.root.is_local:
             raise ConfigError(
                 f"{place.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging Face "
@@ -153,7 +148,7 @@ def open_folder(
             )
         target = str(place.root.local()) if hub.is_url(target) else target
     with argument_named():
-        path = hub.resolve(target, revision, cached=cached, announce=announce)
+        path = hub.resolve(target, given.revision, cached=cached, announce=announce)
     if not (path / _CONFIG).is_file():
         raise ConfigError(f"the folder {path} holds no {_CONFIG}")
     try:
@@ -161,7 +156,7 @@ def open_folder(
     except OSError as error:
         raise ConfigError(f"{path / _CONFIG} cannot be read: {error.strerror or error}") from None
     files = frozenset(each.name for each in path.iterdir() if each.is_file())
-    model = _model_section(described, str(path / _CONFIG), family)
+    model = _model_section(described, str(path / _CONFIG), given.family)
     return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})
 
 

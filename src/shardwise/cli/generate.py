@@ -69,9 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = _argument_problems(arguments)
     if problems:
         raise ConfigError(problems)
-    with open_folder(
-        arguments.checkpoint, given.revision, cached=is_launched(), family=given.family, announce=announce
-    ) as folder:
+    with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
         return _generate(arguments, place, folder, given.values, text)
 
 

@@ -138,11 +138,7 @@ _Found = Iterator[tuple[str, Stacked | None]]
 
 
 def _llama(shards: Shards, config: LlamaConfig) -> _Found:
-    if config.tie_word_embeddings:
-        shards.require_tied("model.embed_tokens.weight", "lm_head.weight")
-    else:
-        yield "lm_head.weight", _tokens(shards, "lm_head.weight", config)
-    yield "model.embed_tokens.weight", _tokens(shards, "model.embed_tokens.weight", config)
+    yield from _ends(shards, config, "model.embed_tokens.weight", "lm_head.weight")
     yield "model.norm.weight", shards.copies("model.norm.weight")
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
@@ -245,11 +241,7 @@ class _Groups:
 
 
 def _neox(shards: Shards, config: GPTNeoXConfig) -> _Found:
-    if config.tie_word_embeddings:
-        shards.require_tied("gpt_neox.embed_in.weight", "embed_out.weight")
-    else:
-        yield "embed_out.weight", _tokens(shards, "embed_out.weight", config)
-    yield "gpt_neox.embed_in.weight", _tokens(shards, "gpt_neox.embed_in.weight", config)
+    yield from _ends(shards, config, "gpt_neox.embed_in.weight", "embed_out.weight")
     for kind in ("weight", "bias"):
         yield (name := f"gpt_neox.final_layer_norm.{kind}"), shards.copies(name)
     for i in range(config.num_hidden_layers):
@@ -266,7 +258,10 @@ def _neox(shards: Shards, config: GPTNeoXConfig) -> _Found:
                 yield (name := f"{layer}.{linear}.bias"), shards.copies(name)
 
 
-def _tokens(shards: Shards, name: str, config: LlamaConfig | GPTNeoXConfig) -> Stacked | None:
-    """Without rows of padding."""
-    whole = shards.columns(name)
-    return None if whole is None else whole.rows(0, min(config.vocab_size, whole.shape[0]))
+def _ends(shards: Shards, config: LlamaConfig | GPTNeoXConfig, embedding: str, head: str) -> _Found:
+    """Embedding and head, or the one weight of both, without rows of padding."""
+    if config.tie_word_embeddings:
+        shards.require_tied(embedding, head)
+    for name in (embedding,) if config.tie_word_embeddings else (head, embedding):
+        whole = shards.columns(name)
+        yield name, None if whole is None else whole.rows(0, min(config.vocab_size, whole.shape[0]))
