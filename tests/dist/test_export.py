@@ -3,16 +3,18 @@
 import hashlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.checkpoint import canonical, export, export_hugging_face
+from shardwise.checkpoint import canonical, export_hugging_face
 from shardwise.config import Config, config_from
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.placement import placements
+from shardwise.store import writing
 from shardwise.train.sample import Generator, continue_text
 from tests.dist.dense import mesh as shared_mesh
 
@@ -79,21 +81,11 @@ def digests(chosen: Config) -> dict[str, str]:
 
 
 def write(chosen: Config, folder: Path) -> int:
-    """Export; returns how many files this rank wrote."""
+    """Export; returns how many files with weights this rank wrote."""
     model, mesh = build(chosen)
-    written: list[Path] = []
-    save = export.save_file
-
-    def counting(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
-        written.append(path)
-        save(tensors, path, **options)
-
-    export.save_file = counting
-    try:
+    with patch.object(writing, "ChunkedWriter", wraps=writing.ChunkedWriter) as writer:
         export_hugging_face(model, chosen.model, mesh, folder, max_shard_bytes=60_000)
-    finally:
-        export.save_file = save
-    return len(written)
+    return writer.call_count
 
 
 def sample(chosen: Config, window: int) -> list[int]:

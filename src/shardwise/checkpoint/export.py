@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.canonical import canonical
+from shardwise.checkpoint.reading import DTYPES
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import special_token_ids
+from shardwise.hub import INDEX
 from shardwise.mesh import Mesh
-from shardwise.store.writing import MAX_SHARD_BYTES
+from shardwise.placement import placements
+from shardwise.store.root import Buffer, Root
+from shardwise.store.writing import MAX_SHARD_BYTES, Weight, staged, to_json, write_weights
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def export_hugging_face(
@@ -32,27 +36,25 @@ def export_hugging_face(
 ) -> None:
     """Write the whole model from however many ranks; collective over the tensor-parallel ranks.
 
-    Data-parallel replica 0's first tensor-parallel rank writes, one shard of at most `max_shard_bytes` at a time (a
-    larger tensor has one to itself). The folder appears complete or not at all. `tokenizer`: a folder whose files are
-    copied along.
+    Data-parallel replica 0's first tensor-parallel rank writes, a tensor at a time, into shards of at most
+    `max_shard_bytes` (a larger tensor has one to itself). The folder appears complete or not at all. `tokenizer`: a
+    folder whose files are copied along.
+
+    Raises:
+        StoreError: it cannot be written: out of space, or the like.
     """
     if mesh.dp.rank == 0:
         tensors = canonical(model)
         if mesh.tp.rank == 0:
-            partial = folder.with_name(f".{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            try:
-                _write_weights(tensors, partial, max_shard_bytes)
-                described = hugging_face_config(config, next(model.parameters()).dtype, tokenizer)
-                (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+            described = hugging_face_config(config, next(model.parameters()).dtype, tokenizer)
+            with staged(Root.of(folder.parent), folder.name, f".{folder.name}.partial") as staging:
+                written = write_weights(staging, _streamed(model, tensors), max_shard_bytes)
+                if written.index is not None:
+                    (staging / INDEX).write(to_json(written.index))
                 for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-                    shutil.copy(file, partial / file.name)
-                shutil.rmtree(folder, ignore_errors=True)
-                partial.replace(folder)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+                    (staging / file.name).write(file.read_bytes())
+                (staging / "config.json").write(to_json(described))
+                Root.of(folder).remove()
         else:
             for _ in tensors:
                 pass
@@ -73,33 +75,17 @@ def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path
     return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
 
 
-def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, max_shard_bytes: int) -> None:
-    shard: dict[str, Tensor] = {}
-    written: list[dict[str, int]] = []
-    held = 0
+def _streamed(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> list[Weight]:
+    """The canonical weights of a model, each read from `tensors`, which gives them in this order."""
 
-    def flush() -> None:
-        nonlocal held
-        save_file(shard, folder / f"part-{len(written)}", metadata={"format": "pt"})
-        written.append({name: t.numel() * t.element_size() for name, t in shard.items()})
-        shard.clear()
-        held = 0
+    def read(name: str) -> Iterator[Buffer]:
+        found, tensor = next(tensors)
+        assert found == name
+        yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if shard and held + size > max_shard_bytes:
-            flush()
-        shard[name] = tensor.cpu().contiguous()
-        held += size
-    flush()
-    if len(written) == 1:
-        (folder / "part-0").replace(folder / "model.safetensors")
-        return
-    names = [f"model-{i + 1:05}-of-{len(written):05}.safetensors" for i in range(len(written))]
-    for i, name in enumerate(names):
-        (folder / f"part-{i}").replace(folder / name)
-    index = {
-        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in written)},
-        "weight_map": {tensor: name for name, sizes in zip(names, written, strict=True) for tensor in sizes},
+    weights = {
+        piece.name: Weight(piece.name, _DTYPE_NAMES[parameter.dtype], piece.shape, partial(read, piece.name))
+        for _, parameter, record in placements(model)
+        for piece in record.pieces
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return list(weights.values())

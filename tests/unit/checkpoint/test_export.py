@@ -1,6 +1,7 @@
 """A model as a Hugging Face folder: what is in it, and that `transformers` makes the same model of it."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.checkpoint import canonical, export, export_hugging_face
+from shardwise.checkpoint import canonical, export_hugging_face
 from shardwise.config import LlamaConfig
 from shardwise.data.tokenizer import train_tokenizer
 from shardwise.mesh import Mesh
 from shardwise.models import Llama
+from shardwise.store.root import StoreError
 
 MODEL: dict[str, Any] = {
     "family": "llama",
@@ -154,22 +156,23 @@ def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
 def test_the_folder_appears_complete_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config, mesh = build()
     folder = tmp_path / "checkpoints/model"
-    save, calls = export.save_file, 0
+    fsync, calls = os.fsync, 0
 
-    def full_disk(*arguments: Any, **options: Any) -> None:
+    def full_disk(descriptor: int) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise OSError(28, "No space left on device")
-        save(*arguments, **options)
+        fsync(descriptor)
 
-    monkeypatch.setattr(export, "save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(StoreError, match="the disk is full"):
         export_hugging_face(model, config, mesh, folder, max_shard_bytes=20_000)
     assert calls == 2
     assert not list(folder.parent.iterdir()), "half a model looks like a whole one, or takes the room of one"
     monkeypatch.undo()
-    export_hugging_face(model, config, mesh, folder)
+    for _ in range(2):  # the second one replaces the first
+        export_hugging_face(model, config, mesh, folder)
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model"], (
         "the failed attempt left something behind"
     )
