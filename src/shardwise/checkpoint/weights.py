@@ -22,13 +22,13 @@ from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece, placements
 from shardwise.store.writing import cut, shard_names
 
-SEGMENT_BYTES = 16 * 2**20
+TRANSFER_BYTES = 16 * 2**20
 """Of a canonical tensor that travel to its owner at a time."""
 _BYTES_WORTH_A_FILE = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Weight:
+class CanonicalWeight:
     """A canonical weight as it is stored."""
 
     name: str
@@ -41,11 +41,11 @@ class Weight:
 
     def segments(self) -> Iterator[Box]:
         """The tensor, run of rows by run of rows."""
-        if not self.shape or self.nbytes <= SEGMENT_BYTES:
+        if not self.shape or self.nbytes <= TRANSFER_BYTES:
             yield Box.whole(self.shape)
             return
         rows, rest = self.shape[0], self.shape[1:]
-        step = max(1, SEGMENT_BYTES // (self.nbytes // rows))
+        step = max(1, TRANSFER_BYTES // (self.nbytes // rows))
         for start in range(0, rows, step):
             yield Box((start, *[0] * len(rest)), (min(step, rows - start), *rest))
 
@@ -56,7 +56,7 @@ class WeightFile:
 
     name: str
     owner: int
-    weights: tuple[Weight, ...]
+    weights: tuple[CanonicalWeight, ...]
 
 
 class WeightPlan:
@@ -69,7 +69,7 @@ class WeightPlan:
     def __init__(self, model: nn.Module, mesh: Mesh, max_shard_bytes: int) -> None:
         self._mesh = mesh
         self._local: dict[tuple[str, Box], tuple[nn.Parameter, Piece]] = {}
-        held: list[tuple[Weight, Box, bool]] = []
+        held: list[tuple[CanonicalWeight, Box, bool]] = []
         for _, parameter, record in placements(model):
             for piece in record.pieces:
                 if piece.box.numel:
@@ -77,7 +77,7 @@ class WeightPlan:
                     held.append((_weight(piece, parameter), piece.box, piece.copies.rank == 0))
         self._boxes: list[dict[str, list[Box]]] = []
         """By tensor-parallel rank: the boxes that it sends, which together are each tensor once."""
-        weights: dict[str, Weight] = {}
+        weights: dict[str, CanonicalWeight] = {}
         for entries in comm.all_gather_objects(held, mesh.tp):
             boxes: dict[str, list[Box]] = {}
             for weight, box, is_first in entries:
@@ -87,9 +87,9 @@ class WeightPlan:
             self._boxes.append(boxes)
         self.files = tuple(self._plan(list(weights.values()), max_shard_bytes))
 
-    def _plan(self, stage: list[Weight], max_shard_bytes: int) -> Iterator[WeightFile]:
+    def _plan(self, stage: list[CanonicalWeight], max_shard_bytes: int) -> Iterator[WeightFile]:
         mesh = self._mesh
-        shards: list[tuple[int, list[Weight]]] = []
+        shards: list[tuple[int, list[CanonicalWeight]]] = []
         seen: set[str] = set()
         replica = mesh.dp.size * mesh.tp.size
         for number, weights in enumerate(comm.all_gather_objects(stage, mesh.pp)):
@@ -100,12 +100,12 @@ class WeightPlan:
         for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
             yield WeightFile(name, owner, tuple(owned))
 
-    def weights(self) -> Iterator[Weight]:
+    def weights(self) -> Iterator[CanonicalWeight]:
         """Every canonical weight of the model."""
         for file in self.files:
             yield from file.weights
 
-    def collect(self) -> Iterator[tuple[Weight, Box, Tensor]]:
+    def collect(self) -> Iterator[tuple[CanonicalWeight, Box, Tensor]]:
         """The segments of this rank's files, in their order; collective over the tensor-parallel group.
 
         A segment's tensor is valid until the next one is asked for.
@@ -130,14 +130,14 @@ class WeightPlan:
                         slot.copy_(part)
                 yield (*mine, target)
 
-    def _segments(self, owner: int) -> Iterator[tuple[Weight, Box]]:
+    def _segments(self, owner: int) -> Iterator[tuple[CanonicalWeight, Box]]:
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:
                     for box in weight.segments():
                         yield weight, box
 
-    def _direct(self, wanted: tuple[Weight, Box] | None) -> Tensor | None:
+    def _direct(self, wanted: tuple[CanonicalWeight, Box] | None) -> Tensor | None:
         """A segment that this rank holds as one view: nothing has to be put together."""
         if wanted is None:
             return None
@@ -147,7 +147,7 @@ class WeightPlan:
                 return self._view(weight, held, box)
         return None
 
-    def _sent(self, wanted: tuple[Weight, Box] | None) -> list[Tensor]:
+    def _sent(self, wanted: tuple[CanonicalWeight, Box] | None) -> list[Tensor]:
         """This rank's parts of a segment."""
         if wanted is None:
             return []
@@ -156,11 +156,11 @@ class WeightPlan:
         common = ((each, each.intersect(box)) for each in held)
         return [self._view(weight, each, part) for each, part in common if part is not None]
 
-    def _view(self, weight: Weight, held: Box, part: Box) -> Tensor:
+    def _view(self, weight: CanonicalWeight, held: Box, part: Box) -> Tensor:
         parameter, piece = self._local[weight.name, held]
         return piece.of(parameter.detach())[part.relative_to(held).slices]
 
-    def _slots(self, wanted: tuple[Weight, Box] | None, target: Tensor | None, rank: int) -> list[Tensor]:
+    def _slots(self, wanted: tuple[CanonicalWeight, Box] | None, target: Tensor | None, rank: int) -> list[Tensor]:
         """Where the parts of a tensor-parallel rank belong in the segment."""
         if wanted is None or target is None:
             return []
@@ -169,14 +169,14 @@ class WeightPlan:
         return [target[part.relative_to(box).slices] for part in common if part is not None]
 
 
-def _weight(piece: Piece, parameter: nn.Parameter) -> Weight:
-    return Weight(piece.name, piece.shape, parameter.dtype)
+def _weight(piece: Piece, parameter: nn.Parameter) -> CanonicalWeight:
+    return CanonicalWeight(piece.name, piece.shape, parameter.dtype)
 
 
-def _balanced(weights: list[Weight], ranks: int) -> list[list[Weight]]:
+def _balanced(weights: list[CanonicalWeight], ranks: int) -> list[list[CanonicalWeight]]:
     """The weights by owner, largest first to whoever has least; a small model has few owners."""
     owners = min(ranks, max(1, sum(weight.nbytes for weight in weights) // _BYTES_WORTH_A_FILE))
-    owned: list[list[Weight]] = [[] for _ in range(ranks)]
+    owned: list[list[CanonicalWeight]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(owners)]
     for weight in sorted(weights, key=lambda weight: -weight.nbytes):
         load, rank = heapq.heappop(loads)

@@ -21,7 +21,7 @@ from shardwise.store.root import Buffer, DamageError, Root
 from shardwise.store.safetensors import DTYPES
 from shardwise.store.tensors import Tensors, segments
 from shardwise.store.verify import MODEL
-from shardwise.store.writing import MAX_SHARD_BYTES, SEGMENT_BYTES, Weight, require_room, staged, to_json, write_weights
+from shardwise.store.writing import MAX_SHARD_BYTES, STREAM_BYTES, Weight, require_room, staged, to_json, write_weights
 
 MASTER = "master"
 _CONFIG = "config.json"
@@ -124,7 +124,7 @@ class Export:
 
     def _read(self, state: str, name: str, target: str) -> Iterator[Buffer]:
         entry = self._manifest.tensors[state][name]
-        for box in segments(entry.shape, SEGMENT_BYTES // DTYPES[entry.dtype].itemsize):
+        for box in segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
             values = self._stored.read(state, name, box)
             if target == "F16" and overflows(values, entry.dtype, target):
                 raise RunError(

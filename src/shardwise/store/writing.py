@@ -20,7 +20,7 @@ from shardwise.store.verify import MODEL
 from shardwise.units import size
 
 MAX_SHARD_BYTES = 5 * 10**9
-SEGMENT_BYTES = 64 * 2**20
+STREAM_BYTES = 64 * 2**20
 """Of a tensor that are held in memory at a time."""
 
 

@@ -89,7 +89,7 @@ def test_shards_have_an_index_and_a_limit(tmp_path: Path) -> None:
 
 
 def test_large_tensors_go_by_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.store.export.SEGMENT_BYTES", 40)
+    monkeypatch.setattr("shardwise.store.export.STREAM_BYTES", 40)
     tensors = small_tensors()
     export_ = Export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors, ranks=3), "float32")
     for weight in export_.weights:

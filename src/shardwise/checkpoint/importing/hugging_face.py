@@ -20,7 +20,7 @@ from shardwise.store import safetensors
 from shardwise.store.root import Buffer, Root
 from shardwise.store.tensors import Tensors, segments
 from shardwise.store.verify import MODEL
-from shardwise.store.writing import SEGMENT_BYTES, Weight
+from shardwise.store.writing import STREAM_BYTES, Weight
 
 _CONFIG = "config.json"
 
@@ -67,7 +67,7 @@ def open_hugging_face(folder: Root) -> Opened:
 
 def _read(tensors: Tensors, name: str) -> Iterator[Buffer]:
     entry = tensors.states[MODEL][name]
-    for box in segments(entry.shape, SEGMENT_BYTES // safetensors.DTYPES[entry.dtype].itemsize):
+    for box in segments(entry.shape, STREAM_BYTES // safetensors.DTYPES[entry.dtype].itemsize):
         yield tensors.read(MODEL, name, box).tobytes()
 
 
@@ -75,7 +75,7 @@ def _equal(tensors: Tensors, name: str, copy: str) -> bool:
     first, second = (tensors.states[MODEL][each] for each in (name, copy))
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    boxes = segments(first.shape, SEGMENT_BYTES // safetensors.DTYPES[first.dtype].itemsize)
+    boxes = segments(first.shape, STREAM_BYTES // safetensors.DTYPES[first.dtype].itemsize)
     return all(np.array_equal(tensors.read(MODEL, name, box), tensors.read(MODEL, copy, box)) for box in boxes)
 
 

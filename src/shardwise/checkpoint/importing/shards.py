@@ -13,7 +13,7 @@ from shardwise.checkpoint.importing.opened import Shapes, mismatches
 from shardwise.checkpoint.reading import DTYPES
 from shardwise.errors import ConfigError
 from shardwise.store.root import Buffer
-from shardwise.store.writing import SEGMENT_BYTES, Weight
+from shardwise.store.writing import STREAM_BYTES, Weight
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,10 +52,10 @@ class Stacked:
         return torch.cat(self.rows(start, stop).parts)
 
     def segments(self) -> Iterator[Buffer]:
-        """The bytes, row-major, as many at a time as `SEGMENT_BYTES` allows, and no less than a row."""
+        """The bytes, row-major, as many at a time as `STREAM_BYTES` allows, and no less than a row."""
         total = self.shape[0]
         row = max(1, torch.Size(self.shape[1:]).numel() * self.parts[0].element_size())
-        step = max(1, SEGMENT_BYTES // row)
+        step = max(1, STREAM_BYTES // row)
         for start in range(0, total, step):
             data = self.read(start, min(start + step, total)).contiguous()
             yield data.view(torch.uint8).numpy().data.cast("B")
