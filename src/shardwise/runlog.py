@@ -160,9 +160,6 @@ class RunDirectory:
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:04d}.log"
 
-    def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step-{step:08d}"
-
     @property
     def holds_run(self) -> bool:
         """Whether a run was started here: an empty or merely reserved folder holds none."""

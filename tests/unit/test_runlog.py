@@ -36,7 +36,6 @@ def test_paths(tmp_path: Path) -> None:
     assert not run.path.exists()
     assert run.rank_metrics(7) == tmp_path / "run/ranks/rank-0007.jsonl"
     assert run.log(12) == tmp_path / "run/logs/rank-0012.log"
-    assert run.checkpoint(100) == tmp_path / "run/checkpoints/step-00000100"
     assert run.create().path.is_dir()
 
 
