@@ -82,9 +82,12 @@ def ignore() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def requested(run_path: Path | str) -> str | None:
-    """Who asked this run to stop, to be read after "stopped by"; None where nobody did. Costs one stat a call."""
-    if _requests.by is not None:
+def requested(run_path: Path | str | None) -> str | None:
+    """Who asked this run to stop, to be read after "stopped by"; None where nobody did.
+
+    Costs one stat a call; without a `run_path` none, and then only signals are heard.
+    """
+    if _requests.by is not None or run_path is None:
         return _requests.by
     path = Path(run_path) / STOP_FILE
     if not path.exists():

@@ -21,6 +21,7 @@ from shardwise.data import PreparedData, Tokenizer, prepare
 from shardwise.errors import ConfigError, RunError, StoppedError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
+from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.folders import step_name, step_of
@@ -234,7 +235,7 @@ def _train(
             keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
         )
         told = went_back(config, restored[0] if restored is not None else None)
-        with Checkpoints(saver, config, reporter, mesh.host_group("control"), _asker(directory), told) as saving:
+        with Checkpoints(saver, config, reporter, mesh, _asker(directory), told) as saving:
             trainer.saving = saving
             stopping.install()
             stopped_by = trainer.run()
@@ -247,8 +248,10 @@ def _train(
 
 
 def _asker(directory: RunDirectory) -> Callable[[], str | None]:
-    """Why this rank thinks that the run shall stop."""
-    return lambda: stopping.requested(directory.path)
+    """Why this rank thinks that the run shall stop; one rank of each machine looks into the run's folder for it."""
+    place = joined()
+    folder = directory.path if place is None or place.local_rank == 0 else None
+    return lambda: stopping.requested(folder)
 
 
 def _stop(by: str, step: int, folder: Root, directory: RunDirectory, reporter: Reporter) -> NoReturn:

@@ -13,7 +13,7 @@ from shardwise import comm
 from shardwise.checkpoint.save import Saver
 from shardwise.config import Config
 from shardwise.errors import RunError
-from shardwise.mesh import Group
+from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
@@ -23,7 +23,7 @@ class Checkpoints:
     """Saves by steps, by minutes, at the end, and before a stop; tells the user how each save ended.
 
     Args:
-        control: all ranks, for a few numbers a step on the host. asked_to_stop: why this rank thinks that the run shall
+        mesh: its world exchanges two numbers after each step. asked_to_stop: why this rank thinks that the run shall
         stop, or None: what one rank heard, all do. went_back: what the manifests' `schedule` says of that.
     """
 
@@ -32,12 +32,12 @@ class Checkpoints:
         saver: Saver,
         config: Config,
         reporter: Reporter,
-        control: Group,
+        mesh: Mesh,
         asked_to_stop: Callable[[], str | None],
         went_back: Mapping[str, Any],
     ) -> None:
         self._saver, self._config, self._reporter = saver, config, reporter
-        self._control, self._asked_to_stop = control, asked_to_stop
+        self._mesh, self._asked_to_stop = mesh, asked_to_stop
         self._went_back = went_back
         self._saved_at = time.monotonic()
 
@@ -46,15 +46,15 @@ class Checkpoints:
         self._tell()
         every, minutes = self._config.checkpoint.every, self._config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        reason = self._asked_to_stop()
-        heard = torch.tensor([reason is not None, old and self._control.rank == 0], dtype=torch.int32)
-        stop, old = comm.all_reduce_(heard, self._control, op="max").tolist()
+        reason, world = self._asked_to_stop(), self._mesh.world
+        heard = torch.tensor([reason is not None, old and world.rank == 0], dtype=torch.int32, device=self._mesh.device)
+        stop, old = comm.all_reduce_(heard, world, op="max").tolist()
         if stop or old or last or (every and progress.step % every == 0):
             self._saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
         if not stop:
             return None
-        return next(each for each in comm.all_gather_objects(reason, self._control) if each is not None)
+        return next(each for each in comm.all_gather_objects(reason, world) if each is not None)
 
     def finish(self) -> None:
         """Wait for the last save.

@@ -106,6 +106,7 @@ def test_a_file_asks_and_is_forgotten(tmp_path: Path) -> None:
     stopping.install()
     stopping.request(tmp_path, "`shardwise stop`")
     assert stopping.requested(tmp_path) == stopping.requested(str(tmp_path)) == "`shardwise stop`"
+    assert stopping.requested(None) is None, "another rank of this machine looks"
     stopping.clear(tmp_path)
     assert stopping.requested(tmp_path) is None
     stopping.clear(tmp_path)
