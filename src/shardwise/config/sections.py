@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 MASKED_FRACTION = 0.15
 _MAX_SEED = 2**63 - 1
+# A colon and digits are a port. What follows any other may have a slash, as the secret keys of S3 do.
+_PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
 
 
 class ParallelConfig(Section):
@@ -179,9 +182,9 @@ class DataConfig(Section):
 class CheckpointConfig(Section):
     """When a run is saved, what is kept, and where weights and training state come from."""
 
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = only at the end")
+    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = none by steps")
     every_minutes: float | None = Field(
-        default=None, gt=0, description="also a checkpoint where the last is this many minutes old; null = never"
+        default=30.0, gt=0, description="also a checkpoint where the last is this many minutes old; null = never"
     )
     keep: int | None = Field(default=3, ge=1, description="newest checkpoints that stay; null = all")
     keep_every: int | None = Field(
@@ -207,7 +210,8 @@ class CheckpointConfig(Section):
     load: str | None = Field(
         default=None,
         min_length=1,
-        description="weights to start from: a Hugging Face folder or hub id; null = drawn from train.seed",
+        description="weights to start from: a checkpoint (a folder or a URL), a Hugging Face folder or a hub id; "
+        "null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
 
@@ -226,8 +230,16 @@ class CheckpointConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
-        lone = self.revision is not None and self.load is None
-        reject([f"checkpoint.revision ({self.revision!r}) needs checkpoint.load, the hub id"] if lone else [])
+        problems = [
+            f"checkpoint.{key} ({_PASSWORD.sub('…', url)}) must hold no password, which config.yaml and every manifest "
+            "would show: set it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or such as "
+            "FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD) or in fsspec's configuration"
+            for key, url in (("path", self.path), ("load", self.load))
+            if url is not None and _PASSWORD.search(url)
+        ]
+        if self.revision is not None and self.load is None:
+            problems.append(f"checkpoint.revision ({self.revision!r}) needs checkpoint.load, the hub id")
+        reject(problems)
         return self
 
 

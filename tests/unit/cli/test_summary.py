@@ -112,7 +112,8 @@ def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> Non
     ],
 )
 def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once: int, kept: str) -> None:
-    chosen = config(steps=steps).model_copy(update={"checkpoint": CheckpointConfig(**checkpoint)})
+    settings = CheckpointConfig(**{"every_minutes": None} | checkpoint)
+    chosen = config(steps=steps).model_copy(update={"checkpoint": settings})
     each = cost.checkpoint_bytes(chosen)
     assert each is not None
     assert rows(chosen)["disk"] == (

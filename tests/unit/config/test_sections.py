@@ -124,3 +124,25 @@ def test_batches_are_left_out_after_a_named_step() -> None:
     config = load_config("llama2-tiny", ["checkpoint.resume=10", "train.skip_batches=3"])
     config.check(1)
     assert config.train.skip_batches == 3
+
+
+def test_a_long_run_is_saved_on_its_way() -> None:
+    for recipe in ("llama2-7b", "quickstart"):
+        assert load_config(recipe).checkpoint.every_minutes == 30
+
+
+@pytest.mark.parametrize("key", ["path", "load"])
+@pytest.mark.parametrize("login", ["AKIA:se/cr+et", "user:1234", ":word"])
+def test_a_password_has_no_place_in_the_configuration(key: str, login: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", [f"checkpoint.{key}=s3://{login}@bucket/run"])
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"checkpoint.{key} (s3://…@bucket/run) must hold no password, which config.yaml")
+    assert "FSSPEC_FTP_PASSWORD" in problem
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/run", "sftp://user@host/run", "abfs://container@account.host/run", "http://host:8080/a@b"]
+)
+def test_a_url_without_a_password_is_taken(url: str) -> None:
+    assert load_config("llama2-tiny", [f"checkpoint.path={url}"]).checkpoint.path == url
