@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from shardwise.runlog import RunLock
 from shardwise.store.folders import partial_name, step_name
 from shardwise.store.manifest import MANIFEST
+from shardwise.store.owner import Owner, take
+from shardwise.store.root import Root
 from tests.e2e.command import environment, shardwise
 from tests.stored import small_tensors, write_checkpoint
 
@@ -122,18 +125,57 @@ def test_prune(run: Path) -> None:
     out = shardwise("checkpoint", "prune", "--keep", "1", "--dry-run", run, at=run).succeeded().out
     assert out.count("would remove") == 3
     assert sorted(path.name for path in folder.iterdir()) == before
-    (folder / f"{step_name(150)}.abandoned").mkdir()
+    for kind in ("abandoned", "damaged"):
+        (folder / f"{step_name(150)}.{kind}").mkdir()
     out = shardwise("checkpoint", "prune", run, "--keep", "1", "--keep-every", "100", at=run).succeeded().out
     assert out.splitlines() == [f"removed {folder / partial_name(250)} (2.0 KiB)", "1 folder, 2.0 KiB freed"]
     out = shardwise("checkpoint", "prune", run, "--keep", "1", "--abandoned", at=run).succeeded().out
-    assert out.count("removed ") == 3
+    assert out.count("removed ") == 4
     assert sorted(path.name for path in folder.iterdir()) == [step_name(300), step_name(400)]
     assert shardwise("checkpoint", "prune", run, "--keep", "1", at=run).succeeded().out == "nothing to remove\n"
 
 
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_run_under_way_is_not_pruned(run: Path, owned: bool) -> None:
+    """Whether its folder is given, that of its checkpoints, or, where these lie elsewhere, what they are told of it."""
+    (run / "config.yaml").write_text("checkpoint: {path: null}\n")
+    folder = run / "checkpoints"
+    if owned:
+        folder = folder.rename(run.parent / "far")
+        take(Root.of(folder), Owner.here("mine", run))
+    before = sorted(folder.iterdir())
+    for given in (folder,) if owned else (folder, run):
+        command = ("checkpoint", "prune", given, "--keep", "1")
+        with RunLock(run):
+            text = shardwise(*command, at=run).failed(2)
+            assert shardwise(*command, "--dry-run", at=run).succeeded().out.count("would remove") == 3
+        assert text.startswith(f"shardwise: the run in {run} is under way: ")
+        assert sorted(folder.iterdir()) == before
+    assert shardwise(*command, at=run).succeeded().out.count("removed ") == 3
+
+
+def test_what_is_left_out_is_said(run: Path) -> None:
+    """On standard error: what a program reads is the same."""
+    weights = checkpoint(run, 300) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for command in (("export", run, "out"), ("diff", run, checkpoint(run, 200))):
+        found = shardwise("checkpoint", *command, at=run)
+        assert found.code == 0
+        assert found.err.startswith(f"taking {checkpoint(run, 200)}, the newest intact one: ")
+        assert f"{step_name(400)} has no {MANIFEST}: it was not completed; " in found.err
+        assert f"{step_name(300)}/model.safetensors is damaged: its length (" in found.err
+
+
+def test_diff_of_what_is_damaged_is_no_difference(run: Path) -> None:
+    weights = checkpoint(run, 200) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    text = shardwise("checkpoint", "diff", checkpoint(run, 300), checkpoint(run, 200), at=run).failed(2)
+    assert "model.safetensors is damaged: bytes " in text
+
+
 def test_diff(run: Path) -> None:
     other = write_checkpoint(run / "other", 300, small_tensors(300), ranks=3, config={"train": {"steps": 7}}).local()
-    out = shardwise("checkpoint", "diff", run, other, at=run).succeeded().out
+    out = shardwise("checkpoint", "diff", checkpoint(run, 300), other, at=run).succeeded().out
     assert ["train.steps", "1000", "7"] in [line.split() for line in out.splitlines()]
     assert "model: 4 of 4 tensors equal" in out
     assert out.endswith("equal: the same tensors to the bit\n")

@@ -258,8 +258,12 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
     with silent() as address:
         began = time.monotonic()
-        text = refusal(tmp_path, {**user_of(address), **path}, f"checkpoint.path={URL}")
-    assert f"checkpoint.path: {URL} cannot be reached: no answer within 2 s; set AWS_ENDPOINT_URL to " in text
+        user = {**user_of(address), **path}
+        text = refusal(tmp_path, user, f"checkpoint.path={URL}")
+        looked = shardwise("checkpoint", "inspect", URL, at=tmp_path, **user).failed(1)
+    said = f"{URL} cannot be reached: no answer within 2 s; set AWS_ENDPOINT_URL to "
+    assert f"checkpoint.path: {said}" in text
+    assert looked.startswith(f"shardwise: {said}")
     assert time.monotonic() - began < 60, "something else waited"
 
 

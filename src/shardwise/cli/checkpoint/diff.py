@@ -1,7 +1,7 @@
 """Compare two checkpoints or Hugging Face folders, tensor by tensor, whatever layouts wrote them.
 
-Exit code 0: both hold the same tensors, to the bit; 1: they do not. The configuration is compared too, and does not
-count: two layouts may hold the same model.
+Exit code 0: both hold the same tensors, to the bit; 1: they do not; 2: one of them cannot be read, or is damaged. The
+configuration is compared too, and does not count: two layouts may hold the same model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
 from shardwise.cli.checkpoint import places, text
+from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.store.diff import Difference, TensorDifference
@@ -33,10 +34,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.store.diff import diff
+    from shardwise.store.root import StoreError
 
-    a, b = places.newest_intact(arguments.a).root, places.newest_intact(arguments.b).root
-    with text.bar("comparing", sum(a.files().values())) as progress:
-        found = diff(a, b, progress)
+    try:
+        a, b = (places.newest_intact(each, text.progress).root for each in (arguments.a, arguments.b))
+        with text.bar("comparing", sum(a.files().values())) as progress:
+            found = diff(a, b, progress)
+    except StoreError as error:
+        raise ConfigError(str(error)) from None  # exit code 1 would say that they differ
     if arguments.json:
         from shardwise.runlog import json_text
 

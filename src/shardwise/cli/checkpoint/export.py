@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a checkpoint, or a run's folder (its newest one); a path, or a URL such as s3://bucket/run",
+        help="a checkpoint, or a run's folder (its newest intact one); a path, or a URL such as s3://bucket/run",
     )
     parser.add_argument("dest", metavar="DEST", help="the folder to write, which must not exist; a path or a URL")
     parser.add_argument(
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.store.export import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    export = Export(places.newest_intact(arguments.checkpoint).root, arguments.dtype)
+    export = Export(places.newest_intact(arguments.checkpoint, text.progress).root, arguments.dtype)
     parent, name = split(arguments.dest)
     with text.bar(f"exporting to {name}", export.nbytes) as progress:
         done = export.write(parent, name, max_shard_bytes, progress)
@@ -72,11 +72,9 @@ def shard_bytes(given: str) -> int:
 
 def split(location: str) -> tuple[Root, str]:
     """The folder that a new one is made in, and its name."""
-    from shardwise.store.root import Root
-
     if "://" in location:
         parent, _, name = location.rstrip("/").rpartition("/")
     else:
         path = Path(location).expanduser().absolute()
         parent, name = str(path.parent), path.name
-    return Root.of(parent), name
+    return places.reached(parent), name

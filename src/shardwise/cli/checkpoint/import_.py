@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli import output
-from shardwise.cli.checkpoint import text
+from shardwise.cli.checkpoint import places, text
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.errors import ConfigError
 from shardwise.units import count, size
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     root = _checkpoints(arguments.dest)
     opened = _open(arguments)
     for note in opened.notes:
-        output.progress(text.shown(f"note: {note}"))
+        text.progress(f"note: {note}")
     with text.bar("importing", opened.nbytes) as progress:
         done = write_checkpoint(opened, root, max_shard_bytes, progress)
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
@@ -99,9 +99,7 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 
 def _checkpoints(dest: str) -> Root:
     """Where a run has its checkpoints, or the folder itself."""
-    from shardwise.store.root import Root
-
-    root = Root.of(dest if "://" in dest else Path(dest).expanduser())
+    root = places.reached(dest if "://" in dest else Path(dest).expanduser())
     return root / "checkpoints" if (root / "checkpoints").is_folder() else root
 
 
@@ -128,7 +126,7 @@ def _hugging_face(source: str, revision: str | None) -> Root:
     from shardwise.store.root import Root
 
     if hub.is_url(source):
-        return Root.of(source)
+        return places.reached(source)
     try:
         return Root.of(hub.resolve(source, revision, announce=output.progress))
     except ConfigError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
@@ -42,6 +43,20 @@ def add_path(parser: argparse.ArgumentParser, name: str = "PATH") -> None:
     )
 
 
+def reached(location: str | Path) -> Root:
+    """The place of a path or URL, which has answered.
+
+    Raises:
+        ConfigError: the URL's client is not there. StoreError: no answer within the time that a first one may take.
+    """
+    from shardwise.store.reach import in_time
+    from shardwise.store.root import Root
+
+    root = Root.of(location)
+    in_time(root, root.exists)
+    return root
+
+
 def locate(location: str) -> Place:
     """What lies at a path or URL.
 
@@ -50,9 +65,8 @@ def locate(location: str) -> Place:
     """
     from shardwise.store.folders import step_of
     from shardwise.store.manifest import MANIFEST
-    from shardwise.store.root import Root
 
-    root = Root.of(location)
+    root = reached(location)
     if not root.exists():
         hint = ": no run was started in this folder, name a run's" if location == LATEST else ""
         raise ConfigError(f"{root} must be a checkpoint or a run's folder: there is nothing of that name{hint}")
@@ -64,7 +78,7 @@ def locate(location: str) -> Place:
     if step_of(root.name) is not None:
         raise ConfigError(f"{root} is no checkpoint: it has no {MANIFEST}, so it was not completed")
     if _CONFIG in names and (configured := _configured(root)):
-        return Place(Root.of(configured), False, configured)
+        return Place(reached(configured), False, configured)
     if _FOLDER in names:
         return Place(root / _FOLDER, False, _inside(location, _FOLDER))
     if any(step_of(name) is not None for name in names):
@@ -80,19 +94,18 @@ def all_of(place: Place) -> list[Found]:
     return [glance(place.root)] if place.single else checkpoints(place.root)
 
 
-def newest_intact(location: str, announce: Callable[[str], None] | None = None) -> Place:
+def newest_intact(location: str, announce: Callable[[str], None] | None) -> Place:
     """The checkpoint at a path or URL, or the newest one of a run or folder; a folder of another kind as it is.
 
-    `announce` is called with one line where newer ones are left out.
+    `announce` is called with one line where newer ones are left out, and says why.
 
     Raises:
         ConfigError: there is nothing of that name, or no intact checkpoint. StoreError: it cannot be read.
     """
     from shardwise.store.folders import checkpoints, step_of
     from shardwise.store.manifest import MANIFEST
-    from shardwise.store.root import Root
 
-    root = Root.of(location)
+    root = reached(location)
     names = root.names()
     holds_steps = _FOLDER in names or _CONFIG in names or any(step_of(name) is not None for name in names)
     if MANIFEST not in names and step_of(root.name) is None and (_MODEL in names or not holds_steps):
@@ -106,7 +119,7 @@ def newest_intact(location: str, announce: Callable[[str], None] | None = None) 
     for found in checkpoints(place.root):
         if found.problem is None:
             if skipped and announce is not None:
-                announce(f"taking {found.folder}: {'; '.join(skipped)}")
+                announce(f"taking {found.folder}, the newest intact one: {'; '.join(skipped)}")
             return Place(found.folder, True, _inside(place.location, found.folder.name))
         skipped.append(found.problem)
     if skipped:

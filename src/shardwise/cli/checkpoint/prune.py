@@ -1,15 +1,18 @@
 """Remove all checkpoints of a run but the newest.
 
-The newest intact checkpoint always stays, and so does whatever is newer: it may be a save under way. With the old ones
-go the leftovers of saves that were cut off.
+The newest intact checkpoint always stays, and so does whatever is newer. With the old ones go the leftovers of saves
+that were cut off. The run must not be under way: as long as it is, it removes its own by checkpoint.keep.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from pathlib import Path
 
 from shardwise.cli.checkpoint import places, text
 from shardwise.errors import ConfigError
+from shardwise.runlog import RunDirectory, RunLock
 from shardwise.units import size
 
 
@@ -22,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--keep-every", metavar="M", type=int, help="every checkpoint whose step is a multiple of M stays too"
     )
     parser.add_argument(
-        "--abandoned", action="store_true", help="also remove those that were set aside when the run went back"
+        "--abandoned",
+        action="store_true",
+        help="also remove those that were set aside, .abandoned when the run went back and .damaged ones alike",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would go, and remove nothing")
 
@@ -41,14 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
     place = places.locate(arguments.path)
     if place.single:
         raise ConfigError(f"RUN ({place.root}) must be a run's folder or a folder of checkpoints: it is one checkpoint")
-    going = removable(place.root, keep, every)
-    others = [*going.leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
-    sizes = [(each.folder, each.bytes) for each in going.checkpoints]
-    sizes += [(folder, sum(folder.files().values())) for folder in others]
-    if not arguments.dry_run:
-        going.remove()
-        for folder in others:
-            folder.remove()
+    with ExitStack() as held:
+        if not arguments.dry_run:
+            for run in _runs(place, arguments.path):
+                _hold(held, run)
+        going = removable(place.root, keep, every)
+        others = [*going.leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
+        sizes = [(each.folder, each.bytes) for each in going.checkpoints]
+        sizes += [(folder, sum(folder.files().values())) for folder in others]
+        if not arguments.dry_run:
+            going.remove()
+            for folder in others:
+                folder.remove()
     verb = "would remove" if arguments.dry_run else "removed"
     for folder, held in sizes:
         text.line(f"{verb} {folder} ({size(held)})")
@@ -56,3 +65,28 @@ def run(arguments: argparse.Namespace) -> int:
     freed = f"{total} would be freed" if arguments.dry_run else f"{total} freed"
     text.line(f"{text.of(len(sizes), 'folder')}, {freed}" if sizes else "nothing to remove")
     return 0
+
+
+def _runs(place: places.Place, given: str) -> list[Path]:
+    """The folders on this machine of runs that may save there."""
+    from shardwise.store.owner import owner
+
+    folders = [Path(given)]
+    if place.root.is_local:
+        folders.append(place.root.local().parent)
+    saving = owner(place.root)
+    if saving is not None:
+        folders.append(Path(saving.folder))
+    return list(dict.fromkeys(folder.resolve() for folder in folders if RunDirectory(folder).holds_run))
+
+
+def _hold(held: ExitStack, run: Path) -> None:
+    try:
+        held.enter_context(RunLock(run))
+    except ConfigError:
+        if not RunLock.is_held(run):
+            raise
+        raise ConfigError(
+            f"the run in {run} is under way: wait for its end, or stop it by `shardwise stop {run}`; its own old "
+            "checkpoints it removes by checkpoint.keep"
+        ) from None

@@ -26,6 +26,11 @@ def line(text: str = "") -> None:
     output.line(shown(text))
 
 
+def progress(text: str) -> None:
+    """A line on stderr."""
+    output.progress(shown(text))
+
+
 def rows(pairs: Sequence[tuple[str, str]]) -> None:
     """Names and values, the values under each other."""
     width = max((len(name) for name, _ in pairs), default=0)
