@@ -79,6 +79,7 @@ class Reporter:
         self._last: StepRecord | None = None
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
+        self._seconds_before: float | None = 0.0
         self._stopped = False
 
     def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
@@ -89,6 +90,7 @@ class Reporter:
         """
         self._started = time.perf_counter()
         self._before, self._end = steps_before, end_of_run(self.config, steps_before)
+        self._seconds_before = self._seconds_until(steps_before)
         if self._metrics is None:
             return
         if self.config.log.tensorboard:
@@ -137,6 +139,7 @@ class Reporter:
             seconds=saved.seconds,
             blocked_seconds=saved.blocked,
             removed=list(saved.removed),
+            time_to_train_seconds=self._time_to_train(time.perf_counter() - saved.seconds),
         )
         self.message(
             f"checkpoint of step {saved.step:,}: {saved.folder}, {units.size(saved.bytes)} in {saved.seconds:.1f} s, "
@@ -202,12 +205,13 @@ class Reporter:
     def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """End a run that did all its steps: write results.json with `extra` added, print the result, and return it."""
         whole = self._step >= self.config.train.steps
-        results = self._results() | (extra or {})
+        now = time.perf_counter()
+        results = self._results(now) | (extra or {})
         if self.rank == 0:
             self.run.write_results(results)
         self.stop("finished" if whole else "stop_after")
         if self.rank == 0 and self._last is not None:
-            self.message(_result_line(results, self._before))
+            self.message(_result_line(results, now - self._started))
             self.message(f"run: {self.run.path}")
         return results
 
@@ -274,7 +278,18 @@ class Reporter:
             "zero": self.config.optimizer.zero,
         }
 
-    def _results(self) -> dict[str, Any]:
+    def _time_to_train(self, until: float) -> float | None:
+        """Over all runs of this training; None where an earlier one told no time."""
+        return None if self._seconds_before is None else self._seconds_before + until - self._started
+
+    def _seconds_until(self, step: int) -> float | None:
+        """What training took up to the checkpoint of `step`, as the run that saved it wrote; without what was lost."""
+        if not step or self._metrics is None:
+            return None if step else 0.0
+        told = [each for each in self.run.events("checkpoint") if each.get("step") == step]
+        return told[-1].get("time_to_train_seconds") if told else None
+
+    def _results(self, now: float) -> dict[str, Any]:
         last, throughput = self._last, self._throughput
         evaluation: Mapping[str, Any]
         if self._evaluation is None:
@@ -288,12 +303,13 @@ class Reporter:
             "device": self.device_name,
             "precision": asdict(self.precision),
             "steps": self._step,
+            "steps_before": self._before,
             "tokens": last.tokens if last else 0,
             "samples": last.samples if last else 0,
             "final_loss": last.loss if last else self._recorded("step").get("loss"),
             "final_eval_loss": evaluation.get("loss"),
             "final_perplexity": evaluation.get("perplexity"),
-            "time_to_train_seconds": time.perf_counter() - self._started,
+            "time_to_train_seconds": self._time_to_train(now),
             "samples_per_second": {"average": throughput.average, "peak": throughput.peak},
             "tokens_per_second": {"average": throughput.average * length, "peak": throughput.peak * length},
             "mfu": self._rates(throughput.average)["mfu"],
@@ -382,10 +398,11 @@ def _print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
     console.print(Panel(table, title="shardwise", title_align="left", border_style="dim", expand=False))
 
 
-def _result_line(results: dict[str, Any], before: int) -> str:
-    """`before`: steps of earlier runs, which the time does not have."""
+def _result_line(results: dict[str, Any], seconds: float) -> str:
+    """`seconds`: of this run, without those that took the steps before."""
+    before = results["steps_before"]
     steps = f"steps {before + 1:,} to {results['steps']:,}" if before else f"{results['steps']:,} steps"
-    parts = [f"{steps} in {units.duration(results['time_to_train_seconds'])}"]
+    parts = [f"{steps} in {units.duration(seconds)}"]
     parts.append(f"loss {results['final_loss']:.4f}")
     if results["final_perplexity"] is not None:
         parts.append(f"evaluation perplexity {results['final_perplexity']:,.2f}")

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, config_from
 from shardwise.cost import expected_memory, flops_per_token, parameter_count
 from shardwise.runlog import RunDirectory
@@ -255,6 +257,38 @@ def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
     assert (results["steps"], results["final_loss"]) == (100, 100 / 7)
     assert (results["final_eval_loss"], results["final_perplexity"]) == (1.5, math.exp(1.5))
     assert json.loads((tmp_path / "run/results.json").read_text())["samples"] == 800
+
+
+def test_the_time_of_a_run_that_went_on_has_what_it_took_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 s to the checkpoint of step 40, 20 s more that are lost, 5 s to the end; its rates are those of the end."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with reporter(tmp_path)[0] as made:
+        made.start()
+        made.step(record(40))
+        now[0] = 32.0
+        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, None))
+        now[0] = 50.0
+        made.step(record(60))
+    again, stream = reporter(tmp_path)
+    with again:
+        now[0] = 100.0
+        again.start(steps_before=40)
+        for step in range(41, 101):
+            again.step(record(step, seconds=0.25))
+        now[0] = 105.0
+        results = again.finish()
+    assert (results["steps"], results["steps_before"]) == (100, 40)
+    assert results["time_to_train_seconds"] == 35.0
+    assert results["samples_per_second"]["average"] == 32.0
+    assert "steps 41 to 100 in 5.0 s" in stream.getvalue()
+
+
+def test_a_time_that_nobody_told_is_not_made_up(tmp_path: Path) -> None:
+    with reporter(tmp_path)[0] as made:
+        made.start(steps_before=40)
+        made.step(record(100))
+        assert made.finish()["time_to_train_seconds"] is None
 
 
 def test_steps_that_are_taken_again_replace_those_of_tensorboard(tmp_path: Path) -> None:
