@@ -7,7 +7,7 @@ nothing that is trained (`formats.INERT`); everything else is an error. An absen
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,14 @@ from shardwise.config.families import GPTConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.config.formats import ACTIVATION_FIELDS, FORMATS, INERT, ONLY, SAME_ACTIVATION, Format
 from shardwise.config.model import FamilyConfig
 from shardwise.errors import ConfigError, listing
+
+
+class UnsupportedError(ConfigError):
+    """Fields that make another model than we have. `section`: the file's, with defaults in their place."""
+
+    def __init__(self, problems: Sequence[str], section: dict[str, Any]) -> None:
+        super().__init__(problems)
+        self.section = section
 
 
 def read_hugging_face(path: Path) -> dict[str, Any]:
@@ -58,7 +66,8 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     `rope_scaling` or the `rope_parameters` of transformers 5. The section's own values are for pydantic to check.
 
     Raises:
-        ConfigError: with every field that makes another model than we have, its value and the supported one.
+        UnsupportedError: with every field that makes another model than we have, its value and the supported one.
+        ConfigError: the model is of no family that we have.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
@@ -71,14 +80,18 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         value = given.pop(name, default)
         if value is None and name != "pad_token_id":
             value = default
+        problem = None
         if name in ACTIVATION_FIELDS:
             value = SAME_ACTIVATION.get(str(value), value)
             if value not in form.acts:
-                problems.append(_unsupported(name, value, form.acts))
+                problem = _unsupported(name, value, form.acts)
         elif name in form.only and value != form.only[name]:
-            problems.append(_unsupported(name, value, (form.only[name],)))
+            problem = _unsupported(name, value, (form.only[name],))
         elif value is None and default is not None:
-            problems.append(f"{name} (null) is not supported: only an id")
+            problem = f"{name} (null) is not supported: only an id"
+        if problem is not None:
+            problems.append(problem)
+            value = default
         if value is not None:
             section[key] = value
     if form.family in ("llama", "gpt_neox"):
@@ -87,7 +100,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         problems += found
     problems += _leftover(given, form)
     if problems:
-        raise ConfigError([f"{origin}: {problem}" for problem in problems])
+        raise UnsupportedError([f"{origin}: {problem}" for problem in problems], section)
     return section
 
 

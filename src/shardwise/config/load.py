@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.config.base import PROBLEMS
-from shardwise.config.hugging_face import read_hugging_face
+from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.config.root import Config
 from shardwise.config.text import parse_value, parse_yaml
@@ -96,11 +96,9 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     config, model_unread = None, False
     model = values.get("model")
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
-        try:
-            model = _expanded(model)
-        except ConfigError as error:
-            found += error.problems
-            model_unread = True
+        model, of_file = _expanded(model)
+        found += of_file
+        model_unread = model is None
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
@@ -140,21 +138,29 @@ def _drop_spellings(model: dict[str, Any], key: str) -> None:
             del model[known]
 
 
-def _expanded(model: dict[str, Any]) -> dict[str, Any]:
-    """The section with `config` replaced by the model that this Hugging Face file describes."""
+def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """The section with `config` replaced by the model that this Hugging Face file describes, and what is wrong with it.
+
+    No section where the file cannot be read; where single fields of it cannot, these have their defaults.
+    """
     beside = {key: value for key, value in model.items() if key != "config"}
     path = model["config"]
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder")
+        return None, [f"{_MODEL_FILE} ({path!r}) must be the path of a Hugging Face config.json or of its folder"]
+    problems: list[str] = []
     try:
         section = read_hugging_face(Path(path).expanduser())
     except ConfigError as error:
-        raise ConfigError([f"{_MODEL_FILE}: {problem}" for problem in error.problems]) from None
+        problems = [f"{_MODEL_FILE}: {problem}" for problem in error.problems]
+        if not isinstance(error, UnsupportedError):
+            return None, problems
+        section = error.section
     family = section["family"]
     if beside.get("family", family) != family:
-        raise ConfigError(f"model.family ({beside['family']!r}) must be left out or {family}, as {_MODEL_FILE} says")
+        problems.append(f"model.family ({beside['family']!r}) must be left out or {family}, as {_MODEL_FILE} says")
+        return None, problems
     aliases = FAMILIES[family].aliases
-    return section | {aliases.get(key, key): value for key, value in beside.items()}
+    return section | {aliases.get(key, key): value for key, value in beside.items()}, problems
 
 
 def _texts(details: Any) -> list[str]:

@@ -191,6 +191,22 @@ def test_a_wrong_file_is_told_with_all_other_mistakes() -> None:
     assert [text.split(" ")[0] for text in found] == ["model.config:", "train.steps", "data.pth:"]
 
 
+def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
+    """What no family has, what has another type, and a value of the command line that stands for one of the file."""
+    wrong = {"alibi": True, "activation_function": "quick_gelu", "n_embd": "768", "n_layer": 2.5, "resid_pdrop": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GPT2, **wrong}))
+    assert problems(f"model.config={path}", "model.resid_pdrop=0.1", "model.n_head=x", "train.steps=0") == [
+        f'model.config: {path}: activation_function ("quick_gelu") is not supported: only "gelu", "gelu_new", '
+        '"gelu_fast", "gelu_pytorch_tanh" or "relu"',
+        f"model.config: {path}: alibi (true) is not supported",
+        "model.hidden_size ('768') must be a whole number",
+        "model.num_hidden_layers (2.5) must be a whole number",
+        "model.num_attention_heads ('x') must be a whole number",
+        "train.steps (0) must be greater than 0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("recipe", "name"), [("quickstart", "quickstart"), ("a/b.yaml", "b"), ("x.y.yml", "x.y"), ("a/b", "b")]
 )
