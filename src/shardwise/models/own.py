@@ -1,9 +1,9 @@
 """A model of the user's own: `model.family=package.module:Class`.
 
 The class is called with keywords: every key under `model` but `family`, and of what the run decides (`RUN`) those that
-its constructor names. A constructor that names `config` gets the section as an object instead of its keys. Its
-`forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses; with `dropout` among its keywords it is
-given the step's `DropoutKey`, or None in an evaluation.
+its constructor names, or the base's to which it passes `**kwargs`. A constructor that names `config` gets the section
+as an object instead of its keys. Its `forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses; with
+`dropout` among its keywords it is given the step's `DropoutKey`, or None in an evaluation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_own(config: Config) -> type[nn.Module]:
     """
     assert isinstance(config.model, OwnConfig)
     found = _own_class(config.model.family)
-    takes = signature(found).parameters
+    takes = _constructor(found)
     problems = _key_problems(config.model, takes) + _layout_problems(config, takes)
     problems += _forward_problems(config.model, signature(found.forward).parameters)
     if problems:
@@ -71,12 +71,13 @@ def build_own(
     """
     found, model = check_own(config), config.model
     assert isinstance(model, OwnConfig)
-    takes = signature(found).parameters
+    takes = _constructor(found)
     run = dict(
         zip(RUN, (group, sequence_parallel, config.train.recompute, config.train.seed, device, dtype), strict=True)
     )
     given = {"config": model} if _takes_config(model, takes) else _given(model)
-    arguments = {name: value for name, value in {**given, **run}.items() if _accepts(takes, name)}
+    arguments = {name: value for name, value in given.items() if _accepts(takes, name)}
+    arguments |= {name: value for name, value in run.items() if _names(takes, name)}
     torch.manual_seed(config.train.seed)
     try:
         built = found(**arguments)
@@ -84,9 +85,9 @@ def build_own(
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise
         raise ConfigError(f"model.family ({model.family}) cannot be built: {_told(error)}") from error
-    if not _accepts(takes, "device"):
+    if not _names(takes, "device"):
         built.to(device=device)
-    if not _accepts(takes, "dtype"):
+    if not _names(takes, "dtype"):
         built.to(dtype=dtype)
     problems = _parameter_problems(built, model.family, group)
     if problems:
@@ -155,11 +156,31 @@ def _told(error: Exception) -> str:
 # ---- what it can be called with
 
 
-def _accepts(takes: _Signature, name: str) -> bool:
-    found = takes.get(name)
-    if found is not None and found.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY):
-        return True
+def _constructor(found: type[nn.Module]) -> _Signature:
+    """What the constructor takes. One with `**kwargs` is taken to pass them on to the next of its bases."""
+    takes = dict(signature(found).parameters)
+    passed_on = _is_open(takes)
+    for base in found.__mro__[1:]:
+        if not passed_on or base is nn.Module:
+            break
+        if "__init__" in vars(base):
+            inner = signature(base).parameters
+            new = [name for name in inner if name not in takes and _names(inner, name)]
+            takes |= {name: inner[name].replace(default=None) for name in new}  # none that the recipe must give
+            passed_on = _is_open(inner)
+    return takes
+
+
+def _is_open(takes: _Signature) -> bool:
     return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values())
+
+
+def _names(takes: _Signature, name: str) -> bool:
+    return name in takes and takes[name].kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def _accepts(takes: _Signature, name: str) -> bool:
+    return _names(takes, name) or _is_open(takes)
 
 
 def _required(takes: _Signature) -> list[str]:
@@ -188,7 +209,14 @@ def _key_problems(model: OwnConfig, takes: _Signature) -> list[str]:
         return problems
     names = [name for name in takes if name not in RUN and name != "self"]
     for key in given:
-        if key in RUN or key in OwnConfig.model_fields or _accepts(takes, key):
+        if key in RUN or key in OwnConfig.model_fields or _names(takes, key):
+            continue
+        if _is_open(
+            takes
+        ):  # what it does with other names is unknown, but one like that of an unused argument is wrong
+            near = nearest_name(key, [name for name in names if name not in given], cutoff=0.8)
+            if near:
+                problems.append(f"model.{key}: {model.family} names no such argument; did you mean model.{near}?")
             continue
         near = nearest_name(key, names, cutoff=0.75)
         hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
@@ -208,7 +236,7 @@ def _layout_problems(config: Config, takes: _Signature) -> list[str]:
     return [
         f"{rule}: {family} takes no argument {name}"
         for name, wanted, rule in asked
-        if wanted and not _accepts(takes, name)
+        if wanted and not _names(takes, name)
     ]
 
 

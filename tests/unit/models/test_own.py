@@ -188,11 +188,45 @@ def test_a_constructor_may_take_everything(write: Write) -> None:
         super().__init__()
         self.layer, self.given = nn.Linear(3, 3), given
     """
-    given = build(config(write(takes_all), depth=3)).given
-    assert given["depth"] == 3
-    assert set(given) == {
-        "vocab_size", "depth", "group", "sequence_parallel", "recompute", "seed", "device", "dtype"
-    }  # fmt: skip
+    built = build(config(write(takes_all), depth=3), dtype=torch.bfloat16)
+    assert built.given == {"vocab_size": 16, "depth": 3}, "of the run it is given what it names"
+    assert built.layer.weight.dtype == torch.bfloat16
+    sections = {"parallel": {"tensor": 2}, "train": {"recompute": "full"}}
+    assert [text.split()[0] for text in problems(config("mine:Model", sections))] == [
+        "parallel.tensor", "train.recompute"
+    ]  # fmt: skip
+
+
+def test_what_a_constructor_passes_on_its_base_takes(write: Write) -> None:
+    base = """
+class Base(nn.Module):
+    def __init__(self, width, recompute, group=None):
+        super().__init__()
+        self.layer, self.group = nn.Linear(3, width), group
+
+class Model(Base):
+"""
+    passes_on = """
+    def __init__(self, depth=1, **kwargs):
+        super().__init__(kwargs.pop("vocab_size"), **kwargs)
+        self.depth = depth
+    """
+    group = Group()
+    built = build(config(write(passes_on, head=HEAD.partition("class")[0] + base), depth=2), group)
+    assert (built.depth, built.group) == (2, group)
+    assert built.layer.weight.shape == (16, 3)
+
+
+def test_a_misspelt_key_is_told_as_far_as_names_go(write: Write) -> None:
+    """Of `**kwargs` nobody knows the names: what is like none of the others is passed on."""
+    takes_all = """
+    def __init__(self, vocab_size, width=4, **kwargs):
+        super().__init__()
+        self.layer, self.given = nn.Linear(3, width), kwargs
+    """
+    chosen = config(write(takes_all), widht=3, color="red")
+    assert problem(chosen) == "model.widht: mine:Model names no such argument; did you mean model.width?"
+    assert build(config("mine:Model", widht=3, width=5, color="red")).given == {"color": "red", "widht": 3}
 
 
 def test_a_constructor_may_take_the_section(write: Write) -> None:
