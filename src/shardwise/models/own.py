@@ -211,9 +211,7 @@ def _key_problems(model: OwnConfig, takes: _Signature) -> list[str]:
     for key in given:
         if key in RUN or key in OwnConfig.model_fields or _names(takes, key):
             continue
-        if _is_open(
-            takes
-        ):  # what it does with other names is unknown, but one like that of an unused argument is wrong
+        if _is_open(takes):  # what else it takes is unknown; what is like an argument without a key is misspelt
             near = nearest_name(key, [name for name in names if name not in given], cutoff=0.8)
             if near:
                 problems.append(f"model.{key}: {model.family} names no such argument; did you mean model.{near}?")

@@ -46,10 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     place = places.locate(arguments.path)
     if place.single:
         raise ConfigError(f"RUN ({place.root}) must be a run's folder or a folder of checkpoints: it is one checkpoint")
-    with ExitStack() as held:
+    with ExitStack() as locks:
         if not arguments.dry_run:
             for run in _runs(place, arguments.path):
-                _hold(held, run)
+                _hold(locks, run)
         going = removable(place.root, keep, every)
         others = [*going.leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
         sizes = [(each.folder, each.bytes) for each in going.checkpoints]
@@ -80,9 +80,9 @@ def _runs(place: places.Place, given: str) -> list[Path]:
     return list(dict.fromkeys(folder.resolve() for folder in folders if RunDirectory(folder).holds_run))
 
 
-def _hold(held: ExitStack, run: Path) -> None:
+def _hold(locks: ExitStack, run: Path) -> None:
     try:
-        held.enter_context(RunLock(run))
+        locks.enter_context(RunLock(run))
     except ConfigError:
         if not RunLock.is_held(run):
             raise
