@@ -4,6 +4,8 @@
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
 PYTHON_M := .venv/bin/python -m
+# Two files of tests at a time: starting Python and torch is most of the time, and what is measured is memory and counts.
+PYTEST := $(PYTHON_M) pytest -n 2 --dist loadfile
 # Extra arguments: `make train ARGS="train.steps=50"`, `make test ARGS="-k zero"`.
 ARGS ?=
 export PYTHON
@@ -23,10 +25,10 @@ train: env
 	@.venv/bin/shardwise train quickstart $$(.venv/bin/python scripts/quickstart_layout.py) $(ARGS)
 
 test: env
-	$(PYTHON_M) pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-all: env
-	$(PYTHON_M) pytest -m "slow or not slow" $(ARGS)
+	$(PYTEST) -m "slow or not slow" $(ARGS)
 
 lint: env
 	$(PYTHON_M) ruff check

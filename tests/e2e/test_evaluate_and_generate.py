@@ -75,6 +75,7 @@ def test_the_page_writes_one_text_at_any_layout(followed: tuple[Path, dict[str, 
     assert re.fullmatch(r"20 tokens \(--max-tokens\); prompt of \d+ at .* tokens/s, then .* tokens/s\n", drawn.err)
 
 
+@pytest.mark.slow
 def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) -> None:
     at, _ = followed
     one, two = (

@@ -279,6 +279,7 @@ def test_every_layout_trains_alike(name: str, tensor: int, sequence: bool, ranks
 # ---- the optional parts of the page
 
 
+@pytest.mark.slow
 def test_dropout_and_recompute_are_the_same_at_any_layout(followed: Followed) -> None:
     (followed.at / "optional.py").write_text(changed(SHARDED, blocks("diff", OPTIONAL)))
     overrides = ["model.family=optional:Decoder", "train.steps=4", "train.dropout_mode=invariant", "train.eval_every=4"]

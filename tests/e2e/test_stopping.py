@@ -171,6 +171,11 @@ def test_before_training_a_signal_ends_at_once(tmp_path: Path) -> None:
 def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path: Path) -> None:
     """What is printed after that goes nowhere, and must not become the error that loses the checkpoint."""
     master, slave = pty.openpty()
+
+    def login() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     job = subprocess.Popen(
         [*ALONE, "train", miniature(tmp_path), *LONG, f"parallel.tensor={tensor}"],
         cwd=tmp_path,
@@ -180,7 +185,7 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path
         stderr=slave,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=login,
     )
     os.close(slave)
     closed = threading.Event()

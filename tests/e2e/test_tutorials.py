@@ -82,6 +82,12 @@ def commands(at: Path) -> Path:
     return folder
 
 
+def shown(page: str) -> list[tuple[str, str]]:
+    """Blocks of commands of which a page shows what they print, with that text."""
+    found = list(BLOCK.finditer(PAGES[page]))
+    return [(one["code"], two["code"]) for one, two in pairwise(found) if two["language"] == "text"]
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
     followed: dict[str, Followed] = {}
@@ -98,8 +104,7 @@ def _follow(page: str, at: Path) -> Followed:
     equip(at)
     if "EleutherAI" in PAGES[page]:
         save("neox", at / "EleutherAI/gpt-neox-20b", **NEOX)
-    variables = environment(HEAD="127.0.0.1", USUAL_PATH=os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
-    variables["PATH"] = f"{commands(at)}{os.pathsep}{os.environ['PATH']}"
+    variables = walk(at)
     ended = []
     for block in BLOCK.finditer(PAGES[page]):
         if block["language"] == "sh":
@@ -108,24 +113,38 @@ def _follow(page: str, at: Path) -> Followed:
     return Followed(at, ended)
 
 
+def walk(at: Path) -> dict[str, str]:
+    """The environment of a reader who follows a page in the folder `at`."""
+    variables = environment(HEAD="127.0.0.1", USUAL_PATH=os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
+    return {**variables, "PATH": f"{commands(at)}{os.pathsep}{os.environ['PATH']}"}
+
+
 def kept(code: str) -> str:
     """A block without the line that puts the environment's own commands first on the path."""
     return code.replace('export PATH="$PWD/.venv/bin:$PATH"\n', "")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_command_runs_and_prints_what_the_page_shows(page: str, pages: Any) -> None:
+def test_a_page_shows_what_its_commands_print(page: str, tmp_path: Path) -> None:
+    equip(tmp_path)
+    variables = walk(tmp_path)
+    assert shown(page)
+    for code, text in shown(page):
+        done = bash(f"export PATH={variables['PATH']}\n{kept(code)}", tmp_path, variables)
+        assert done.stdout == text, f"{page}.md is not current: run `python -m scripts.tutorial_outputs`\n{done.stderr}"
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=() if page == "llama2-7b" else pytest.mark.slow) for page in PAGES]
+)
+def test_every_command_runs(page: str, pages: Any) -> None:
     followed = pages(page)
     assert len(followed.blocks) > 5
     for code, exit_code, out, err in followed.blocks:
         assert exit_code == 0, f"{code}\nexit code {exit_code}\n{out}\n{err}"
         assert "Traceback" not in out + err, f"{code}\n{out}\n{err}"
     printed = {code: out for code, _, out, _ in followed.blocks}
-    found = list(BLOCK.finditer(PAGES[page]))
-    shown = [(one["code"], two["code"]) for one, two in pairwise(found) if two["language"] == "text"]
-    assert shown
-    for code, text in shown:
-        assert text == printed[code], f"{page}.md is not current: run `python -m scripts.tutorial_outputs`"
+    assert [code for code, text in shown(page) if printed[code] != text] == []
 
 
 # ---- what the runs were
@@ -141,6 +160,7 @@ def test_llama2_7b(pages: Any) -> None:
     assert (followed.at / "llama.yaml").read_text() == (ROOT / "src/shardwise/recipes/llama2-7b.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_gpt_neox_20b(pages: Any) -> None:
     followed = pages("gpt-neox-20b")
     layout = followed.results("gpt-neox-20b")["layout"]
@@ -151,6 +171,7 @@ def test_gpt_neox_20b(pages: Any) -> None:
     assert abs(drawn - loaded) > 1e-3, "loaded weights must differ from drawn ones"
 
 
+@pytest.mark.slow
 def test_bert_large(pages: Any) -> None:
     followed = pages("bert-large")
     assert followed.results("bert-large")["layout"]["tensor"] == 2
@@ -164,6 +185,7 @@ def test_bert_large(pages: Any) -> None:
     assert (followed.at / "measured/bert-large.svg").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_zero1_gpt2_xl(pages: Any) -> None:
     followed = pages("zero1-gpt2-xl")
     assert "final loss" in "".join(out for code, _, out, _ in followed.blocks if "examples/zero1.py" in code)
