@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from shardwise.checkpoint.export import hugging_face_config
 from shardwise.checkpoint.reading import DTYPES
 from shardwise.checkpoint.weights import WeightPlan
 from shardwise.config import Config
-from shardwise.errors import RunError, ShardwiseError, listing
+from shardwise.errors import ShardwiseError, listing
 from shardwise.hardware import available_memory
 from shardwise.hub import INDEX
 from shardwise.mesh import Group, Mesh
@@ -246,8 +246,7 @@ class Saver:
         removed: tuple[int, ...] = ()
         warning: str | None = None
         entries: list[FileEntry] = []
-        problem = self._drain(staging, job, entries, problem)
-        problem = self._together(lambda: self._raise(problem))
+        problem = self._agreed(self._drain(staging, job, entries, problem))
         if problem is None:
             gathered = comm.gather_objects((entries, job.files), self._group)
             total = sum(entry.bytes for each, _ in gathered or [] for entry in each)
@@ -263,7 +262,7 @@ class Saver:
                 warning = str(error) if problem is None else None  # the next save removes what is left of this one
         return Saved(job.step, str(final), total, job.blocked, seconds, problem, removed, warning)
 
-    def _together(self, action: Any) -> str | None:
+    def _together(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank; why it failed on any, the same text on all, or None."""
         problem = None
         try:
@@ -272,6 +271,10 @@ class Saver:
             problem = str(error)
         except Exception as error:  # noqa: BLE001  the other ranks wait for an answer, whatever happened here
             problem = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+        return self._agreed(problem)
+
+    def _agreed(self, problem: str | None) -> str | None:
+        """What any rank found, the same text on all; None where nobody found anything."""
         found = dict.fromkeys(each for each in comm.all_gather_objects(problem, self._group) if each)
         return "; ".join(found) or None
 
@@ -305,10 +308,6 @@ class Saver:
         if problem is not None:
             stream.abandon()
         return problem
-
-    def _raise(self, problem: str | None) -> None:
-        if problem is not None:
-            raise RunError(problem)
 
     def _commit(
         self, staging: Root, final: Root, job: _Job, gathered: list[tuple[list[FileEntry], tuple[File, ...]]] | None
