@@ -38,6 +38,30 @@ def by_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
         yield pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1), fact
 
 
+def mismatch_texts(
+    where: str,
+    *,
+    missing: Iterable[tuple[str, str]],
+    unknown: Iterable[tuple[str, str]],
+    misshapen: Iterable[tuple[str, str]],
+    strange: Iterable[tuple[str, str]],
+) -> list[str]:
+    """In what the tensors of a place are not the model's, a line for the same of many layers.
+
+    Each is (name, fact): the shape of those that are missing or unknown, both shapes where they differ, the dtype of
+    those whose dtype no model can have.
+    """
+    problems = [f"{where} lacks {name} {shape}" for name, shape in by_layers(missing)]
+    problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in by_layers(unknown)]
+    problems += [f"{where}: shape of {name} {shapes}" for name, shapes in by_layers(misshapen)]
+    problems += [
+        f"{where}: dtype of {name} ({dtype}) must be float64, float32, float16 or bfloat16: quantized weights cannot "
+        "be trained"
+        for name, dtype in by_layers(strange)
+    ]
+    return problems
+
+
 def _runs(numbers: Iterable[int]) -> str:
     """`0…3, 7` of 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []

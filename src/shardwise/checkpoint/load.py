@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import agree, by_layers, config_problems
+from shardwise.checkpoint.agreement import agree, config_problems, mismatch_texts
 from shardwise.checkpoint.reading import DTYPES, Source, Want, read
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.spelling import spelling
@@ -151,13 +151,13 @@ def _survey(
     everywhere = {name for names in comm.all_gather_objects(list(shapes), pipeline) for name in names}
     canonical = spelling(family).canonical([entry.name for entry in stored], everywhere)
     sources: dict[str, list[_AnyStored]] = {name: [] for name in shapes}
-    unexpected, misshapen, strange = [], [], []
+    unknown, misshapen, strange = [], [], []
     for entry in stored:
         name = canonical.get(entry.name)
         if name is None:
             continue
         if name not in everywhere:
-            unexpected.append((entry.name, f"{list(entry.shape)}"))
+            unknown.append((entry.name, f"{list(entry.shape)}"))
         elif name in shapes:
             sources[name].append(entry)
             if entry.shape != shapes[name]:
@@ -169,15 +169,9 @@ def _survey(
     missing = [
         (name, f"{list(shapes[name])}") for name, entries in sources.items() if not entries and 0 not in shapes[name]
     ]
-    where = f"checkpoint.load ({folder})"
-    problems = [f"{where} lacks {name} {shape}" for name, shape in by_layers(missing)]
-    problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in by_layers(unexpected)]
-    problems += [f"{where}: shape of {name} {shapes}" for name, shapes in by_layers(misshapen)]
-    problems += [
-        f"{where}: dtype of {name} ({dtype}) must be float64, float32, float16 or bfloat16: "
-        "quantized weights cannot be trained"
-        for name, dtype in by_layers(strange)
-    ]
+    problems = mismatch_texts(
+        f"checkpoint.load ({folder})", missing=missing, unknown=unknown, misshapen=misshapen, strange=strange
+    )
     return pieces, sources, problems
 
 

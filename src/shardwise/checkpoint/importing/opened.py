@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise import __version__
-from shardwise.checkpoint.agreement import by_layers
+from shardwise.checkpoint.agreement import mismatch_texts
 from shardwise.config import FamilyConfig, config_from
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.errors import ConfigError
@@ -109,15 +109,7 @@ def mismatches(where: str, shapes: Shapes, found: Shapes, strange: Iterable[tupl
         for name, shape in shapes.items()
         if found.get(name, shape) != shape
     ]
-    problems = [f"{where} lacks {name} {shape}" for name, shape in by_layers(missing)]
-    problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in by_layers(unknown)]
-    problems += [f"{where}: shape of {name} {text}" for name, text in by_layers(misshapen)]
-    problems += [
-        f"{where}: dtype of {name} ({dtype}) must be float64, float32, float16 or bfloat16: quantized weights cannot "
-        "be trained"
-        for name, dtype in by_layers(strange)
-    ]
-    return problems
+    return mismatch_texts(where, missing=missing, unknown=unknown, misshapen=misshapen, strange=strange)
 
 
 def write_checkpoint(
