@@ -12,9 +12,20 @@ from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.store.chunks import ChunkedWriter
 from shardwise.store.folders import checkpoints
+from shardwise.store.manifest import Manifest
 from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import verify
-from tests.dist.checkpoints import Result, canonical_state, load, make_saver, make_trainer, run, save, step_folder
+from tests.dist.checkpoints import (
+    PLACE,
+    Result,
+    canonical_state,
+    load,
+    make_saver,
+    make_trainer,
+    run,
+    save,
+    step_folder,
+)
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of, differences
 from tests.dist.training import make_config
@@ -66,7 +77,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     saver = make_saver(trainer, str(tmp_path), buffer_bytes=2**14, keeping=Keeping(last=1))
     for step in (1, 2):
         trainer.step()
-        saver.save(step, {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})
+        saver.save(step, PLACE)
     saver.wait()
     first, second = saver.finished()
     assert (first.problem, second.problem) == (None, None)
@@ -74,6 +85,25 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert [each.step for each in checkpoints(Root.of(tmp_path))] == [2]
     read = run(config_of(), 0, 0, step_folder(tmp_path, 2), None)
     assert not differences(read.state, canonical_state(trainer))
+
+
+def test_what_goes_is_known_without_reading_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even of those that an earlier process saved; a checkpoint that has lost bytes since does not count."""
+    run(config_of(), 1, 0, None, str(tmp_path))
+    trainer = make_trainer(config_of())
+    saver = make_saver(trainer, str(tmp_path), keeping=Keeping(last=3))
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", None)
+        for step in (2, 3, 4, 5):
+            if step == 5:
+                weights = Path(step_folder(tmp_path, 3)) / "model.safetensors"
+                weights.write_bytes(weights.read_bytes()[:-1])
+            saver.save(step, PLACE)
+            saver.wait()
+    saved = saver.finished()
+    assert [each.warning or each.problem for each in saved] == [None] * 4
+    assert [each.removed for each in saved] == [(), (), (1,), (3,)]
+    assert [each.step for each in checkpoints(Root.of(tmp_path))] == [5, 4, 2]
 
 
 def test_what_keep_cannot_remove_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,8 @@ class Saver:
         self._pool: Conveyor | None = None
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
+        self._lengths: dict[int, dict[str, int]] = {}
+        """On rank 0: of the last checkpoints that were saved, by step, the bytes of each file."""
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
         """Copy the state, and have it written; waits for the save before. Collective over the mesh.
@@ -257,7 +259,7 @@ class Saver:
                 if problem is not None:
                     staging.remove()
                 else:
-                    removed = tuple(prune(self.root, self._keeping.last, self._keeping.every, protect=(job.step,)))
+                    removed = tuple(prune(self.root, self._lengths, self._keeping.last, self._keeping.every))
             except ShardwiseError as error:
                 warning = str(error) if problem is None else None  # the next save removes what is left of this one
         return Saved(job.step, str(final), total, job.blocked, seconds, problem, removed, warning)
@@ -332,6 +334,9 @@ class Saver:
             final.remove()
             staging.rename(final)
             self.root.sync()
+        self._lengths[job.step] = {entry.path: entry.bytes for entry in entries}
+        for step in sorted(self._lengths)[: -(self._keeping.last or 1)]:
+            del self._lengths[step]
 
     def _small_files(self, tokenizer: Path | None) -> dict[str, bytes]:
         """What `transformers` reads beside the weights."""

@@ -10,7 +10,7 @@ step-00000400.damaged/     set aside when the run went on from an older one, bec
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.store.manifest import MANIFEST, Manifest
@@ -100,8 +100,12 @@ def is_damage(error: StoreError) -> bool:
 
 def checkpoints(root: Root) -> list[Found]:
     """Newest first. Saves that were not finished locally, and what was set aside, are left out."""
-    steps = [step for name in root.names() if (step := step_of(name)) is not None]
-    return [glance(root / step_name(step), step) for step in sorted(steps, reverse=True)]
+    return [glance(root / step_name(step), step) for step in _steps(root)]
+
+
+def _steps(root: Root) -> list[int]:
+    """Of the folders that are named as checkpoints, newest first."""
+    return sorted((step for name in root.names() if (step := step_of(name)) is not None), reverse=True)
 
 
 def abandoned(root: Root) -> list[Root]:
@@ -122,27 +126,65 @@ def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
     return root / name
 
 
-def removable(root: Root, keep: int | None, keep_every: int | None = None, protect: Collection[int] = ()) -> Removable:
-    """What `prune` removes, and nothing is removed.
+def removable(root: Root, keep: int | None, keep_every: int | None = None) -> Removable:
+    """All checkpoints but the newest `keep` intact ones (None: all; never fewer than one) and those whose step is a
+    multiple of `keep_every`, with what killed saves left; nothing is removed.
 
-    All but the newest `keep` intact ones (None: all; never fewer than one), those whose step is a multiple of
-    `keep_every`, and `protect`. What is newer than the newest intact one may be a save under way, and stays.
+    What is newer than the newest intact one may be a save under way, and stays; so does, until there are `keep` newer
+    intact ones, what may be intact and could not be read.
     """
     found = checkpoints(root)
     intact = [each.step for each in found if each.problem is None]
     if not intact:
         return Removable((), ())
-    steps = [each.step for each in found]
-    kept = set(steps if keep is None else intact[: max(keep, 1)]) | set(protect)
-    if keep_every:
-        kept |= {step for step in steps if step % keep_every == 0}
-    checkpoint = tuple(each for each in found if each.step < intact[0] and each.step not in kept)
+    unclear = [each.step for each in found if each.unreadable]
+    going = _going([each.step for each in found], intact, keep, keep_every, unclear)
+    return Removable(tuple(each for each in found if each.step in going), _leftovers(root, intact[0]))
+
+
+def prune(
+    root: Root, saved: Mapping[int, Mapping[str, int]], keep: int | None, keep_every: int | None = None
+) -> list[int]:
+    """Remove, after a save, what `removable` would; returns the steps of the checkpoints that went, newest first.
+
+    No manifest is read: at a thousand ranks each takes seconds. The newest in `saved` has just been completed. Another
+    one counts as intact where its manifest is there and, of those in `saved`, every file is as long as it was.
+
+    Args:
+        saved: of checkpoints that this process has written, by step: path → bytes of each file.
+    """
+    newest, steps = max(saved), _steps(root)
+    intact = [newest]
+    for step in steps:
+        if keep is not None and len(intact) < keep and step < newest:
+            files = (root / step_name(step)).files()
+            if files.get(MANIFEST) and saved.get(step, {}).items() <= files.items():
+                intact.append(step)
+    going = _going(steps, intact, keep, keep_every)
+    folders = tuple(Found(step, root / step_name(step), None) for step in going)
+    Removable(folders, _leftovers(root, newest)).remove()
+    return going
+
+
+def _going(
+    steps: Sequence[int], intact: Sequence[int], keep: int | None, keep_every: int | None, unclear: Collection[int] = ()
+) -> list[int]:
+    """Of checkpoints, newest first, those that go; `intact` holds the newest that are, `unclear` those that may be."""
+    if keep is None:
+        return []
+    kept = intact[: max(keep, 1)]
+    enough = len(kept) == max(keep, 1)
+    return [
+        step
+        for step in steps
+        if step < intact[0]
+        and step not in kept
+        and not (keep_every and step % keep_every == 0)
+        and (step not in unclear or (enough and step < kept[-1]))
+    ]
+
+
+def _leftovers(root: Root, newest: int) -> tuple[Root, ...]:
+    """What saves up to a step left when they were killed."""
     partial = [(int(match[1]), name) for name in root.names() if (match := _PARTIAL.fullmatch(name))]
-    return Removable(checkpoint, tuple(root / name for step, name in partial if step <= intact[0]))
-
-
-def prune(root: Root, keep: int | None, keep_every: int | None = None, protect: Collection[int] = ()) -> list[int]:
-    """Remove what `removable` names; returns the steps of the checkpoints that went, newest first."""
-    going = removable(root, keep, keep_every, protect)
-    going.remove()
-    return [each.step for each in going.checkpoints]
+    return tuple(root / name for step, name in partial if step <= newest)

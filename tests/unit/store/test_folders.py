@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.store.folders import abandon, abandoned, checkpoints, partial_name, prune, removable, step_name
+from shardwise.store.folders import (
+    Removable,
+    abandon,
+    abandoned,
+    checkpoints,
+    partial_name,
+    prune,
+    removable,
+    step_name,
+)
 from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.root import Root, StoreError
 from tests.stored import bfloat16, write_checkpoint
@@ -63,31 +72,28 @@ def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
 
 def test_no_folder_no_checkpoints(tmp_path: Path) -> None:
     assert checkpoints(Root.of(tmp_path / "none")) == []
-    assert prune(Root.of(tmp_path / "none"), 1) == []
+    assert removable(Root.of(tmp_path / "none"), 1).checkpoints == ()
 
 
-def test_prune_keeps_the_newest_intact(root: Root) -> None:
-    assert prune(root, 2) == [300, 200, 100]
+def test_the_newest_intact_stay(root: Root) -> None:
+    removable(root, 2).remove()
     assert names(root) == {
         step_name(600), step_name(500), step_name(400), partial_name(700), "step-7", "notes", "step-00000500.abandoned"
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("keep", "every", "protect", "gone"),
+    ("keep", "every", "gone"),
     [
-        (None, None, (), []),
-        (None, 200, (), []),
-        (1, 200, (), [300, 100]),
-        (1, None, (100,), [400, 300, 200]),
-        (0, None, (), [400, 300, 200, 100]),
-        (9, None, (), [300]),
+        (None, None, []),
+        (None, 200, []),
+        (1, 200, [300, 100]),
+        (0, None, [400, 300, 200, 100]),
+        (9, None, [300]),
     ],
 )
-def test_what_is_kept(
-    root: Root, keep: int | None, every: int | None, protect: tuple[int, ...], gone: list[int]
-) -> None:
-    going = removable(root, keep, every, protect)
+def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: list[int]) -> None:
+    going = removable(root, keep, every)
     assert [each.step for each in going.checkpoints] == gone
     assert all(each.bytes > 0 for each in going.checkpoints)
     assert all(each.folder.exists() for each in going.checkpoints), "asking removes nothing"
@@ -96,8 +102,77 @@ def test_what_is_kept(
 def test_nothing_intact_nothing_removed(root: Root) -> None:
     for step in range(100, 600, 100):
         (root / step_name(step) / MANIFEST).remove()
-    before = names(root)
-    assert prune(root, 1) == []
+    assert removable(root, 1) == Removable((), ())
+
+
+def test_what_may_be_intact_stays_until_there_are_enough(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that gives no answer about a checkpoint is no reason to remove it."""
+    read = Manifest.read
+
+    def no_answer(folder: Root) -> Manifest:
+        if folder.name in (step_name(400), step_name(100)):
+            raise StoreError(f"{folder} cannot be read: no answer")
+        return read(folder)
+
+    monkeypatch.setattr(Manifest, "read", no_answer)
+    assert [each.step for each in removable(root, 2).checkpoints] == [300, 100]
+    assert [each.step for each in removable(root, 3).checkpoints] == [300]
+
+
+# ---- after a save
+
+
+def lengths(root: Root, *steps: int) -> dict[int, dict[str, int]]:
+    """Of checkpoints as they were saved."""
+    return {step: {each.path: each.bytes for each in Manifest.read(root / step_name(step)).files} for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("mine", "keep", "every", "gone"),
+    [
+        ((500,), None, None, []),
+        ((500,), None, 200, []),
+        ((500,), 1, 200, [300, 100]),
+        ((500,), 2, None, [300, 200, 100]),
+        ((500,), 3, None, [200, 100]),  # the manifest of step 300 is there, and who wrote it is unknown
+        ((500, 300), 3, None, [300, 100]),
+        ((500, 300), 9, None, [300]),
+        ((400,), 1, None, [300, 200, 100]),  # what is newer may be somebody's save
+    ],
+)
+def test_after_a_save_no_manifest_is_read(
+    mine: tuple[int, ...],
+    keep: int | None,
+    every: int | None,
+    gone: list[int],
+    root: Root,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved = lengths(root, *mine)
+    (root / step_name(200) / "note").write(b"what somebody adds does not matter")
+    monkeypatch.setattr(Manifest, "read", None)
+    assert prune(root, saved, keep, every) == gone
+    assert [step for step in range(600, 0, -100) if not (root / step_name(step)).exists()] == gone
+    assert not (root / partial_name(200)).exists(), "the leftover of a killed save"
+    assert (root / partial_name(700)).exists(), "perhaps a save under way"
+
+
+def test_after_a_save_what_is_not_complete_does_not_count(root: Root) -> None:
+    saved = lengths(root, 500)
+    (root / step_name(400) / MANIFEST).remove()
+    (root / step_name(300) / MANIFEST).write(b"")
+    assert prune(root, saved, 2) == [400, 300, 100]
+
+
+def test_after_a_save_a_store_without_an_answer_removes_nothing(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, before = lengths(root, 500), names(root)
+
+    def no_answer(folder: Root) -> dict[str, int]:
+        raise StoreError(f"{folder} cannot be read: no answer")
+
+    monkeypatch.setattr(Root, "files", no_answer)
+    with pytest.raises(StoreError, match="no answer"):
+        prune(root, saved, 2)
     assert names(root) == before
 
 
