@@ -1,5 +1,6 @@
 """Checkpoints that are not what was written: all is found by `verify`, and what a resume reads by the resume."""
 
+import errno
 import random
 import shutil
 from collections.abc import Callable
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from tokenizers import Tokenizer, models
 
+from shardwise.checkpoint import load_checkpoint
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError
 from shardwise.store.folders import checkpoints
@@ -196,6 +199,49 @@ def test_a_resume_falls_back_on_every_rank_alike(case: str, written: Written, ro
     assert told[0].startswith("the checkpoint of step 2 was left out: ")
     assert reason in told[0]
     assert not differences(results[0].state, written.states[1]), "something of the damaged checkpoint is left"
+
+
+def silenced(config: Config, root: str, action: str) -> Resumed:
+    """Where the store gives no answer about one file of the optimizer's state and the weights of step 2."""
+    plain = LocalFileSystem.cat_file
+
+    def cat_file(self: LocalFileSystem, path: str, *args: Any, **options: Any) -> bytes:
+        if path.endswith((f"step-00000002/{OPTIMIZER}", "step-00000002/model.safetensors")):
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+        content: bytes = plain(self, path, *args, **options)
+        return content
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalFileSystem, "cat_file", cat_file)
+        if action == "resume":
+            return resume(config, root)
+        trainer = make_trainer(config)
+        try:
+            load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(root) / "step-00000002")
+        except ShardwiseError as error:
+            return Resumed(problem=f"{type(error).__name__}: {error}")
+        return Resumed()
+
+
+def test_a_resume_does_not_fall_back_from_a_store_without_an_answer(root: Path, ranks: Any) -> None:
+    """It holds what it holds: an older checkpoint would take back steps that are not lost."""
+    results = on_ranks(ranks, RANKS, silenced, config_of(4, mode="mixed"), str(root), "resume")
+    (said,) = {each.problem for each in results}
+    assert [each.warnings for each in results] == [[]] * RANKS
+    assert str(said).startswith(
+        "RunError: the checkpoint of step 2 could not be used, and no older one is taken for it"
+    )
+    assert f"step-00000002/{OPTIMIZER} cannot be read: Connection timed out; start again" in str(said)
+    assert sorted(each.name for each in root.iterdir()) == ["step-00000001", "step-00000002"], "it was set aside"
+    found = on_ranks(ranks, RANKS, resume, config_of(4, mode="mixed"), str(root))
+    assert [each.step for each in found] == [2] * RANKS, "once the store answers"
+
+
+def test_loading_from_a_store_without_an_answer_is_no_damage(root: Path, ranks: Any) -> None:
+    results = on_ranks(ranks, RANKS, silenced, CONFIG, str(root), "load")
+    (said,) = {each.problem for each in results}
+    assert str(said).startswith("StoreError: ")
+    assert "cannot be read: Connection timed out" in str(said)
 
 
 @pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from shardwise.mesh import Group
 from shardwise.store.root import Root
 
 
-def agree(problems: list[str], group: Group, error: Callable[[list[str]], Exception] = ConfigError) -> None:
-    """Every rank raises what any rank of the group found, or none does."""
+def agree(problems: list[str], group: Group) -> None:
+    """Every rank raises, as one ConfigError, what any rank of the group found, or none does."""
     found = dict.fromkeys(problem for each in comm.all_gather_objects(problems, group) for problem in each)
     if found:
-        raise error(list(found))
+        raise ConfigError(list(found))
 
 
 def by_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:

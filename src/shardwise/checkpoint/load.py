@@ -24,7 +24,7 @@ from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
 from shardwise.placement import Box, Piece, placements
 from shardwise.store.manifest import TensorEntry
-from shardwise.store.root import DamageError, Root
+from shardwise.store.root import Root
 from shardwise.store.verify import MODEL
 
 _POINTER = b"version https://git-lfs"
@@ -90,8 +90,8 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     A weight in float32 comes from the stored master where there is one, so that no rounding is added.
 
     Raises:
-        ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found. DamageError: on
-        every rank, bytes do not match their checksums or are missing; the model is then not to be used.
+        ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found. DamageError,
+        StoreError: as `reading.read`; the model is then not to be used.
     """
     manifest = read_manifest(folder, mesh.world)
     stored = [_Described(name, entry.shape, entry.dtype) for name, entry in manifest.tensors.get(MODEL, {}).items()]
@@ -104,16 +104,12 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
             if piece.box.numel:
                 state = MASTER if parameter.dtype == torch.float32 and _is_usable(masters, piece) else MODEL
                 wants.append(Want(state, piece.name, piece.box, piece.of(parameter.detach())))
-    agree(read(Source(folder, manifest), wants, mesh.tp, mesh.device), mesh.world, _damage)
+    read(Source(folder, manifest), wants, mesh)
 
 
 def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:
     entry = masters.get(piece.name)
     return entry is not None and entry.shape == piece.shape and entry.dtype in DTYPES
-
-
-def _damage(problems: list[str]) -> DamageError:
-    return DamageError(problems[0])
 
 
 def _stored(folder: Path, opened: ExitStack) -> Iterator[_Stored]:

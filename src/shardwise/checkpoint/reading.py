@@ -15,15 +15,16 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.boxes import Box
-from shardwise.errors import ShardwiseError
-from shardwise.mesh import Group
+from shardwise.mesh import Group, Mesh
 from shardwise.store.chunks import ChunkedReader
+from shardwise.store.folders import is_damage
 from shardwise.store.manifest import Manifest, PieceEntry, TensorEntry
-from shardwise.store.root import Root
+from shardwise.store.root import DamageError, Root, StoreError
 
 SEGMENT_BYTES = 4 * 2**20
 """Of a stored tensor that are read at a time."""
 _ROUND_BYTES = 64 * 2**20
+_SHOWN = 3
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Names of safetensors → of torch: what a model can be trained from."""
 
@@ -90,22 +91,34 @@ class Source:
 
 
 @torch.no_grad()
-def read(source: Source, wants: Sequence[Want], group: Group, device: torch.device) -> list[str]:
-    """Fill the targets of every rank of the group; collective over it.
+def read(source: Source, wants: Sequence[Want], mesh: Mesh) -> None:
+    """Fill the targets of every rank, each tensor-parallel group's from its own reads; collective over the mesh.
 
-    Returns:
-        what could not be read, as this rank found it: the targets are then not to be used.
+    Raises:
+        DamageError: on every rank, bytes do not match their checksums or are missing. StoreError: on every rank, the
+        store did not give them, and they may well be there. The targets are then not to be used.
     """
+    group = mesh.tp
+    problems: list[StoreError] = []
     segments = list(_segments(source.manifest.tensors, wants, group))
     segments.sort(key=lambda each: (each.piece.file, each.piece.offset, each.box.start))
-    problems: list[str] = []
     for segment in segments:
         if segment.ranks == {group.rank}:
             _deliver(segment, _read(source, segment, problems), wants, group.rank)
     shared = [segment for segment in segments if len(segment.ranks) > 1]
     for round_ in _rounds(shared, group.size):
-        _share(source, round_, wants, group, device, problems)
-    return problems
+        _share(source, round_, wants, group, mesh.device, problems)
+    _raise_alike(problems, mesh.world)
+
+
+def _raise_alike(problems: Sequence[StoreError], world: Group) -> None:
+    """Every rank raises what any rank met, or none does. What is lost is lost, whatever else gave no answer."""
+    told = [(str(problem), is_damage(problem)) for problem in problems]
+    found = dict.fromkeys(problem for each in comm.all_gather_objects(told, world) for problem in each)
+    if damage := [text for text, lost in found if lost]:
+        raise DamageError("; ".join(damage[:_SHOWN]))
+    if found:
+        raise StoreError("; ".join([text for text, _ in found][:_SHOWN]))
 
 
 def _segments(
@@ -141,13 +154,17 @@ def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[tuple[int, int, Bo
             yield _Segment(entry, piece, rows, common)
 
 
-def _read(source: Source, segment: _Segment, problems: list[str]) -> Tensor:
-    """A segment's rows; zeros where they cannot be read, since other ranks wait for something."""
-    try:
-        return source.read(segment.entry, segment.piece, segment.box)
-    except ShardwiseError as error:
-        problems.append(str(error))
-        return torch.zeros(segment.box.size, dtype=DTYPES[segment.entry.dtype])
+def _read(source: Source, segment: _Segment, problems: list[StoreError]) -> Tensor:
+    """A segment's rows; zeros where they cannot be read, since other ranks wait for something.
+
+    A store that failed once is asked no more: each answer may take minutes not to come.
+    """
+    if not problems or is_damage(problems[-1]):
+        try:
+            return source.read(segment.entry, segment.piece, segment.box)
+        except StoreError as error:
+            problems.append(error)
+    return torch.zeros(segment.box.size, dtype=DTYPES[segment.entry.dtype])
 
 
 def _deliver(segment: _Segment, rows: Tensor, wants: Sequence[Want], rank: int) -> None:
@@ -187,7 +204,7 @@ def _share(
     wants: Sequence[Want],
     group: Group,
     device: torch.device,
-    problems: list[str],
+    problems: list[StoreError],
 ) -> None:
     """Read this rank's segments of a round, and send everybody's parts where they belong."""
     sent: list[list[Tensor]] = [[] for _ in range(group.size)]

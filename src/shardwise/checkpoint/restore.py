@@ -70,8 +70,7 @@ def restore(
 
     Raises:
         ConfigError: on every rank, the checkpoint is of another model or optimizer: every mismatch.
-        DamageError: on every rank, bytes do not match their checksums or are missing. The weights are then neither the
-        old nor the new ones.
+        DamageError, StoreError: as `reading.read`. The weights are then neither the old nor the new ones.
     """
     states, steps = ([], 0) if weights_only else _optimizer_state(manifest, folder)
     agree(_mismatches(manifest, model, states, mesh, folder), mesh.world)
@@ -79,7 +78,7 @@ def restore(
         begin_restoring(optimizer, states, steps)
     source = Source(folder, manifest)
     wants = list(_wants(manifest, model, optimizer, states))
-    agree(read(source, wants, mesh.tp, mesh.device), mesh.world, _damage)
+    read(source, wants, mesh)
     finish_restoring(optimizer)
     return Restored(manifest, source.bytes_read)
 
@@ -139,7 +138,3 @@ def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mes
             for name, dtype in by_layers(strange)
         ]
     return problems
-
-
-def _damage(problems: list[str]) -> DamageError:
-    return DamageError("; ".join(problems[:_SHOWN]))
