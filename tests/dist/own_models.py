@@ -47,18 +47,18 @@ class Plain(nn.Module):
     elements at all, and a buffer that the constructor makes again.
     """
 
-    def __init__(self, vocab_size: int, width: int = 16, frozen: bool = True) -> None:
+    def __init__(self, vocab_size: int, width: int = 16, frozen: bool = True, rows: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         self.gain = nn.Parameter(torch.tensor(0.5))
-        self.table = nn.Parameter(torch.randn(3, width), requires_grad=not frozen)
+        self.table = nn.Parameter(torch.randn(rows, width), requires_grad=not frozen)
         self.none = nn.Parameter(torch.empty(0, width))
         self.register_buffer("factor", torch.tensor(0.5), persistent=False)
 
     def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
-        hidden = self.embedding(ids_SB) * self.gain + self.table[ids_SB % 3] * self.factor
+        hidden = self.embedding(ids_SB) * self.gain + self.table[ids_SB % len(self.table)] * self.factor
         logits = self.head(hidden)
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets_SB.flatten(), reduction="sum")
 

@@ -4,15 +4,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from shardwise.checkpoint import load_checkpoint
+from shardwise.checkpoint.reading import Source
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError
 from shardwise.store.manifest import Manifest, TensorEntry
 from shardwise.store.root import Root
+from shardwise.testing import canonical_weights
 from tests.dist.checkpoints import (
     PLACE,
     Result,
@@ -146,6 +149,48 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
         found = on_ranks(ranks, 4, run, reading, 0, 0, step_folder(tmp_path, 1), None)
         read = sum(each.bytes_read for each in found)
         assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read"
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_frozen_weights_are_read_once(zero: int, ranks: Any, tmp_path: Path) -> None:
+    model = {"family": "tests.dist.own_models:Plain", "vocab_size": 131, "width": 1024, "rows": 2048}
+    config = config_of(zero=zero, model=model)
+    written = on_ranks(ranks, 4, run, config, 1, 0, None, str(tmp_path))[0].state
+    results = on_ranks(ranks, 4, run, config, 0, 0, step_folder(tmp_path, 1), None)
+    assert not differences(results[0].state, written)
+    table, *trained = (4 * written["model"][name].numel() for name in ("table", "embedding.weight", "gain"))
+    assert sum(each.bytes_read for each in results) <= 1.1 * (table + 3 * sum(trained))
+
+
+class Counted(Source):
+    """`last`: the source that was made last."""
+
+    last: ClassVar[Source]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        Counted.last = self
+
+
+def load_weights(config: Config, folder: str) -> Result:
+    trainer = make_trainer(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.checkpoint.load.Source", Counted)
+        load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(folder))
+    return Result(state={"model": canonical_weights(trainer.model)}, bytes_read=Counted.last.bytes_read)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_are_read_once_over_all_ranks(tensor: int, ranks: Any, tmp_path: Path) -> None:
+    """By data parallelism too, which holds them alike."""
+    model = {**make_config().model.model_dump(), "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
+    written = run(config_of(model=model), 0, 0, None, str(tmp_path)).state["model"]
+    config = config_of(tensor, tensor > 1, model=model)
+    results = on_ranks(ranks, 4, load_weights, config, step_folder(tmp_path, 0))
+    for each in results:
+        assert not differences(each.state, {"model": written})
+    whole = sum(4 * weight.numel() for weight in written.values())
+    assert whole * 0.99 <= sum(each.bytes_read for each in results) <= whole * 1.1
 
 
 def test_weights_alone_come_from_the_masters(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, config_problems, mismatch_texts
-from shardwise.checkpoint.reading import DTYPES, Source, Want, read
+from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, parts, read
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.spelling import spelling
 from shardwise.config import ModelConfig
@@ -87,7 +87,8 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
 def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Root) -> None:
     """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
 
-    A weight in float32 comes from the stored master where there is one, so that no rounding is added.
+    A weight in float32 comes from the stored master where there is one, so that no rounding is added. Of what data
+    parallelism holds alike each rank reads an equal part.
 
     Raises:
         ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found. DamageError,
@@ -104,7 +105,8 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
             if piece.box.numel:
                 state = MASTER if parameter.dtype == torch.float32 and _is_usable(masters, piece) else MODEL
                 wants.append(Want(state, piece.name, piece.box, piece.of(parameter.detach())))
-    read(Source(folder, manifest), wants, mesh)
+    read(Source(folder, manifest), list(parts(wants, mesh.dp)), mesh)
+    gather_parts(wants, mesh.dp)
 
 
 def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:

@@ -3,12 +3,15 @@
 The ranks of a group tell each other what they want. What one rank alone wants, it reads. What several want (a tensor
 that they hold copies of, rows of which each holds some columns) is read by one of them and sent to the others: a
 checksum covers a whole chunk, so whoever reads a part of a row has read the row.
+
+What data parallelism holds alike, its ranks read by equal parts, which they then bring to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +42,10 @@ class Want:
     target: Tensor
 
 
+_Wanted: TypeAlias = tuple[int, int, Box]
+"""(rank in the group, number of its want, what of it is meant)."""
+
+
 @dataclass(frozen=True)
 class _Segment:
     """Rows of a stored piece that somebody wants."""
@@ -46,8 +53,7 @@ class _Segment:
     entry: TensorEntry
     piece: PieceEntry
     box: Box
-    wanted: tuple[tuple[int, int, Box], ...]
-    """(rank in the group, number of its want, what of it lies in these rows)."""
+    wanted: tuple[_Wanted, ...]
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +127,34 @@ def _raise_alike(problems: Sequence[StoreError], world: Group) -> None:
         raise StoreError("; ".join([text for text, _ in found][:_SHOWN]))
 
 
+def parts(wants: Iterable[Want], group: Group) -> Iterator[Want]:
+    """Of wants that all ranks of a group have alike, this rank's equal part of each."""
+    for want in wants:
+        run = _part_of(want, group)
+        for part in Box.of_run(run.start, run.stop - run.start, want.box.size):
+            start = tuple(a + b for a, b in zip(want.box.start, part.start, strict=True))
+            yield Want(want.state, want.name, Box(start, part.size), want.target[part.slices])
+
+
+@torch.no_grad()
+def gather_parts(wants: Iterable[Want], group: Group) -> None:
+    """Bring to all ranks what each has read of `parts`; collective over the group."""
+    if group.size == 1:
+        return
+    for want in wants:
+        run = _part_of(want, group)
+        mine = want.target.new_zeros(-(-want.box.numel // group.size))
+        mine[: run.stop - run.start] = want.target.reshape(-1)[run]
+        want.target.copy_(comm.all_gather(mine, group)[: want.box.numel].view(want.box.size))
+
+
+def _part_of(want: Want, group: Group) -> slice:
+    """A rank's part of a want's elements, in their canonical order."""
+    numel = want.box.numel
+    part = -(-numel // group.size)
+    return slice(min(group.rank * part, numel), min((group.rank + 1) * part, numel))
+
+
 def _segments(
     tensors: Mapping[str, Mapping[str, TensorEntry]], wants: Sequence[Want], group: Group
 ) -> Iterator[_Segment]:
@@ -138,20 +172,27 @@ def _segments(
                 yield from _rows(entry, piece, common)
 
 
-def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[tuple[int, int, Box]]) -> Iterator[_Segment]:
+def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Iterator[_Segment]:
+    """The rows of a piece that somebody wants, and no others, some megabytes at a time."""
     box = piece.box
     if not box.size:
         yield _Segment(entry, piece, box, tuple(wanted))
         return
     row_bytes = max(1, box.numel // box.size[0] * DTYPES[entry.dtype].itemsize)
     step = max(1, SEGMENT_BYTES // row_bytes)
-    low = min(part.start[0] for _, _, part in wanted)
-    high = max(part.start[0] + part.size[0] for _, _, part in wanted)
-    for start in range(low, high, step):
-        rows = Box((start, *box.start[1:]), (min(step, high - start), *box.size[1:]))
-        common = tuple((rank, number, part) for rank, number, each in wanted if (part := each.intersect(rows)))
-        if common:
-            yield _Segment(entry, piece, rows, common)
+    first = stop = -1
+    by_start: dict[int, list[_Wanted]] = {}
+    for rank, number, part in sorted(wanted, key=lambda each: each[2].start[0]):
+        if part.start[0] > stop:
+            first = part.start[0]
+        stop = max(stop, part.stop[0])
+        for start in range(first + (part.start[0] - first) // step * step, part.stop[0], step):
+            by_start.setdefault(start, []).append((rank, number, part))
+    for start, inside in by_start.items():
+        end = min(start + step, max(part.stop[0] for _, _, part in inside))
+        rows = Box((start, *box.start[1:]), (end - start, *box.size[1:]))
+        common = ((rank, number, part.intersect(rows)) for rank, number, part in inside)
+        yield _Segment(entry, piece, rows, tuple((rank, number, part) for rank, number, part in common if part))
 
 
 def _read(source: Source, segment: _Segment, problems: list[StoreError]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, by_layers
-from shardwise.checkpoint.reading import DTYPES, Source, Want, read
+from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, parts, read
 from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -64,9 +64,9 @@ def restore(
 ) -> Restored:
     """Set weights, and unless `weights_only` the optimizer's state, to those of a checkpoint; collective.
 
-    Each rank reads what it answers for (its ZeRO-1 slices; with whole state an equal part), once over the
-    tensor-parallel ranks (`reading.py`), and data parallelism brings the rest. Weights come from the stored masters
-    where there are any, so that no rounding is added.
+    Each rank reads what it answers for (its ZeRO-1 slices; with whole state, and of frozen weights, an equal part),
+    once over the tensor-parallel ranks (`reading.py`), and data parallelism brings the rest. Weights come from the
+    stored masters where there are any, so that no rounding is added.
 
     Raises:
         ConfigError: on every rank, the checkpoint is of another model or optimizer: every mismatch.
@@ -77,8 +77,9 @@ def restore(
     if states:
         begin_restoring(optimizer, states, steps)
     source = Source(folder, manifest)
-    wants = list(_wants(manifest, model, optimizer, states))
-    read(source, wants, mesh)
+    frozen = list(_frozen(manifest, model))
+    read(source, [*_wants(manifest, model, optimizer, states), *parts(frozen, mesh.dp)], mesh)
+    gather_parts(frozen, mesh.dp)
     finish_restoring(optimizer)
     return Restored(manifest, source.bytes_read)
 
@@ -95,20 +96,26 @@ def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
 def _wants(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Iterable[str]
 ) -> Iterable[Want]:
-    tensors = manifest.tensors
     flats = state_tensors(optimizer)
     for each in state_slices(model, optimizer):
         name = each.piece.name
-        stored = MASTER if name in tensors.get(MASTER, {}) else MODEL
-        yield Want(stored, name, each.box, each.of(each.bucket.master.detach()))
+        yield Want(_precise(manifest, name), name, each.box, each.of(each.bucket.master.detach()))
         for state in states:
             yield Want(state, name, each.box, each.of(flats[state][each.bucket]))
+
+
+def _frozen(manifest: Manifest, model: nn.Module) -> Iterable[Want]:
+    """What no optimizer changes, which every data-parallel rank has alike."""
     for _, parameter, record in placements(model):
         if not parameter.requires_grad:
             for piece in record.pieces:
                 if piece.box.numel:
-                    stored = MASTER if piece.name in tensors.get(MASTER, {}) else MODEL
-                    yield Want(stored, piece.name, piece.box, piece.of(parameter.detach()))
+                    yield Want(_precise(manifest, piece.name), piece.name, piece.box, piece.of(parameter.detach()))
+
+
+def _precise(manifest: Manifest, name: str) -> str:
+    """The state that holds a weight without rounding."""
+    return MASTER if name in manifest.tensors.get(MASTER, {}) else MODEL
 
 
 def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mesh: Mesh, folder: Root) -> list[str]:
