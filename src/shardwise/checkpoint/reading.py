@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.boxes import Box
+from shardwise.checkpoint.pieces import Pieces
 from shardwise.mesh import Group, Mesh
 from shardwise.store.chunks import ChunkedReader
 from shardwise.store.folders import is_damage
@@ -106,7 +107,8 @@ def read(source: Source, wants: Sequence[Want], mesh: Mesh) -> None:
     """
     group = mesh.tp
     problems: list[StoreError] = []
-    segments = list(_segments(source.manifest.tensors, wants, group))
+    everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
+    segments = list(_segments(source.manifest.tensors, everyone))
     segments.sort(key=lambda each: (each.piece.file, each.piece.offset, each.box.start))
     for segment in segments:
         if segment.ranks == {group.rank}:
@@ -156,20 +158,22 @@ def _part_of(want: Want, group: Group) -> slice:
 
 
 def _segments(
-    tensors: Mapping[str, Mapping[str, TensorEntry]], wants: Sequence[Want], group: Group
+    tensors: Mapping[str, Mapping[str, TensorEntry]], everyone: Sequence[Sequence[tuple[str, str, Box]]]
 ) -> Iterator[_Segment]:
-    """Every run of rows of a stored piece of which somebody wants something."""
-    everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
-    by_tensor: dict[tuple[str, str], list[tuple[int, int, Box]]] = {}
+    """Every run of rows of a stored piece of which a rank wants something; `everyone`: the wants by rank."""
+    by_tensor: dict[tuple[str, str], list[_Wanted]] = {}
     for rank, boxes in enumerate(everyone):
         for number, (state, name, box) in enumerate(boxes):
             by_tensor.setdefault((state, name), []).append((rank, number, box))
     for (state, name), wanted in by_tensor.items():
         entry = tensors[state][name]
-        for piece in entry.pieces:
-            common = [(rank, number, part) for rank, number, box in wanted if (part := box.intersect(piece.box))]
-            if common:
-                yield from _rows(entry, piece, common)
+        pieces = Pieces.of(entry.pieces, len(entry.shape))
+        common: dict[int, list[_Wanted]] = {}
+        for rank, number, box in wanted:
+            for at, part in pieces.meeting(box):
+                common.setdefault(at, []).append((rank, number, part))
+        for at in sorted(common):
+            yield from _rows(entry, pieces[at], common[at])
 
 
 def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Iterator[_Segment]:

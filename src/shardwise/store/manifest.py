@@ -14,7 +14,7 @@ import builtins
 import itertools
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Any
@@ -74,7 +74,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[PieceEntry, ...]
+    pieces: Sequence[PieceEntry]
 
     def nbytes(self, piece: PieceEntry) -> int:
         return piece.box.numel * DTYPES[self.dtype].itemsize
@@ -268,22 +268,26 @@ class _Reader:
             raise self._error(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise self._error(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
+        # Texts are made for what is wrong only: a large model has a million pieces.
         pieces = []
         for entry in self._of(plain, "pieces", list):
             right = isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])
-            self._require(
-                right and is_counts(entry[2]) and is_counts(entry[3]) and len(entry[2]) == len(entry[3]) == len(shape),
-                f"a piece of {name} must be [file, offset, start, size], start and size with {len(shape)} numbers",
-            )
+            if not (
+                right and is_counts(entry[2]) and is_counts(entry[3]) and len(entry[2]) == len(entry[3]) == len(shape)
+            ):
+                numbers = f"start and size with {len(shape)} numbers"
+                raise self._error(f"a piece of {name} must be [file, offset, start, size], {numbers}")
             file, offset, start, size = entry
-            fits = all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True))
-            self._require(fits, f"a piece of {name} (start {start}, size {size}) must lie in its shape ({shape})")
+            if not all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)):
+                raise self._error(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({shape})")
             pieces.append(PieceEntry(file, offset, Box(tuple(start), tuple(size))))
         tensor = TensorEntry(tuple(shape), dtype, tuple(pieces))
         for piece in tensor.pieces:
-            self._require(piece.file < len(files), f"a piece of {name} must be in a file that is listed")
+            if piece.file >= len(files):
+                raise self._error(f"a piece of {name} must be in a file that is listed")
             end, total = piece.offset + tensor.nbytes(piece), files[piece.file].bytes
-            self._require(end <= total, f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
+            if end > total:
+                raise self._error(f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
         return tensor
 
     def _require_disjoint(self, tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
@@ -295,7 +299,8 @@ class _Reader:
             for piece in tensor.pieces
         )
         for (file, _, stop, name), (next_file, start, _, next_name) in itertools.pairwise(spans):
-            self._require(file != next_file or stop <= start, f"{name} and {next_name} must not share bytes of a file")
+            if file == next_file and stop > start:
+                raise self._error(f"{name} and {next_name} must not share bytes of a file")
 
     def _of(self, plain: Mapping[str, Any], key: str, kind: type) -> Any:
         value = plain.get(key)

@@ -136,7 +136,7 @@ def restore_first(
 ) -> tuple[Manifest, Found] | None:
     """Restore the first candidate that is intact, and tell of each that is damaged; collective.
 
-    None where there is no candidate.
+    Returns its manifest, without the files and tensors, which take much memory; None where there is no candidate.
 
     Raises:
         ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact; or one
@@ -154,7 +154,7 @@ def restore_first(
                 problem, unreadable = str(error), not is_damage(error)
             else:
                 _take_up(progress, manifest, config)
-                return manifest, each
+                return replace(manifest, files=(), tensors={}), each
         if unreadable:
             raise RunError(
                 f"the checkpoint of step {each.step:,} could not be used, and no older one is taken for it: {problem}; "

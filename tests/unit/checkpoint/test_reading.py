@@ -1,7 +1,10 @@
-"""What a store that gives no answer means."""
+"""Which rows of which pieces are read for whom, and what a store that gives no answer means."""
 
 from __future__ import annotations
 
+import itertools
+import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +13,48 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.boxes import Box
+from shardwise.checkpoint.pieces import Pieces, compact
 from shardwise.checkpoint.reading import Source, Want, read
 from shardwise.mesh import Mesh
-from shardwise.store.manifest import Manifest
+from shardwise.store.manifest import Manifest, PieceEntry
 from shardwise.store.root import DamageError, Root, StoreError
 from tests.stored import small_tensors, write_checkpoint
+
+
+def cut(shape: tuple[int, ...], parts: int, chance: random.Random) -> list[Box]:
+    """A tensor as runs of uneven lengths, each as boxes."""
+    total = torch.Size(shape).numel()
+    places = sorted({0, total, *(chance.randrange(total + 1) for _ in range(parts - 1))})
+    return [box for a, b in itertools.pairwise(places) for box in Box.of_run(a, b - a, shape)]
+
+
+def turned(boxes: list[Box]) -> list[Box]:
+    return [Box(box.start[::-1], box.size[::-1]) for box in boxes]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (37,), (9, 7), (5, 6, 4)])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_piece_meets_what_is_wanted_of_it(shape: tuple[int, ...], seed: int) -> None:
+    chance = random.Random(seed)
+    pieces = cut(shape, 8, chance)
+    boxes = [
+        *cut(shape, 3, chance),
+        *turned(cut(shape[::-1], 5, chance)),
+        *turned(pieces[:2] if len(shape) < 2 else []),
+    ]
+    chance.shuffle(pieces)
+    table = Pieces.of([PieceEntry(0, number, box) for number, box in enumerate(pieces)], len(shape))
+    assert [each.box for each in table] == [each.box for each in table[:]] == pieces
+    for box in boxes:
+        compared = [(at, part) for at, piece in enumerate(pieces) if (part := box.intersect(piece))]
+        assert list(table.meeting(box)) == compared
+
+
+def test_what_ranks_send_each_other_of_a_manifest_is_all_of_it(tmp_path: Path) -> None:
+    manifest = Manifest.read(write_checkpoint(tmp_path, 100, small_tensors(), ranks=3))
+    sent = pickle.loads(pickle.dumps(compact(manifest)))
+    assert isinstance(sent.tensors["model"]["norm.weight"].pieces, Pieces)
+    assert sent.to_json() == manifest.to_json()
 
 
 def everything(folder: Root) -> tuple[Source, list[Want]]:
