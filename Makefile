@@ -4,8 +4,8 @@
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
 PYTHON_M := .venv/bin/python -m
-# Two files of tests at a time: starting Python and torch is most of the time, and what is measured is memory and counts.
-PYTEST := $(PYTHON_M) pytest -n 2 --dist loadfile
+# Two workers: one for all that starts ranks (tests/conftest.py), one for the rest.
+PYTEST := $(PYTHON_M) pytest -n 2 --dist loadgroup
 # Extra arguments: `make train ARGS="train.steps=50"`, `make test ARGS="-k zero"`.
 ARGS ?=
 export PYTHON

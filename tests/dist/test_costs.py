@@ -43,6 +43,7 @@ DROPOUT: dict[str, tuple[str, ...]] = {
 
 Case = tuple[str, int, bool, int, str, str, str, str | None]
 # (model, TP, sequence parallelism, ZeRO, precision, recompute, optimizer, dropout): every two values meet in some row.
+# Every second row always runs.
 CASES: list[Case] = [
     ("llama", 1, False, 0, "mixed", "none", "adamw", None),
     ("llama", 2, False, 0, "float32", "full", "adamw", "invariant"),
@@ -161,7 +162,9 @@ def compare(
         )
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if i % 2 else pytest.mark.slow, id=name(case)) for i, case in enumerate(CASES)]
+)
 def test_costs_are_what_happens(case: Case, ranks: Any) -> None:
     config = case_config(case)
     layout = config.check(RANKS)

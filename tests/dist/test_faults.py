@@ -76,7 +76,9 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     return [record.loss * divided_by for record in records], [record.grad_norm for record in records]
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize(
+    "update", [pytest.param(each, marks=() if each == "lamb, clipped" else pytest.mark.slow) for each in UPDATES]
+)
 def test_bert_has_the_same_curve_with_data_and_with_tensor_parallelism(update: str, ranks: Any, cache: Path) -> None:
     """Gradient norms too: an optimizer that normalises its step hides a factor, so long as nothing clips."""
     losses, norms = ranks(4).run(curve, "bert-tiny", [*UPDATES[update], *DP4], cache)[0]
@@ -194,7 +196,7 @@ def test_odd_heads_and_an_odd_vocabulary_train_under_zero(ranks: Any, cache: Pat
     assert held == whole["state"] - whole["padding"] == 8 * parameters, "two float32 moments a parameter, over all"
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_tiny_recipe_trains_alike_with_zero_and_without(zero: int, ranks: Any, cache: Path) -> None:
     one, _ = curve("gpt2-xl-tiny", ["train.micro_batch=8"], cache)
     four, _ = ranks(4).run(curve, "gpt2-xl-tiny", ["train.micro_batch=2", f"optimizer.zero={zero}"], cache)[0]

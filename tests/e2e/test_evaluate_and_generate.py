@@ -12,6 +12,7 @@ import pytest
 from shardwise.data.tokenizer import train_tokenizer
 from tests.arch.source import ROOT
 from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise
+from tests.e2e.conftest import Trained
 from tests.hugging_face import save
 
 PAGE = (ROOT / "docs" / "evaluate-and-generate.md").read_text(encoding="utf-8")
@@ -40,6 +41,7 @@ def answer(outcome: Outcome) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.slow
 def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
     at, done = followed
     cut = answer(next(done[line] for line in COMMANDS if line.startswith("shardwise evaluate") and "--json" in line))
@@ -58,6 +60,7 @@ def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str,
     assert whole["loss"] == pytest.approx(theirs, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_page_writes_one_text_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
     at, done = followed
     greedy = answer(next(done[line] for line in COMMANDS if "--temperature 0 " in line))
@@ -92,28 +95,47 @@ def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) ->
     assert len(answer(written)["tokens"]) == 3
 
 
-def test_it_stops_where_the_longest_sequence_is_full(followed: tuple[Path, dict[str, Outcome]]) -> None:
-    at, _ = followed
-    full = answer(shardwise("generate", "runs/tiny", "--prompt", "The ring", "--max-tokens", "99", "--json", at=at))
+def test_a_run_is_evaluated_alike_at_any_layout(trained: Trained, tmp_path: Path) -> None:
+    whole = answer(shardwise("evaluate", trained.run, "--json", at=tmp_path))
+    cut = answer(shardwise("evaluate", trained.run, "--json", "parallel.tensor=2", "--nproc", "4", at=tmp_path))
+    assert cut["layout"] == {"ranks": 4, "tensor": 2, "sequence": False, "data": 2}
+    assert cut["counted"] == whole["counted"]
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    # The run's own evaluations see the first ones of the same samples.
+    assert whole["loss"] == pytest.approx(metrics(trained.run, "eval")[-1]["loss"], rel=1e-2)
+
+
+def test_a_run_goes_on_with_a_text_alike_at_any_layout(trained: Trained, tmp_path: Path) -> None:
+    options = ("--prompt", "The ring", "--max-tokens", "8", "--json")
+    alone = answer(shardwise("generate", trained.run, *options, at=tmp_path))
+    cut = answer(shardwise("generate", trained.run, *options, "parallel.tensor=2", at=tmp_path))
+    assert alone["text"] == cut["text"]
+    assert len(alone["tokens"]) == 8
+
+
+def test_it_stops_where_the_longest_sequence_is_full(trained: Trained, tmp_path: Path) -> None:
+    options = ("--prompt", "The ring", "--max-tokens", "99", "--json")
+    full = answer(shardwise("generate", trained.run, *options, at=tmp_path))
     if full["stopped"] == "context":
-        assert len(full["tokens"]) + full["prompt_tokens"] == 64 + 1, "the last token needs no position"
+        assert len(full["tokens"]) + full["prompt_tokens"] == 32 + 1, "the last token needs no position"
     else:
         assert full["stopped"] == "eos"
 
 
-def test_a_run_means_its_newest_intact_checkpoint(followed: tuple[Path, dict[str, Outcome]], tmp_path: Path) -> None:
-    at, _ = followed
+def test_a_run_means_its_newest_intact_checkpoint(trained: Trained, tmp_path: Path) -> None:
+    at = tmp_path
+    (at / "own.txt").write_text(TEXT[:60])
     run = tmp_path / "run" / "checkpoints"
     run.parent.mkdir()
     assert "holds no checkpoint" not in shardwise("evaluate", run.parent, at=at).failed(2)
     run.mkdir()
     assert "holds no checkpoint yet" in shardwise("evaluate", run.parent, at=at).failed(2)
-    intact = at / "runs/tiny/checkpoints/step-00000020"
-    shutil.copytree(intact, run / "step-00000020")
+    intact = trained.run / "checkpoints/step-00000004"
+    shutil.copytree(intact, run / "step-00000004")
     shutil.copytree(intact, run / "step-00000030")
     (run / "step-00000030" / "manifest.json").unlink()
     done = shardwise("evaluate", run.parent, "data.path=own.txt", "--json", at=at)
-    assert answer(done)["model"].endswith("step-00000020")
+    assert answer(done)["model"].endswith("step-00000004")
     assert "step-00000030 has no manifest.json" in done.err
 
 

@@ -111,7 +111,7 @@ def test_our_names_in_the_table_exist() -> None:
 
 @dataclass(frozen=True)
 class Followed:
-    """A folder with the examples, in which every command of the page was run in its order; what each printed."""
+    """A folder with the examples, in which the page's trainings were run in their order; what each printed."""
 
     at: Path
     outcomes: dict[str, Outcome]
@@ -128,6 +128,7 @@ class Followed:
         return load_config(str(self.at / RECIPE))
 
 
+COMMANDS = "".join(blocks("sh")).splitlines()
 PROGRAMS = {
     "shardwise": [str(Path(sys.executable).with_name("shardwise"))],
     "python": [sys.executable],
@@ -139,14 +140,15 @@ PROGRAMS = {
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     at = tmp_path_factory.mktemp("own")
     shutil.copytree(ROOT / "examples", at / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    outcomes = {}
-    for line in "".join(blocks("sh")).splitlines():
-        program, *arguments = shlex.split(line, comments=True)
-        done = subprocess.run(
-            [*PROGRAMS[program], *arguments], cwd=at, env=environment(), capture_output=True, text=True, timeout=240
-        )
-        outcomes[line] = Outcome(done.returncode, done.stdout, done.stderr).succeeded()
-    return Followed(at, outcomes)
+    return Followed(at, {line: follow(line, at) for line in COMMANDS if line.startswith("shardwise train")})
+
+
+def follow(line: str, at: Path) -> Outcome:
+    program, *arguments = shlex.split(line, comments=True)
+    done = subprocess.run(
+        [*PROGRAMS[program], *arguments], cwd=at, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr).succeeded()
 
 
 def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
@@ -159,8 +161,10 @@ def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
     assert events[-1][1] < 0.95 * events[0][1], "the model does not learn, so equal losses show little"
 
 
-def test_verify_compared_both_models(followed: Followed) -> None:
-    said = [outcome.out for line, outcome in followed.outcomes.items() if "verify.py" in line]
+@pytest.mark.slow
+def test_verify_compares_both_models(followed: Followed) -> None:
+    others = [line for line in COMMANDS if line not in followed.outcomes]
+    said = [follow(line, followed.at).out for line in others]
     assert len(said) == 2
     assert [re.findall(r"dp=\d, tp=\d", text) for text in said] == [["dp=1, tp=1"], ["dp=2, tp=2"]]
     for text in said:
@@ -264,7 +268,7 @@ def alone(name: str) -> Any:
 @pytest.mark.parametrize(
     ("tensor", "sequence"), [(2, False), (2, True), (4, True)], ids=["tp2-dp2", "tp2-dp2-sp", "tp4-sp"]
 )
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_every_layout_trains_alike(name: str, tensor: int, sequence: bool, ranks: Any) -> None:
     found, *_ = ranks(4).run(train, training(name, tensor, sequence))
     wanted = alone(name)

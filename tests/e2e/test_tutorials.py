@@ -134,9 +134,8 @@ def test_a_page_shows_what_its_commands_print(page: str, tmp_path: Path) -> None
         assert done.stdout == text, f"{page}.md is not current: run `python -m scripts.tutorial_outputs`\n{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=() if page == "llama2-7b" else pytest.mark.slow) for page in PAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
 def test_every_command_runs(page: str, pages: Any) -> None:
     followed = pages(page)
     assert len(followed.blocks) > 5
@@ -150,6 +149,7 @@ def test_every_command_runs(page: str, pages: Any) -> None:
 # ---- what the runs were
 
 
+@pytest.mark.slow
 def test_llama2_7b(pages: Any) -> None:
     followed = pages("llama2-7b")
     layout = followed.results("llama2-7b")["layout"]

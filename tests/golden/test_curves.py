@@ -67,10 +67,14 @@ def test_the_data_is_that_of_the_curve(recipe: str, cache: Path) -> None:
     )
 
 
+OFTEN = ("one-process", "tp2-dp2-sp-zero1")
+
+
 # Every layout of every family: tests/dist/test_families_train.py and test_parity.py.
 @pytest.mark.parametrize(
     ("recipe", "layout"),
-    [("llama2-tiny", layout) for layout in LAYOUTS] + [(recipe, "one-process") for recipe in RECIPES][1:],
+    [pytest.param("llama2-tiny", layout, marks=() if layout in OFTEN else pytest.mark.slow) for layout in LAYOUTS]
+    + [(recipe, "one-process") for recipe in RECIPES][1:],
 )
 def test_curve_is_the_committed_one(recipe: str, layout: str, ranks: Any, cache: Path) -> None:
     world, overrides = LAYOUTS[layout]
@@ -79,7 +83,9 @@ def test_curve_is_the_committed_one(recipe: str, layout: str, ranks: Any, cache:
         assert found["loss"], f"rank {rank} of {layout} took no step"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(each, marks=() if each == "llama2-tiny" else pytest.mark.slow) for each in RECIPES]
+)
 def test_the_command_trains_the_committed_curve(recipe: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shardwise("train", recipe, *RECIPES[recipe], "--run-dir", run, at=tmp_path).succeeded()
