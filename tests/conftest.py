@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardwise.testing import RankPool
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks at this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of two workers, one runs everything that starts ranks, which would wait for those of a second such test."""
     starts_ranks = ("dist", "golden", "e2e")

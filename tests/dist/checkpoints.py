@@ -31,10 +31,10 @@ class Result:
     bytes_read: int = 0
 
 
-def make_trainer(config: Config) -> Trainer:
+def make_trainer(config: Config, weights: Root | None = None) -> Trainer:
     mesh = shared_mesh(config.parallel.tensor)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
-    return build_trainer(config, config.check(mesh.world.size), mesh, data)
+    return build_trainer(config, config.check(mesh.world.size), mesh, data, weights=weights)
 
 
 def make_saver(trainer: Trainer, root: str, **options: Any) -> Saver:

@@ -215,9 +215,13 @@ def silenced(config: Config, root: str, action: str) -> Resumed:
         patch.setattr(LocalFileSystem, "cat_file", cat_file)
         if action == "resume":
             return resume(config, root)
-        trainer = make_trainer(config)
+        folder = Root.of(root) / "step-00000002"
         try:
-            load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(root) / "step-00000002")
+            if action == "start":
+                make_trainer(config, weights=folder)
+            else:
+                trainer = make_trainer(config)
+                load_checkpoint(trainer.model, config.model, trainer.mesh, folder)
         except ShardwiseError as error:
             return Resumed(problem=f"{type(error).__name__}: {error}")
         return Resumed()
@@ -237,8 +241,10 @@ def test_a_resume_does_not_fall_back_from_a_store_without_an_answer(root: Path, 
     assert [each.step for each in found] == [2] * RANKS, "once the store answers"
 
 
-def test_loading_from_a_store_without_an_answer_is_no_damage(root: Path, ranks: Any) -> None:
-    results = on_ranks(ranks, RANKS, silenced, CONFIG, str(root), "load")
+@pytest.mark.parametrize("action", ["start", "load"])
+def test_loading_from_a_store_without_an_answer_is_no_damage(action: str, root: Path, ranks: Any) -> None:
+    """Neither where a training starts from it, nor where a model is read for evaluation."""
+    results = on_ranks(ranks, RANKS, silenced, CONFIG, str(root), action)
     (said,) = {each.problem for each in results}
     assert str(said).startswith("StoreError: ")
     assert "cannot be read: Connection timed out" in str(said)

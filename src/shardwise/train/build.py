@@ -20,7 +20,8 @@ from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
-from shardwise.store.manifest import MANIFEST
+from shardwise.store.folders import is_damage
+from shardwise.store.manifest import MANIFEST, ManifestError
 from shardwise.store.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
@@ -60,7 +61,9 @@ def build_trainer(
         try:
             restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
         except StoreError as error:
-            raise ConfigError(f"checkpoint.load: {error}") from None
+            if is_damage(error) or isinstance(error, ManifestError):
+                raise ConfigError(f"checkpoint.load: {error}") from None
+            raise  # the store gave no answer: the configuration may well be right
     return Trainer(
         config=config,
         layout=layout,
