@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from shardwise.testing import RankPool
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks at this hook, too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two workers, one runs everything that starts ranks, which would wait for those of a second such test."""
-    starts_ranks = ("dist", "golden", "e2e")
-    for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in starts_ranks:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+class OneWorkerForRanks(LoadFileScheduling):
+    """Files by turns, but of two workers one runs everything that starts ranks, which would wait for others' turns."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ranks" if nodeid.split("/")[1] in ("dist", "golden", "e2e") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWorkerForRanks:
+    return OneWorkerForRanks(config, log)
 
 
 @pytest.fixture(scope="session")
