@@ -7,6 +7,7 @@ keeps only their state.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm, placement
@@ -411,11 +413,26 @@ def _whole_runs(bucket: Bucket, index: int, parameter: nn.Parameter) -> list[tup
     return bucket.owned_runs(index, placement.Box.whole(tuple(parameter.shape)))
 
 
+_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # of the process, as what wraps is
+
+
+@functools.cache
+def _watch_wrappers() -> None:
+    """Look through all objects, which takes a few tenths of a second, once: later wrappers tell of themselves."""
+    register_module_module_registration_hook(_note_wrapper)
+    _wrappers.update(found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel))
+
+
+def _note_wrapper(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _wrappers.add(module)
+
+
 def _refuse_wrapped(parameters: list[nn.Parameter]) -> None:
+    _watch_wrappers()
     mine = {id(p) for p in parameters}
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and any(id(p) in mine for p in found.parameters()):
-            raise ValueError(
-                "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
-                "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
-            )
+    if any(id(p) in mine for wrapper in _wrappers for p in wrapper.parameters()):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
+            "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
+        )
