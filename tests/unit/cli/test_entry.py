@@ -1,6 +1,5 @@
 """The command line as a user meets it: exit codes, one text per mistake, and a quick start."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,6 @@ from shardwise import __version__
 from shardwise.cli import main, output
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.failure import read_failure
-
-TIMED = """
-import sys, time
-from shardwise.cli import main, output
-try:
-    main()
-finally:
-    sys.stderr.write(str(time.process_time()))
-"""
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -103,19 +93,3 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m shardwise recipes quickstart | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
     assert result.stderr == ""
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "quickstart", "--dry-run"]], ids=" ".join)
-def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp_path: Path) -> None:
-    """Processor time of compiled bytecode, the best of a few runs: what else the machine does is not ours."""
-    script = tmp_path / "start.py"
-    script.write_text(TIMED)
-    command = [sys.executable, str(script), *arguments]
-    # The first run compiles to bytecode, as the first one after an installation does.
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "bytecode")
-    seconds: list[float] = []
-    while len(seconds) < 10 and min(seconds, default=1.0) >= 0.3:
-        run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
-        seconds.append(float(run.stderr))
-    assert min(seconds) < 0.3, f"processor seconds of each run: {seconds}"

@@ -1,0 +1,36 @@
+"""How long a command takes before it does what it is for.
+
+Here and not beside the command's own tests, because by now nothing else runs: two threads of one core share its time.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TIMED = """
+import sys, time
+from shardwise.cli import main, output
+try:
+    main()
+finally:
+    sys.stderr.write(str(time.process_time()))
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "quickstart", "--dry-run"]], ids=" ".join)
+def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp_path: Path) -> None:
+    """Processor time of compiled bytecode, the best of a few runs: what else the machine does is not ours."""
+    script = tmp_path / "start.py"
+    script.write_text(TIMED)
+    command = [sys.executable, str(script), *arguments]
+    # The first run compiles to bytecode, as the first one after an installation does.
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "bytecode")
+    seconds: list[float] = []
+    while len(seconds) < 40 and min(seconds, default=1.0) >= 0.3:
+        run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+        seconds.append(float(run.stderr))
+    assert min(seconds) < 0.3, f"processor seconds of each run: {seconds}"
