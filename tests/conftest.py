@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from shardwise.testing import RankPool
 
 
-class OneWorkerForRanks(LoadFileScheduling):
-    """Files by turns, but of two workers one runs everything that starts ranks, which would wait for others' turns."""
+class PoolsOnce(LoadFileScheduling):
+    """Files by turns, but one worker alone starts the pools of ranks, and one the run that commands look at."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if nodeid.split("/")[1] in ("dist", "golden", "e2e") else super()._split_scope(nodeid)
+        folder = nodeid.split("/")[1]
+        together = {"dist": "ranks", "golden": "ranks", "e2e": "commands"}
+        return together.get(folder) or super()._split_scope(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneWorkerForRanks:
-    return OneWorkerForRanks(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:
+    return PoolsOnce(config, log)
 
 
 @pytest.fixture(scope="session")
