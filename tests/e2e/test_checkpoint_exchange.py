@@ -102,6 +102,7 @@ def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path)
     assert "step-00000000 exists already" in again
 
 
+@pytest.mark.slow
 def test_an_object_store_is_a_place_like_any_other(trained: Path, tmp_path: Path) -> None:
     with serve() as address:
         there, user = f"s3://{BUCKET}/models", user_of(address)

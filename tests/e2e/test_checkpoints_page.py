@@ -49,6 +49,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     shutil.rmtree(at, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_the_run_that_was_stopped_goes_on_at_another_layout(followed: Any) -> None:
     at, _ = followed
     (resume,) = metrics(at / RUN, "resume")
@@ -58,6 +59,7 @@ def test_the_run_that_was_stopped_goes_on_at_another_layout(followed: Any) -> No
     assert [event["samples"] for event in metrics(at / RUN, "step")] == [8 * step for step in steps]
 
 
+@pytest.mark.slow
 def test_transformers_and_the_command_write_the_same(followed: Any) -> None:
     _, said = followed
     (text,) = [out for (language, _), out in zip(BLOCKS[1:], said, strict=True) if language == "python"]
@@ -66,6 +68,7 @@ def test_transformers_and_the_command_write_the_same(followed: Any) -> None:
     assert text.strip().removeprefix("In spring").strip() in commands, f"{text!r} is not in\n{commands}"
 
 
+@pytest.mark.slow
 def test_the_commands_show_what_the_page_says(followed: Any) -> None:
     at, said = followed
     printed = "\n".join(said)

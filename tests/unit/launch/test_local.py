@@ -183,7 +183,9 @@ def training(tmp_path: Path, ending: str) -> subprocess.Popen[str]:
     return launcher
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize(
+    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGUSR1", "SIGHUP"))]
+)
 def test_a_signal_waits_for_the_checkpoint_of_a_run_that_trains(tmp_path: Path, name: str) -> None:
     """Longer than the grace of a run that failed, and though everyone gets the signal, as from SLURM."""
     launcher = training(tmp_path, SAVES)
