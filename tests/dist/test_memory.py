@@ -219,8 +219,8 @@ def measure_step(config: Config) -> int:
     ("tensor", "world", "mode", "recompute", "dropout"),
     [
         (1, 1, "float32", "none", None),
-        (1, 1, "float32", "full", "invariant"),
-        (1, 1, "mixed", "selective", "fast"),
+        pytest.param(1, 1, "float32", "full", "invariant", marks=pytest.mark.slow),
+        pytest.param(1, 1, "mixed", "selective", "fast", marks=pytest.mark.slow),
         (2, 4, "float32", "selective", "fast"),
     ],
     ids=["plain", "full, invariant", "mixed, selective, fast", "TP 2 + SP, DP 2, selective, fast"],

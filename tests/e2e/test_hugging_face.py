@@ -115,6 +115,7 @@ def test_a_run_starts_from_what_transformers_saved(pretrained: Path, tmp_path: P
     assert steps[1]["loss"] != steps[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_revision_on_the_hub(pretrained: Path, tmp_path: Path) -> None:
     """The launcher fetches it, the ranks find it in the cache; the token is nowhere in the run."""
     files = {path.name: path.read_bytes() for path in pretrained.iterdir()}

@@ -224,7 +224,7 @@ def reloaded(folder: Path, tensor: int) -> dict[str, Tensor]:
     return {name: whole.clone() for name, whole in canonical(model)}
 
 
-@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("tensor", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_export_reloads_bit_equal_at_another_degree(tensor: int, followed: Followed, ranks: Any) -> None:
     wanted = load_file(followed.weights / "model.safetensors")
     for found in dense.run(ranks, tensor, reloaded, followed.weights, tensor):
