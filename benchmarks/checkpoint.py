@@ -75,6 +75,7 @@ def saving(folder: str, rounds: int) -> dict[str, Any]:
     world, rank = trainer.mesh.world, trainer.mesh.world.rank
     saver = saver_of(trainer, f"{folder}/ours")
     blocked: list[float] = []
+    complete: list[float] = []
     sizes: list[int] = []
     number = 0
 
@@ -86,6 +87,7 @@ def saving(folder: str, rounds: int) -> dict[str, Any]:
         (saved,) = saver.finished()
         assert saved.problem is None, saved.problem
         blocked.append(saved.blocked)
+        complete.append(saved.seconds)
         sizes.append(saved.bytes)
 
     save()
@@ -117,10 +119,11 @@ def saving(folder: str, rounds: int) -> dict[str, Any]:
     for _ in range(WARMUP):  # a virtual machine gets much of its memory at the first touch: that of the page cache too
         for call in (plain, save, torch_save):
             call()
-    blocked.clear()
+    for measured in (blocked, complete):
+        measured.clear()
     calls = {"plain": plain, "save": save, "torch": torch_save, "copy": copy}
     seconds = interleaved(calls, rounds, before=lambda: (os.sync(), comm.barrier(world)))
-    seconds["blocked"] = blocked[1:]
+    seconds |= {"blocked": blocked[1:], "complete": complete[1:]}
 
     alone, beside = [], []
     for steps in (alone, beside):
@@ -182,7 +185,8 @@ def run(rounds: int) -> Report:
     size = measured[0]["counts"]["bytes"]
     rows = [
         ["plain writes + fsync", f"{times['plain']:.2f} s", "1.00×"],
-        ["a checkpoint, complete", f"{times['save']:.2f} s", f"{times['save'] / times['plain']:.2f}×"],
+        ["a checkpoint, complete", f"{times['complete']:.2f} s", f"{times['complete'] / times['plain']:.2f}×"],
+        ["  and the one before it removed", f"{times['save']:.2f} s", f"{times['save'] / times['plain']:.2f}×"],
         ["torch.distributed.checkpoint", f"{times['torch']:.2f} s", f"{times['torch'] / times['plain']:.2f}×"],
     ]
     waits = [
@@ -214,7 +218,7 @@ def run(rounds: int) -> Report:
         ],
         {"times": times, "state_bytes": state, "written_bytes": size, "loads": loads, "bounded_peak_bytes": peak},
         [
-            target("time to save over plain writes + fsync", times["save"] / times["plain"], 1.3, at_least=False),
+            target("time to save over plain writes + fsync", times["complete"] / times["plain"], 1.3, at_least=False),
             target("training waits, over a plain copy", times["blocked"] / times["copy"], 2.0, at_least=False),
             target("bytes written over bytes of state", size / state, 1.01, at_least=False),
             target(
@@ -228,8 +232,8 @@ def run(rounds: int) -> Report:
         [
             f"Llama of {state / 12 / 1e6:.0f} M parameters with AdamW's state in float32, DP 2 with ZeRO-1, on this "
             f"machine's own disk. Medians of {rounds} rounds in turn, of the slower rank, the disk idle before each. "
-            "Plain: one file a rank of as many bytes. torch.distributed.checkpoint: FileSystemWriter with fsync, the "
-            "same tensors as unrelated ones, no checksums.",
+            "Plain: one file a rank of as many bytes, over the one of the round before. torch.distributed.checkpoint: "
+            "FileSystemWriter with fsync, the same tensors as unrelated ones, no checksums.",
             f"Steps beside a save: the {STEPS} after it began; median.",
         ],
     )

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError, RunError
+from shardwise.store.behind import WriteBehind
 from shardwise.units import size as size_text
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -329,16 +330,21 @@ class Writing:
         self._root, self._size = root, size
         with root._told("written", size):
             self._file: Any = root.fs.open(root.path, "wb")
+        self._behind = WriteBehind(self._file.fileno()) if root.is_local else None
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
         with self._root._told("written", self._size):
             while len(view):  # an unbuffered file may take a part
-                view = view[self._file.write(view) :]
+                taken = self._file.write(view)
+                view = view[taken:]
+                if self._behind is not None:
+                    self._behind.wrote(taken)
 
     def close(self) -> None:
         with self._root._told("written", self._size):
-            if self._root.is_local:
+            if self._behind is not None:
+                self._behind.finish()
                 self._file.flush()
                 os.fsync(self._file.fileno())
             self._file.close()
@@ -346,6 +352,9 @@ class Writing:
     def abandon(self) -> None:
         """Leave nothing behind, whatever fails on the way: the error that led here is the one to tell."""
         with contextlib.suppress(Exception):
+            if self._behind is not None:
+                with contextlib.suppress(OSError):
+                    self._behind.finish()
             if hasattr(self._file, "discard") and not self._root.is_local:
                 self._file.discard()  # the parts that an object store has already
                 self._file.closed = True

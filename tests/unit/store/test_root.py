@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.store import behind
 from shardwise.store.root import Root, StoreError
 
 
@@ -132,6 +133,37 @@ def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}/a cannot be written: the disk is full; it needs 3.0 MiB (3,145,728 bytes)")
     assert "free is" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_file_reaches_the_disk_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[tuple[int, int]] = []
+    monkeypatch.setattr(behind, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, __: gone.append((start, length)), raising=False)
+    data = bytes(range(256)) * 10
+    with (Root.of(tmp_path) / "a").open() as file:
+        for start in range(0, len(data), 300):
+            file.write(data[start : start + 300])
+    assert (tmp_path / "a").read_bytes() == data
+    assert gone == [(0, 1200), (1200, 1200)]
+
+
+def test_a_disk_that_fills_up_on_the_way_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(behind, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(os, "fsync", full)
+    file = (Root.of(tmp_path) / "a").open()
+    file.write(bytes(1000))
+    with pytest.raises(StoreError) as caught:
+        file.write(bytes(1000))
+    file.abandon()
+    assert caught.value.out_of_space
+    assert len(calls) == 1, "the second window must not be written once the first has failed"
     assert list(tmp_path.iterdir()) == []
 
 
