@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.e2e import warm
+
 ALONE = (sys.executable, "-m", "shardwise")
 UNDER_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardwise")
 _JOB_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -103,9 +105,19 @@ def outcome(process: subprocess.Popen[str], timeout: float = 240.0) -> Outcome:
     return Outcome(process.returncode, out, err)
 
 
-def shardwise(*arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, **variables: str) -> Outcome:
-    """Run the command to its end."""
-    return outcome(start(*arguments, at=at, program=program, **variables))
+def shardwise(
+    *arguments: str | Path,
+    at: Path,
+    program: tuple[str, ...] = ALONE,
+    timeout: float = 240.0,
+    cold: bool = False,
+    **variables: str,
+) -> Outcome:
+    """Run the command to its end; `cold`: in a Python that is started for it, as `start` does it."""
+    if cold or not warm.can_run(program):
+        return outcome(start(*arguments, at=at, program=program, **variables), timeout)
+    command = [*program, *map(str, arguments)]
+    return Outcome(*warm.run(command, at=at, variables=environment(**variables), timeout=timeout))
 
 
 def miniature(folder: Path) -> Path:

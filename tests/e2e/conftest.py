@@ -23,9 +23,8 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     at = tmp_path_factory.mktemp("trained")
     overrides = ["parallel.tensor=2", "parallel.sequence=true"]
-    outcome = shardwise(
-        "train", miniature(at), *overrides, at=at, HF_TOKEN="hf_do_not_tell", NCCL_LOGIN="http://me:word@proxy"
-    )
+    secrets = {"HF_TOKEN": "hf_do_not_tell", "NCCL_LOGIN": "http://me:word@proxy"}
+    outcome = shardwise("train", miniature(at), *overrides, at=at, cold=True, **secrets)
     outcome.succeeded()
     run = (at / "runs/latest").resolve()
     return Trained(at, run, outcome, load_config(str(at / "miniature.yaml"), overrides))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import metrics, miniature, outcome, start
+from tests.e2e.command import metrics, miniature, outcome, shardwise, start
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
@@ -69,7 +69,7 @@ def crash_until_done(folder: Path, sizes: tuple[str, ...], kills: int, steps: in
         assert processes.wait_for(lambda e=everyone: not any(map(processes.alive, e)), 20), "a rank outlives the job"
         if ended.code == 0:
             break
-    outcome(start(*command, at=folder), timeout=3600).succeeded()
+    shardwise(*command, at=folder, timeout=3600).succeeded()
     return hits
 
 
@@ -78,7 +78,7 @@ def check(folder: Path, sizes: tuple[str, ...], kills: int, steps: int, seed: in
     whole = folder / "whole"
     whole.mkdir()
     command = ("train", miniature(whole), *QUIET, *sizes, f"train.steps={steps}", "--run-dir", "run")
-    outcome(start(*command, at=whole), timeout=3600).succeeded()
+    shardwise(*command, at=whole, timeout=3600).succeeded()
     wanted = {event["step"]: event["loss"] for event in metrics(whole / "run", "step")}
     hits = crash_until_done(folder, sizes, kills, steps, seed)
     found = _steps(folder / "run")

@@ -1,17 +1,14 @@
 """docs/own-model.md: its changes make sharded.py of plain.py, its commands and code run, and what it promises holds."""
 
 import difflib
-import functools
 import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,14 +20,10 @@ from shardwise.checkpoint import canonical
 from shardwise.checkpoint.load import load_hugging_face
 from shardwise.config import Config, load_config
 from shardwise.data import make_batches, prepare
-from shardwise.mesh import Mesh
 from shardwise.models import build_model
-from shardwise.placement import placements
-from shardwise.testing import gradient_errors
 from tests.arch.source import ROOT, config_fields
 from tests.dist import dense
-from tests.dist.training import make_config, train
-from tests.e2e.command import Outcome, environment, metrics, shardwise
+from tests.e2e.command import ALONE, Outcome, metrics, shardwise
 
 EXAMPLE = ROOT / "examples" / "own_model"
 PLAIN, SHARDED = ((EXAMPLE / name).read_text(encoding="utf-8") for name in ("plain.py", "sharded.py"))
@@ -130,9 +123,9 @@ class Followed:
 
 COMMANDS = "".join(blocks("sh")).splitlines()
 PROGRAMS = {
-    "shardwise": [str(Path(sys.executable).with_name("shardwise"))],
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    "shardwise": ALONE,
+    "python": (sys.executable,),
+    "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone"),
 }
 
 
@@ -145,10 +138,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
 
 def follow(line: str, at: Path) -> Outcome:
     program, *arguments = shlex.split(line, comments=True)
-    done = subprocess.run(
-        [*PROGRAMS[program], *arguments], cwd=at, env=environment(), capture_output=True, text=True, timeout=240
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr).succeeded()
+    return shardwise(*arguments, at=at, program=PROGRAMS[program]).succeeded()
 
 
 def test_four_ranks_have_the_losses_of_one(followed: Followed) -> None:
@@ -240,46 +230,6 @@ def plain(config: Config) -> nn.Module:
     return made
 
 
-# ---- what holds for a shipped family holds here
-
-
-SIZES = {
-    "vocab_size": 131,  # odd: the vocabulary is padded when it is cut
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-
-
-def training(name: str, tensor: int, sequence: bool) -> Config:
-    return make_config(
-        model={"family": "examples.own_model.sharded:Decoder", **SIZES},
-        parallel={"tensor": tensor, "sequence": sequence},
-        optimizer={"name": name},
-    )
-
-
-@functools.cache
-def alone(name: str) -> Any:
-    return train(training(name, 1, False))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "sequence"), [(2, False), (2, True), (4, True)], ids=["tp2-dp2", "tp2-dp2-sp", "tp4-sp"]
-)
-@pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
-def test_every_layout_trains_alike(name: str, tensor: int, sequence: bool, ranks: Any) -> None:
-    found, *_ = ranks(4).run(train, training(name, tensor, sequence))
-    wanted = alone(name)
-    assert found.losses == pytest.approx(wanted.losses, rel=1e-5)
-    assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
-    assert found.evaluation == pytest.approx(wanted.evaluation, rel=1e-5)
-    assert all(torch.equal(found.weights[key], wanted.weights[key]) for key in wanted.weights), "at step 0"
-    assert max(gradient_errors(found.gradients, wanted.gradients).values()) <= 1e-5
-    assert wanted.losses[-1] < wanted.losses[0]
-
-
 # ---- the optional parts of the page
 
 
@@ -303,26 +253,6 @@ def test_dropout_and_recompute_are_the_same_at_any_layout(followed: Followed) ->
     assert steps[0] != pytest.approx(without[0], rel=1e-5), "nothing was dropped"
     start, first = (metrics(followed.run(name), "eval")[0]["loss"] for name in ("alone", "one"))
     assert start == pytest.approx(first, rel=1e-6), "an evaluation drops nothing"
-
-
-def page_module() -> ModuleType:
-    (code,) = (block for block in blocks("python", OPTIONAL) if "class Scale" in block)
-    module = ModuleType("page")
-    exec(compile(code, "own-model.md", "exec"), module.__dict__)
-    return module
-
-
-def scaled(tensor: int) -> tuple[list[tuple[str, bool]], float]:
-    mesh: Mesh = dense.mesh(tensor)
-    model = nn.ModuleDict({"scale": page_module().Scale(4, mesh.tp, sequence_parallel=tensor > 1)})
-    pieces = [(piece.name, piece.partial) for _, _, record in placements(model) for piece in record.pieces]
-    return pieces, float(model["scale"](torch.ones(3, 2, 4)).sum().detach())
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_parameter_of_ones_own_says_what_it_is(tensor: int, ranks: Any) -> None:
-    for found in dense.run(ranks, tensor, scaled, tensor):
-        assert found == ([("scale.weight", tensor > 1)], 24.0)
 
 
 # ---- bad input

@@ -1,0 +1,227 @@
+"""Commands in processes that have imported torch already, which otherwise takes longer than most of what they do.
+
+A server imports all that the commands do, and forks a process for each. In such a process, what starts another Python
+(the launcher, torchrun's agent) forks as well. There are the same processes with the same parents, sessions, signals
+and exit codes as ever, and no state that two commands share; only `exec` and the imports are left out. Linux alone.
+
+Run as a program, this is the server. It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Nothing that reads the environment when it is imported, and nothing that `-m` runs.
+_IMPORTED = (
+    "numpy", "safetensors.torch", "tokenizers", "torch.utils.checkpoint", "torch.utils.tensorboard",
+    "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local",
+    "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.train",
+    "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.cli.rank",
+    *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "recipes")),
+)  # fmt: skip
+
+
+# ---- for the tests
+
+
+def can_run(program: Sequence[str]) -> bool:
+    """Whether the program is this Python, which runs a module or a script."""
+    return sys.platform == "linux" and program[:1] == (sys.executable,) and _begin(program) is not None
+
+
+def run(program: Sequence[str], *, at: Path, variables: Mapping[str, str], timeout: float) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a program that `can_run`."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as connection:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        connection.connect(_server())
+        connection.settimeout(timeout)
+        with connection.makefile("rw") as stream:
+            print(json.dumps([[*program], str(at), {**variables}, [str(out), str(err)]]), file=stream, flush=True)
+            pid = int(stream.readline())
+            try:
+                code = int(stream.readline())
+            except TimeoutError:
+                os.kill(pid, signal.SIGKILL)
+                said = f"{out.read_text()}\n{err.read_text()}"
+                raise AssertionError(f"the command did not end within {timeout:.0f} s\n{said}") from None
+        return code, out.read_text(), err.read_text()
+
+
+@functools.cache
+def _server() -> str:
+    """Where this session's server listens."""
+    place = str(Path(tempfile.mkdtemp(prefix="shardwise-warm-")) / "socket")
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYDANTIC_DISABLE_PLUGINS": "__all__",
+    }
+    command = [sys.executable, "-P", __file__, place]
+    process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(process.kill)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return place
+
+
+# ---- the server
+
+
+class _Stderr:
+    """Standard error of whoever writes, for the handlers that torch makes as it is imported."""
+
+    def write(self, text: str) -> None:
+        (sys.__stderr__ if sys.stderr is self else sys.stderr).write(text)
+
+    def flush(self) -> None:
+        (sys.__stderr__ if sys.stderr is self else sys.stderr).flush()
+
+
+def _serve(place: str) -> None:
+    sys.stderr = _Stderr()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)  # torchrun's agent is
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(place)
+        listener.listen()
+        os.write(1, b"ready\n")
+        while listener in select.select([listener, 0], [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _answer(connection)
+            connection.close()
+
+
+def _answer(connection: socket.socket) -> NoReturn:
+    """In a process of its own: fork the command, wait for it, and tell how it ended."""
+    try:
+        with connection.makefile("rw") as stream:
+            program, at, variables, names = json.loads(stream.readline())
+            child = os.fork()
+            if child == 0:
+                files = [os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND) for name in names]
+                _become(program, [os.open(os.devnull, os.O_RDONLY), *files], variables, at)
+            print(child, file=stream, flush=True)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=stream, flush=True)
+    finally:
+        os._exit(0)
+
+
+# ---- what was forked
+
+
+def _begin(program: Sequence[str]) -> int | None:
+    """Where `-m MODULE …` or `SCRIPT …` is in what starts a Python; None where there are other options."""
+    first = next((index for index, word in enumerate(program) if index and word not in ("-P", "-u")), None)
+    return first if first is not None and (program[first] == "-m" or program[first].endswith(".py")) else None
+
+
+def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str, str], at: str | None) -> NoReturn:
+    """Go on as after `exec` of the program, and end as Python does."""
+    code = 1
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.closerange(3, 1024)
+        os.chdir(at or ".")
+        os.environ.clear()
+        os.environ.update(variables)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)) or number == signal.SIGCHLD:
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", closefd=False)
+        sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        begin = _begin(program)
+        assert begin is not None
+        sys.argv = list(program[begin + (program[begin] == "-m") :])
+        own = Path.cwd() if program[begin] == "-m" else Path(program[begin]).resolve().parent
+        given = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        sys.path[:] = [*([] if "-P" in program[:begin] else [str(own)]), *given, *_PATH]
+        sys.modules.pop("sitecustomize", None)
+        if any(Path(entry, "sitecustomize.py").exists() for entry in given):
+            importlib.import_module("sitecustomize")
+        for module in ("subprocess", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"):
+            importlib.import_module(module).Popen = _Fork
+        code = _run(sys.argv[0], program[begin] == "-m")
+    finally:
+        os._exit(code)
+
+
+def _run(name: str, is_module: bool) -> int:
+    code = 0
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # noqa: BLE001  the last words of Python itself
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+class _Fork(subprocess.Popen):
+    """A `Popen` that forks where a Python is started which runs a module, on files and not on pipes."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        executable, preexec, close_fds, passed, cwd, env = rest[:6]
+        pipes, restores, start_new_session = rest[9:15], rest[15], rest[20]
+        stdin, to_stdin, from_stdout, stdout, from_stderr, stderr = pipes
+        program = tuple(map(os.fspath, args)) if isinstance(args, list | tuple) else ()
+        is_plain = executable in (None, sys.executable) and preexec is None and close_fds and not passed and restores
+        if not (can_run(program) and is_plain and (to_stdin, from_stdout, from_stderr) == (-1, -1, -1)):
+            super()._execute_child(args, *rest)
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            if start_new_session:
+                os.setsid()
+            files = [os.dup(number if file == -1 else file) for number, file in enumerate((stdin, stdout, stderr))]
+            _become(program, files, dict(os.environ if env is None else env), cwd)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+_PATH = list(sys.path)
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])
