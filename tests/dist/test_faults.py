@@ -34,7 +34,7 @@ from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of
 from tests.hugging_face import VOCABULARY, described, make, save
 
-STEPS = 20
+STEPS = 10
 
 
 @pytest.fixture(scope="module")

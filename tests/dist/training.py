@@ -85,7 +85,7 @@ class Outcome:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = True) -> Outcome:
+def train(config: Config, steps: int = 10, uneven: bool = False, bodies: bool = True) -> Outcome:
     """Run on this rank; rank 0's outcome holds the weights at step 0 and the gradients of step 1, in canonical form."""
     mesh = shared_mesh(config.parallel.tensor)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
