@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.launch import local
 from shardwise.launch.local import LaunchError, launch
 from shardwise.launch.stopping import NOTICE
 
@@ -26,9 +27,10 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from shardwise.errors import ShardwiseError
-from shardwise.launch.local import launch
+from shardwise.launch import local
+local._GRACE_SECONDS = 1.0  # to ranks once one has failed
 try:
-    launch([sys.executable, sys.argv[1], sys.argv[2]], 2, Path(sys.argv[2]))
+    local.launch([sys.executable, sys.argv[1], sys.argv[2]], 2, Path(sys.argv[2]))
 except ShardwiseError as error:
     sys.exit(f"{error.exit_code}: {error}")
 """
@@ -114,7 +116,8 @@ sys.exit(1)
     assert caught.value.exit_code == 1
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_GRACE_SECONDS", 1.0)
     body = f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (folder / f"ready-{{rank}}").touch()
@@ -148,7 +151,9 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C (SIGINT)"), (signal.SIGTERM, "SIGTERM")], ids=["int", "term"]
+    ("number", "name"),
+    [(signal.SIGINT, "Ctrl-C (SIGINT)"), pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.slow)],
+    ids=["int", "term"],
 )
 def test_a_stopped_launcher_says_so_in_one_sentence(tmp_path: Path, number: signal.Signals, name: str) -> None:
     launcher = start(tmp_path)
@@ -167,7 +172,7 @@ while not (by := stopping.requested(folder)): time.sleep(0.05)
 {ending}
 """
 SAVES = """
-time.sleep(8)
+time.sleep(3)
 if rank == 1: (folder / "pid-1").unlink()
 report_stop(rank, f"stopped by {by}, with a checkpoint")
 os._exit(0)
