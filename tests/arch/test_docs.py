@@ -1,6 +1,5 @@
 """What the documentation says is so: its code runs, its commands are accepted, its keys and targets exist."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 
 from scripts.write_docs import PAGE, page
 from tests.arch.source import ROOT, config_fields
+from tests.e2e.command import shardwise
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -34,11 +34,10 @@ def test_there_is_something_to_check() -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_readme_script_trains(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr
+    program = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = shardwise(name, at=tmp_path, program=program)
+    assert done.code == 0, done.err
+    assert "Warning" not in done.err
 
 
 def test_readme_commands_are_accepted(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, f
     torch.set_num_threads(1)
     cache, found = tmp_path_factory.mktemp("cache"), {}
     overrides = ["model.num_hidden_layers=2", "train.steps=60", "train.micro_batch=8", "train.eval_batches=4"]
+    overrides += ["train.sequence_length=32"]
     for mode in ("float32", "mixed", "bfloat16"):
         config = load_config("llama2-tiny", [*overrides, f"precision.mode={mode}"])
         trainer = build_trainer(config, config.check(1), shared_mesh(1), prepare(config, cache))
