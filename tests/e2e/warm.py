@@ -17,6 +17,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -78,6 +79,7 @@ def _server() -> str:
     }
     command = [sys.executable, "-P", __file__, place]
     process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(shutil.rmtree, Path(place).parent, ignore_errors=True)
     atexit.register(process.kill)
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
