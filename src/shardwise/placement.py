@@ -200,6 +200,15 @@ def of(parameter: Tensor) -> Placement | None:
     return parameter.placement if isinstance(parameter, PlacedParameter) else None
 
 
+def share(parameter: Tensor, ranks: Group) -> None:
+    """Say that other ranks hold the same boxes, and that each has only a part of their gradients."""
+    assert isinstance(parameter, PlacedParameter), "it has no record"
+    record = parameter.placement
+    parameter.placement = replace(
+        record, pieces=tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
+    )
+
+
 def of_or_whole(parameter: Tensor, name: str = "") -> Placement:
     """A parameter's record; one without is taken as whole on every rank."""
     shape = tuple(parameter.shape)

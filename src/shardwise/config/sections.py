@@ -14,6 +14,11 @@ from shardwise.config.base import Section, reject
 DtypeName = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
+SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
+"""Schedules with one stage on each rank."""
+V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
+"""Schedules whose second stage of a rank is as far from the end as its first is from the start."""
 MASKED_FRACTION = 0.15
 _MAX_SEED = 2**63 - 1
 # A colon and digits are a port. What follows any other may have a slash, as the secret keys of S3 do.
@@ -27,6 +32,28 @@ class ParallelConfig(Section):
     sequence: bool = Field(
         default=False, description="sequence parallelism between the tensor-parallel regions; no effect at TP 1"
     )
+    pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP): the blocks are cut into stages")
+    schedule: Schedule = Field(
+        default="1f1b", description="in which order stages work on micro-batches; no effect at PP 1"
+    )
+    virtual_stages: int | None = Field(
+        default=None,
+        gt=0,
+        description="stages on each rank; null = 1 with gpipe and 1f1b, which have no others, else 2",
+    )
+    stages: tuple[int, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="blocks of each stage, first to last; null = cut by what they cost, or into equal parts where the "
+        "schedule has several stages on a rank",
+    )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank: 1 without a pipeline."""
+        if self.pipeline == 1:
+            return 1
+        return self.virtual_stages or (1 if self.schedule in SINGLE_STAGE else 2)
 
 
 class TrainConfig(Section):
