@@ -47,6 +47,12 @@ class ParallelConfig(Section):
         description="blocks of each stage, first to last; null = cut by what they cost, or into equal parts where the "
         "schedule has several stages on a rank",
     )
+    vocab_multiple: int = Field(
+        default=1,
+        gt=0,
+        description="a rank's rows of embedding and output head are a multiple of this; padding is no parameter and gets "
+        "neither probability nor gradient",
+    )
 
     @property
     def stages_per_rank(self) -> int:

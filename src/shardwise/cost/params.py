@@ -26,6 +26,11 @@ Per = Literal["token", "prediction", "sequence"]
 """What is multiplied with a matrix: each token in the blocks, each one predicted in the head, or one of a sequence."""
 
 
+def vocabulary_rows(vocabulary: int, tensor: int, multiple: int = 1) -> int:
+    """Rows of embedding and head on each of t ranks: ceil(V / t), rounded up to a multiple."""
+    return -(-vocabulary // (tensor * multiple)) * multiple
+
+
 @dataclass(frozen=True)
 class LocalWidths:
     """Widths of one rank's part of a model that is cut over t ranks.

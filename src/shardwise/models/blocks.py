@@ -80,6 +80,7 @@ class Maker:
     sequence_parallel: bool
     recompute: Recompute
     part: Part
+    vocab_multiple: int
     options: LayerOptions
 
     def layers(self, config: FamilyConfig) -> range:
@@ -99,6 +100,7 @@ class Maker:
             config.hidden_size,
             padding_idx,
             sequence_parallel_enabled=self.sequence_parallel,
+            row_multiple=self.vocab_multiple,
             name=name,
             **self.options,
         )
@@ -150,6 +152,7 @@ class Maker:
             config.vocab_size,
             tied_weight=tied,
             sequence_parallel_enabled=self.sequence_parallel,
+            row_multiple=self.vocab_multiple,
             name=name,
             **self.options,
         )
@@ -354,6 +357,7 @@ class Family(nn.Module, Generic[_Config]):
         group: the tensor-parallel ranks. sequence_parallel: cut the residual stream along the sequence between blocks.
         recompute: what the backward pass computes again (`Maker`).
         part: the pipeline stage that this is; None: the whole model.
+        vocab_multiple: what a rank's rows of embedding and head are a multiple of.
         seed: the weights are a function of (seed, canonical name), the same at any layout.
     """
 
@@ -365,6 +369,7 @@ class Family(nn.Module, Generic[_Config]):
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
         part: Part | None = None,
+        vocab_multiple: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -374,7 +379,7 @@ class Family(nn.Module, Generic[_Config]):
         ranks = Group.of(group)
         init = Init.normal(config.initializer_range)
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
-        self.build(config, Maker(ranks, sequence_parallel, recompute, self.part, options))
+        self.build(config, Maker(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
 
     def build(self, config: _Config, make: Maker) -> None:
         """Make the layers of this part, in the order of the forward pass."""
