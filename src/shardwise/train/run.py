@@ -57,7 +57,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
         ConfigError: the configuration, the data or the run directory is wrong. RunError: training failed.
     """
     join()
-    mesh = Mesh(tensor=config.parallel.tensor)
+    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     layout = config.check(mesh.world.size)
     progress = Progress(phase="preparation of the data")
     try:
