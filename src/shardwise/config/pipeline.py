@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.config.model import OwnConfig
 from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, ParallelConfig
-from shardwise.errors import listing, nearest_multiples, nearest_numbers
+from shardwise.errors import listing, nearest_numbers
 
 if TYPE_CHECKING:
     from shardwise.config.root import Config
@@ -84,31 +84,40 @@ def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
 
 
 def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
-    """Whether the schedule can run with that many micro-batches in a step."""
+    """Whether the schedule can run with that many micro-batches in a step.
+
+    Interleaved schedules deal them out in equal rounds, of as many as there are ranks or more; fewer are one round.
+    """
     degree = parallel.pipeline
     match parallel.schedule:
-        case "gpipe":
+        case "gpipe" | "zbv":
             return True
-        case "1f1b" | "zbv":
+        case "1f1b":
             return micro_batches >= degree
         case "dualpipev":
             return micro_batches >= 2 * degree
-        case _:
-            return micro_batches >= degree and micro_batches % (micro_batches // degree) == 0
+        case "interleaved" | "interleaved_zero_bubble":
+            return micro_batches % max(1, micro_batches // degree) == 0
 
 
 def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
     parallel, train = config.parallel, config.train
     if fits_schedule(parallel, micro_batches):
         return []
-    least = 2 * parallel.pipeline if parallel.schedule == "dualpipev" else parallel.pipeline
-    if micro_batches < least:
-        needs, near = f"at least {least}", [least]
-    else:
-        needs, near = "dealt out in equal rounds", nearest_multiples(micro_batches, parallel.pipeline)
-    batches = listing((n * train.global_batch // micro_batches for n in near), "or")
+    degree, schedule = parallel.pipeline, parallel.schedule
+    fitting = (n for n in range(1, micro_batches + 2 * degree + 1) if fits_schedule(parallel, n))
+    near = nearest_numbers(micro_batches, fitting)
+    match schedule:
+        case "1f1b":
+            needs = f"at least parallel.pipeline ({degree})"
+        case "dualpipev":
+            needs = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
+        case _:
+            count = micro_batches // degree
+            needs = f"a multiple of the {count} rounds of parallel.pipeline ({degree}) or more that they are dealt out in"
+    batches = listing((n * (train.global_batch // micro_batches) for n in near), "or")
     smaller = f", or lower train.micro_batch ({train.micro_batch})" if train.micro_batch > 1 else ""
     return [
-        f"the micro-batches of a step on each rank ({micro_batches}) must be {needs} with parallel.schedule "
-        f"{parallel.schedule} at parallel.pipeline {parallel.pipeline}: set train.global_batch={batches}{smaller}"
+        f"the micro-batches of a step on each rank ({micro_batches}) must be {needs} with parallel.schedule {schedule}: "
+        f"set train.global_batch={batches}{smaller}"
     ]
