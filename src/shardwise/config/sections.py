@@ -55,6 +55,11 @@ class ParallelConfig(Section):
     )
 
     @property
+    def ranks(self) -> int:
+        """Ranks of one copy of the model."""
+        return self.tensor * self.pipeline
+
+    @property
     def stages_per_rank(self) -> int:
         """Stages on each rank: 1 without a pipeline."""
         if self.pipeline == 1:

@@ -193,9 +193,13 @@ class Bert(Family[BertConfig]):
         positions_PB: Tensor,
         targets_PB: Tensor,
         next_sentence_B: Tensor,
+        x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The losses of `forward`, `[2]`, and how many targets of each objective the model finds likeliest, `[2]`."""
-        rows_PBH, first_BH = self._states(self.hidden(ids_SB, token_types_SB, mask_SB), positions_PB)
+        """The losses of `forward`, `[2]`, and how many targets of each objective the model finds likeliest, `[2]`.
+
+        x: as `hidden` has it, for the last stage of a pipeline.
+        """
+        rows_PBH, first_BH = self._states(self.hidden(ids_SB, token_types_SB, mask_SB, x=x), positions_PB)
         losses = self._losses(rows_PBH, first_BH, targets_PB, next_sentence_B)
         masked = (self.heads.decoder.likeliest(rows_PBH) == targets_PB).sum()
         pairs = (self.heads.relationship(first_BH).argmax(dim=-1) == next_sentence_B).sum()

@@ -23,6 +23,7 @@ from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
+from shardwise.models import Stages
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.folders import step_name, step_of
 from shardwise.store.manifest import MANIFEST
@@ -313,7 +314,7 @@ def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
     None where `log.sample_tokens` is 0, off replica 0, and for a model that gives no logits of the next token.
     """
     log, mesh, model = config.log, trainer.mesh, trainer.model
-    if not log.sample_tokens or mesh.dp.rank or not isinstance(model, Generator) or not config.model.causal:
+    if not log.sample_tokens or mesh.dp.rank or not config.model.causal or not isinstance(model, Generator | Stages):
         return None
     tokenizer = Tokenizer.load(data.tokenizer_path)
     trainer.model.eval()
@@ -321,5 +322,7 @@ def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
     prompt = tokenizer.encode(log.sample_prompt) if log.sample_prompt else held_out[:16]
     ids = [int(token) for token in prompt]
     window = config.train.sequence_length
-    drawn = continue_text(model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed)
+    drawn = continue_text(
+        model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed, parallel=config.parallel
+    )
     return tokenizer.decode(ids + drawn)
