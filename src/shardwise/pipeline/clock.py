@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.profiler import record_function
 
+FORWARD, BACKWARD = "forward", "backward"
+INPUT, WEIGHTS = "backward of the input", "backward of the weights"
+
 
 @dataclass(frozen=True)
 class Span:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.config import ParallelConfig
 from shardwise.cost.stages import rank_of
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
-from shardwise.pipeline.schedule import Compute
+
+Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
+"""(a stage's model, what the stage before gave, micro-batch) → what the stage gives: x, or of the last stage losses."""
 
 
 @torch.no_grad()

@@ -6,9 +6,8 @@ Stages are told beforehand what comes and goes (`input_args`, `output_args`): no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,8 @@ from shardwise.config.sections import SINGLE_STAGE
 from shardwise.cost.stages import Stage
 from shardwise.mesh import Group, Mesh
 from shardwise.models import Stages
-from shardwise.pipeline.clock import Clock
-from shardwise.pipeline.simulate import BACKWARD, FORWARD, INPUT, WEIGHTS, Action
-
-Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
-"""(a stage's model, what the stage before gave, micro-batch) → what the stage gives: x, or of the last stage losses."""
+from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock
+from shardwise.pipeline.relay import Compute
 
 _SCHEDULES: dict[Schedule, Any] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -33,42 +29,9 @@ _SCHEDULES: dict[Schedule, Any] = {
     "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
 }
-_KINDS = {"F": FORWARD, "B": BACKWARD, "I": INPUT, "W": WEIGHTS}
 
 
-def order(parallel: ParallelConfig, micro_batches: int) -> list[list[Action]]:
-    """What each pipeline rank does, one after the other."""
-    degree = parallel.pipeline
-    if parallel.schedule == "1f1b":  # torch's own list for it leaves out the last rank's first forward pass
-        return [_one_forward_one_backward(rank, degree, micro_batches) for rank in range(degree)]
-    empty = nn.Module()
-    stages = [
-        SimpleNamespace(num_stages=degree * parallel.stages_per_rank, group_size=degree, group_rank=0, submod=empty)
-        for _ in range(parallel.stages_per_rank)
-    ]
-    by_rank = _schedule(parallel, stages, micro_batches).pipeline_order
-    return [list(_actions(by_rank[rank])) for rank in range(degree)]
-
-
-def _one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    ahead = min(stages - stage, micro_batches)
-    done: list[Action] = [(FORWARD, stage, number) for number in range(ahead)]
-    for number in range(micro_batches):
-        done.append((BACKWARD, stage, number))
-        if number + ahead < micro_batches:
-            done.append((FORWARD, stage, number + ahead))
-    return done
-
-
-def _actions(row: list[Any]) -> Iterator[Action]:
-    """The work in a row of torch's; what it overlaps is done one after the other, as torch does."""
-    for action in row:
-        for each in () if action is None else action.sub_actions or (action,):
-            if each.computation_type.value in _KINDS:
-                yield _KINDS[each.computation_type.value], each.stage_index, each.microbatch_index
-
-
-def _schedule(parallel: ParallelConfig, stages: list[Any], micro_batches: int) -> Any:
+def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
     """torch's, over a rank's stages."""
     single = parallel.schedule in SINGLE_STAGE
     return _SCHEDULES[parallel.schedule](
@@ -98,7 +61,7 @@ class Pipeline:
         self._has_last = any(each.stage.is_last for each in self._submodules)
         self._waiting: Counter[nn.Parameter] = Counter()
         self._ready: Callable[[nn.Parameter], None] = _ignore
-        self.schedule = _schedule(parallel, self._stages, micro_batches)
+        self.schedule = make_schedule(parallel, self._stages, micro_batches)
 
     def step(self, compute: Compute, ready: Callable[[nn.Parameter], None] | None = None) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters. Collective.

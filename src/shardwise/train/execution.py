@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,10 @@ from shardwise.config import Config, Layout, OwnConfig, ParallelConfig
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
 from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.pipeline import Compute, Pipeline, relay
+from shardwise.pipeline import Compute, relay
+
+if TYPE_CHECKING:
+    from shardwise.pipeline.schedule import Pipeline
 
 
 class Execution(Protocol):
@@ -72,6 +75,8 @@ def make_execution(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     if not isinstance(model, Stages):
         return Whole(model)
     assert not isinstance(config.model, OwnConfig), "Config.check refuses it"
+    from shardwise.pipeline.schedule import Pipeline  # and torch's compiler, which others do without
+
     train = config.train
     length = train.sequence_length // (layout.tensor if layout.sequence else 1)
     x = torch.empty(length, train.micro_batch, config.model.hidden_size, dtype=dtype, device="meta")

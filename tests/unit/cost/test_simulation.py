@@ -7,9 +7,8 @@ import pytest
 
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.pipeline import fits_schedule
+from shardwise.cost.simulation import Simulation, simulate
 from shardwise.cost.stages import bubble
-from shardwise.pipeline.schedule import order
-from shardwise.pipeline.simulate import BACKWARD, FORWARD, INPUT, WEIGHTS, Simulation, simulate
 
 MICRO_BATCHES = range(1, 13)
 ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
@@ -17,7 +16,7 @@ ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved_zero_b
 
 def simulated(micro_batches: int, **parallel: Any) -> tuple[ParallelConfig, Simulation]:
     config = ParallelConfig(**parallel)
-    return config, simulate(order(config, micro_batches))
+    return config, simulate(config, micro_batches)
 
 
 def cases(schedule: Schedule, virtual: tuple[int | None, ...] = (None,)) -> list[tuple[int, int | None, int]]:
@@ -54,17 +53,17 @@ def test_everything_is_done_once_and_in_order(schedule: Schedule) -> None:
     for p, _, m in cases(schedule):
         config, found = simulated(m, pipeline=p, schedule=schedule)
         stages = p * config.stages_per_rank
-        work = {(each.kind, each.stage, each.micro_batch): each for rank in found.work for each in rank}
-        assert len(work) == sum(map(len, found.work)), "something is done twice"
+        work = {(each.work.kind, each.work.stage, each.work.micro_batch): each for row in found.ranks for each in row}
+        assert len(work) == sum(map(len, found.ranks)), "something is done twice"
         for stage, micro_batch in itertools.product(range(stages), range(m)):
-            forward = work[FORWARD, stage, micro_batch]
-            backward = work.get((BACKWARD, stage, micro_batch)) or work[INPUT, stage, micro_batch]
+            forward = work["forward", stage, micro_batch]
+            backward = work.get(("backward", stage, micro_batch)) or work["input", stage, micro_batch]
             assert forward.end <= backward.start
-            assert backward.kind == BACKWARD or work[WEIGHTS, stage, micro_batch].start >= backward.end
+            assert backward.work.kind == "backward" or work["weight", stage, micro_batch].start >= backward.end
             if stage:
-                assert work[FORWARD, stage - 1, micro_batch].end <= forward.start
-        for rank in found.work:
-            assert all(one.end <= other.start for one, other in itertools.pairwise(rank)), "a rank does two things"
+                assert work["forward", stage - 1, micro_batch].end <= forward.start
+        for row in found.ranks:
+            assert all(one.end <= other.start for one, other in itertools.pairwise(row)), "a rank does two things"
         assert 0 <= found.bubble < 1
 
 
