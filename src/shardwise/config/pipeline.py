@@ -28,8 +28,8 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     problems = _stage_count_problems(parallel)
     if not problems:
         problems = _layer_problems(parallel, config.model.num_hidden_layers)
-    if micro_batches is not None:
-        problems += _micro_batch_problems(config, micro_batches)
+    if not problems and micro_batches is not None:
+        problems = _micro_batch_problems(config, micro_batches)
     return problems
 
 
@@ -37,50 +37,60 @@ def _stage_count_problems(parallel: ParallelConfig) -> list[str]:
     schedule, given = parallel.schedule, parallel.virtual_stages
     if given is None:
         return []
+    must = f"parallel.virtual_stages ({given}) must be"
     if schedule in SINGLE_STAGE and given > 1:
         return [
-            f"parallel.virtual_stages ({given}) must be 1 with parallel.schedule {schedule}, which has one stage on each "
-            "rank: set parallel.schedule=interleaved, or leave parallel.virtual_stages out"
+            f"{must} 1 with parallel.schedule {schedule}, which has one stage on each rank: set "
+            "parallel.schedule=interleaved, or leave parallel.virtual_stages out"
         ]
     if schedule in V_SHAPED and given != 2:
-        return [f"parallel.virtual_stages ({given}) must be 2 with parallel.schedule {schedule}, or left out"]
+        return [
+            f"{must} 2 with parallel.schedule {schedule}, whose stages go to the last rank and back: leave "
+            "parallel.virtual_stages out"
+        ]
     if schedule not in SINGLE_STAGE and given == 1:
         return [
-            f"parallel.virtual_stages (1) must be at least 2 with parallel.schedule {schedule}: set "
-            "parallel.schedule=1f1b for one stage on each rank"
+            f"{must} at least 2 with parallel.schedule {schedule}: leave parallel.virtual_stages out, or set "
+            "parallel.schedule=1f1b, which has one stage on each rank"
         ]
     return []
 
 
 def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
-    per_rank, schedule = parallel.stages_per_rank, parallel.schedule
-    stages = parallel.pipeline * per_rank
-    product = f"parallel.pipeline ({parallel.pipeline})" + (f" × {per_rank} stages on each rank" if per_rank > 1 else "")
+    each, schedule = parallel.stages_per_rank, parallel.schedule
+    stages = parallel.pipeline * each
+    product = f"parallel.pipeline ({parallel.pipeline})"
+    if each > 1:
+        product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {each} = {stages})"
     if stages > layers:
-        most = layers // per_rank
+        most = layers // each
         fix = f"set parallel.pipeline={most} or less" if most > 1 else "set parallel.pipeline=1"
-        return [f"the stages ({product} = {stages}) must be at most model.num_hidden_layers ({layers}): {fix}"]
-    by_hand = parallel.stages
-    if by_hand is not None:
-        shown, problems = list(by_hand), []
-        if len(by_hand) != stages:
-            problems.append(f"parallel.stages {shown} must name {stages} stages ({product}), not {len(by_hand)}")
-        if min(by_hand, default=1) < 1:
-            problems.append(f"parallel.stages {shown} must give each stage at least 1 block")
-        if sum(by_hand) != layers:
-            problems.append(
-                f"the sum of parallel.stages {shown} ({sum(by_hand)}) must be model.num_hidden_layers ({layers})"
-            )
-        return problems
-    if per_rank == 1 or layers % stages == 0:
+        return [f"{product} must be at most model.num_hidden_layers ({layers}), as each stage has a block: {fix}"]
+    if parallel.stages is not None:
+        return _named_problems(parallel.stages, stages, product, layers)
+    if each == 1 or layers % stages == 0:
         return []
-    valid = [degree for degree in range(2, layers // per_rank + 1) if layers % (degree * per_rank) == 0]
+    valid = [degree for degree in range(2, layers // each + 1) if layers % (degree * each) == 0]
     degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, " if valid else ""
     return [
-        f"model.num_hidden_layers ({layers}) must be a multiple of {product} = {stages} with parallel.schedule "
-        f"{schedule}, whose stages are equal: {degrees}name unequal ones by parallel.stages, or set "
-        "parallel.schedule=1f1b"
+        f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {schedule}, which has equal "
+        f"stages: {degrees}name unequal ones by parallel.stages, or set parallel.schedule=1f1b"
     ]
+
+
+def _named_problems(named: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:
+    shown, problems = list(named), []
+    if len(named) != stages:
+        problems.append(f"the length of parallel.stages {shown} ({len(named)}) must be {product}")
+    if min(named, default=1) < 1:
+        problems.append(f"each number of parallel.stages {shown} must be at least 1: a stage has a block")
+    if sum(named) != layers:
+        problems.append(f"the sum of parallel.stages {shown} ({sum(named)}) must be model.num_hidden_layers ({layers})")
+    if problems:
+        equal, more = divmod(layers, stages)
+        example = [equal + (stage >= stages - more) for stage in range(stages)]
+        problems = [f"{problem}, such as {example}" for problem in problems]
+    return problems
 
 
 def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
@@ -114,10 +124,12 @@ def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
             needs = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
         case _:
             count = micro_batches // degree
-            needs = f"a multiple of the {count} rounds of parallel.pipeline ({degree}) or more that they are dealt out in"
+            needs = (
+                f"a multiple of the {count} rounds of parallel.pipeline ({degree}) or more that they are dealt out in"
+            )
     batches = listing((n * (train.global_batch // micro_batches) for n in near), "or")
     smaller = f", or lower train.micro_batch ({train.micro_batch})" if train.micro_batch > 1 else ""
     return [
-        f"the micro-batches of a step on each rank ({micro_batches}) must be {needs} with parallel.schedule {schedule}: "
-        f"set train.global_batch={batches}{smaller}"
+        f"the micro-batches of a step on each rank ({micro_batches}) must be {needs} with parallel.schedule "
+        f"{schedule}: set train.global_batch={batches}{smaller}"
     ]

@@ -50,8 +50,8 @@ class ParallelConfig(Section):
     vocab_multiple: int = Field(
         default=1,
         gt=0,
-        description="a rank's rows of embedding and output head are a multiple of this; padding is no parameter and gets "
-        "neither probability nor gradient",
+        description="a rank's rows of embedding and output head are a multiple of this; padding is no parameter and "
+        "gets neither probability nor gradient",
     )
 
     @property

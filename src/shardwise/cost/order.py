@@ -32,8 +32,9 @@ class Work:
 
 
 def work_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Work, ...]:
-    """The work of a rank in one step."""
-    return _order(parallel.schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
+    """The work of a rank in one step; without a pipeline one micro-batch after the other."""
+    schedule: Schedule = "1f1b" if parallel.pipeline == 1 else parallel.schedule
+    return _order(schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
 
 
 def rounds(degree: int, micro_batches: int) -> int:
@@ -108,7 +109,7 @@ class _Writer:
             number = self.count["input" if kind == "backward" else kind, stage]
             self.order.append(Work(kind, stage, number))
             for part in ("input", "weight") if kind == "backward" else (kind,):
-                self.count[part, stage] += 1  # type: ignore[index]
+                self.count[part, stage] += 1
 
 
 def _zbv(p: int, m: int, r: int) -> tuple[Work, ...]:

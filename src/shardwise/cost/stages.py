@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shardwise.config import Config, Layout, OwnConfig, ParallelConfig
+from shardwise.config import Config, FamilyConfig, Layout, OwnConfig, ParallelConfig
 from shardwise.config.sections import V_SHAPED
 from shardwise.cost.flops import flops_per_token, head_flops_per_token
 
@@ -45,17 +45,14 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     model, stages = config.model, layout.stages
     if isinstance(model, OwnConfig):
         return (Stage(0, 0, range(0), 1),)
-    if config.parallel.stages is not None and stages > 1:
+    if stages == 1:
+        sizes = [model.num_hidden_layers]
+    elif config.parallel.stages is not None:
         sizes = list(config.parallel.stages)
     elif layout.virtual > 1:
         sizes = [model.num_hidden_layers // stages] * stages
     else:
-        length = config.train.sequence_length
-        predictions = config.data.predictions(length)
-        head = head_flops_per_token(model, length, predictions)
-        total = flops_per_token(model, length, predictions)
-        assert total is not None
-        sizes = balanced(model.num_hidden_layers, stages, head / ((total - head) / model.num_hidden_layers))
+        sizes = balanced(model.num_hidden_layers, stages, _head_in_blocks(config, model))
     ends = list(accumulate(sizes))
     ranks = [rank_of(config.parallel, index) for index in range(stages)]
     return tuple(
@@ -64,11 +61,36 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     )
 
 
+def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
+    """The part of a step's work that each stage does, in the order of the model; not of a model of your own."""
+    model = config.model
+    assert not isinstance(model, OwnConfig)
+    head = _head_in_blocks(config, model)
+    work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
+    return tuple(one / sum(work) for one in work)
+
+
+def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
+    """How many blocks cost as much as what follows the last one."""
+    length = config.train.sequence_length
+    predictions = config.data.predictions(length)
+    head, total = head_flops_per_token(model, length, predictions), flops_per_token(model, length, predictions)
+    assert total is not None
+    return head / ((total - head) / model.num_hidden_layers)
+
+
 def rank_of(parallel: ParallelConfig, stage: int) -> int:
     """The pipeline rank of a stage: stages are dealt out round after round, in a V there and back."""
     degree = parallel.pipeline
     round_, place = divmod(stage, degree)
     return degree - 1 - place if parallel.schedule in V_SHAPED and round_ % 2 else place
+
+
+def sends(parallel: ParallelConfig, stage: Stage) -> int:
+    """How many messages a stage sends to other ranks for each micro-batch: x onwards, and its gradient back."""
+    onwards = not stage.is_last and rank_of(parallel, stage.index + 1) != stage.rank
+    back = not stage.is_first and rank_of(parallel, stage.index - 1) != stage.rank
+    return onwards + back
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
@@ -80,9 +102,7 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
     if stages == 1:
         return [layers]
     others = stages - 1
-    last = min(
-        range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last)
-    )
+    last = min(range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last))
     each, more = divmod(layers - last, others)
     return [each + (stage >= others - more) for stage in range(others)] + [last]
 

@@ -60,7 +60,7 @@ def torch_schedule(parallel: ParallelConfig, micro_batches: int) -> Any:
 
 
 class Recorder(Stub):
-    """Notes what a schedule of one stage does with it, which is not what torch draws: 1F1B's last rank is drawn wrong."""
+    """Notes what a schedule of one stage does with it. Torch draws something else: of 1F1B's last rank a wrong order."""
 
     def __init__(self, index: int, rank: int, parallel: ParallelConfig) -> None:
         super().__init__(index, rank, parallel)
