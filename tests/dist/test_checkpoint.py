@@ -15,6 +15,7 @@ from shardwise.config import Config
 from shardwise.errors import ShardwiseError
 from shardwise.store.manifest import Manifest, TensorEntry
 from shardwise.store.root import Root
+from shardwise.store.verify import verify
 from shardwise.testing import canonical_weights
 from tests.dist.checkpoints import (
     PLACE,
@@ -35,7 +36,7 @@ STEPS_BEFORE, STEPS_AFTER = 3, 10
 
 def config_of(tensor: int = 1, sequence: bool = False, zero: int = 1, mode: str = "float32", **sections: Any) -> Config:
     return make_config(
-        parallel={"tensor": tensor, "sequence": sequence},
+        parallel={"tensor": tensor, "sequence": sequence, **sections.pop("parallel", {})},
         optimizer={"zero": zero, **sections.pop("optimizer", {})},
         precision={"mode": mode},
         **sections,
@@ -124,6 +125,89 @@ def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Pat
     assert resumed.losses == whole.losses[before:], "losses after the resume"
     wanted, *_ = on_ranks(ranks, size, run, config, before + 4, 0, None, None)
     assert not differences(resumed.state, wanted.state), "state at the end"
+
+
+DEEP: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+OF_BLOCKS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": DEEP | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}},
+    "llama": {"model": DEEP | {"family": "llama", "num_key_value_heads": 2}},
+    "llama tied, mixed": {
+        "model": DEEP | {"family": "llama", "tie_word_embeddings": True},
+        "precision": {"mode": "mixed"},
+    },
+    "bert, LAMB": {
+        "model": DEEP | {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+        "data": {"max_predictions": 3},
+        "optimizer": {"name": "lamb", "weight_decay": 0.01},
+    },
+}
+"""Tied with dropout, untied, tied with masters apart, tied with two losses and another optimizer."""
+# (ranks, pipeline) → (ranks, pipeline): what is in none of them is one process, or plain.
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
+    "pp2": (2, {"pipeline": 2, "stages": [3, 1]}),
+    "pp2-dp2-interleaved": (4, {"pipeline": 2, "schedule": "interleaved"}),
+    "pp2-tp2-zbv": (4, {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True}),
+    "pp2-tp2-dp2": (8, {"pipeline": 2, "tensor": 2}),
+    "pp2-dualpipev-zero0": (4, {"pipeline": 2, "schedule": "dualpipev", "zero": 0}),
+    "pp4": (4, {"pipeline": 4}),
+    "pp4-dp2": (8, {"pipeline": 4, "schedule": "gpipe"}),
+    "pp4-tp2-zero0": (8, {"pipeline": 4, "tensor": 2, "sequence": True, "zero": 0}),
+    "pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "interleaved_zero_bubble"}),
+}
+
+
+def cut(model: str, layout: str) -> tuple[int, Config]:
+    """The number of ranks, and what they train: the same whatever the layout, with masks that no layout changes."""
+    size, parallel = PIPELINES[layout]
+    replicas = size // parallel.get("tensor", 1) // parallel.get("pipeline", 1)
+    sections: dict[str, Any] = {"precision": {"mode": "float32"}, "optimizer": {}, **OF_BLOCKS[model]}
+    sections["optimizer"] = sections["optimizer"] | {"zero": parallel.get("zero", 1)}
+    sections["parallel"] = {key: value for key, value in parallel.items() if key != "zero"}
+    sections["train"] = {"micro_batch": 2 // replicas, "dropout_mode": "invariant"}
+    return size, make_config(**sections)
+
+
+PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
+PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
+PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
+COVERING = {
+    ("gpt", "pp4", "pp2-tp2-zbv"),
+    ("bert, LAMB", "pp2-tp2-zbv", "pp2-dp2-interleaved"),
+    ("llama tied, mixed", "pp2-dp2-interleaved", "pp4"),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        pytest.param(model, *pair, marks=() if (model, *pair) in COVERING else pytest.mark.slow)
+        for model in OF_BLOCKS
+        for pair in dict.fromkeys([*PAIRS, *(each[1:] for each in sorted(COVERING) if each[0] == model)])
+    ],
+)
+def test_reshard_over_pipelines(model: str, first: str, second: str, ranks: Any, tmp_path: Path) -> None:
+    """Bit-equal from layout to layout and in one process, and the training goes on alike."""
+    size, config = cut(model, first)
+    written, *_ = on_ranks(ranks, size, run, config, 2, STEPS_AFTER, None, str(tmp_path / "first"))
+    assert written.saved[0].problem is None, written.saved[0].problem
+    folder = step_folder(tmp_path / "first", 2)
+    assert not verify(Root.of(folder)).problems
+    other, config = cut(model, second)
+    read, *_ = on_ranks(ranks, other, run, config, 0, STEPS_AFTER, folder, str(tmp_path / "second"))
+    assert read.saved[0].problem is None, read.saved[0].problem
+    assert not differences(read.state, written.state), f"written by {first}, read by {second}"
+    # In bfloat16 layouts round apart.
+    near = 1e-5 if config.precision.mode == "float32" else 1e-2
+    assert read.losses == pytest.approx(written.losses[2:], rel=near), "losses after loading"
+    _, config = cut(model, "one")
+    for root in ("first", "second"):
+        alone = run(config, 0, 0, step_folder(tmp_path / root, 2), None)
+        assert not differences(alone.state, written.state), f"written by the {root} layout, read by one process"
 
 
 def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:

@@ -167,7 +167,8 @@ def test_it_is_the_same_through_a_pipeline(model: str, layout: str, ranks: Any) 
     chosen = config(model, tensor, sequence, micro_batch, replicas, **parallel)
     for rank, found in enumerate(run(ranks, world, evaluated, chosen, tokens)):
         where = f"rank {rank} of {layout}"
-        assert (found.counted, found.tokens, found.accuracies) == (wanted.counted, wanted.tokens, wanted.accuracies), where
+        assert (found.counted, found.tokens) == (wanted.counted, wanted.tokens), where
+        assert found.accuracies == wanted.accuracies, where
         assert found.losses == pytest.approx(wanted.losses, rel=1e-6 if tensor > 1 else 1e-14), where
 
 

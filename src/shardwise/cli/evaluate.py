@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _KEYS = (
     "data.", "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule",
-    "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length", "train.micro_batch", "train.seed", "model.family",
-    "checkpoint.revision",
+    "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length", "train.micro_batch",
+    "train.seed", "model.family", "checkpoint.revision",
 )  # fmt: skip
 
 

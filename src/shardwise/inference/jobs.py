@@ -135,7 +135,8 @@ def _joined(config: Config) -> Iterator[Mesh]:
         raise RunError(
             f"rank {mesh.world.rank} ran out of memory on {mesh.device}: raise parallel.tensor "
             f"({config.parallel.tensor}) or parallel.pipeline ({config.parallel.pipeline}), or lower "
-            f"train.micro_batch ({config.train.micro_batch}) or train.sequence_length in an evaluation, --max-tokens or the prompt in a generation"
+            f"train.micro_batch ({config.train.micro_batch}) or train.sequence_length in an evaluation, --max-tokens "
+            "or the prompt in a generation"
         ) from error
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -17,6 +17,7 @@ from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.config import Config, Layout, dump_yaml, resume_changes, resume_problems
 from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
+from shardwise.cost.stages import stage_plan
 from shardwise.data import PreparedData, Tokenizer, prepare
 from shardwise.errors import ConfigError, RunError, StoppedError
 from shardwise.hardware import cpu_count
@@ -227,7 +228,7 @@ def _train(
             mesh,
             mesh.host_group("checkpoint"),
             described={
-                "layout": {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero},
+                "layout": _facts_of(layout, config),
                 "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
                 "versions": _versions(),
             },
@@ -246,6 +247,16 @@ def _train(
         if stopped_by is not None:
             _stop(stopped_by, progress.step, folder, directory, reporter)
         _finish(config, trainer, data, directory, str(folder), reporter)
+
+
+def _facts_of(layout: Layout, config: Config) -> dict[str, Any]:
+    """What the manifests of a run say of the layout that wrote them; of a pipeline the blocks of its stages too."""
+    facts = {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero}
+    if layout.pipeline == 1:
+        del facts["virtual"]
+        return facts
+    blocks = [len(stage.layers) for stage in stage_plan(config, layout)]
+    return facts | {"schedule": config.parallel.schedule, "blocks": blocks}
 
 
 def _asker(directory: RunDirectory) -> Callable[[], str | None]:
