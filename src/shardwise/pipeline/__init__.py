@@ -6,5 +6,6 @@ which takes as long as importing torch itself.
 
 from shardwise.pipeline.clock import Clock, Span
 from shardwise.pipeline.relay import Compute, relay
+from shardwise.pipeline.timing import StageSeconds, StepTiming
 
-__all__ = ["Clock", "Compute", "Span", "relay"]
+__all__ = ["Clock", "Compute", "Span", "StageSeconds", "StepTiming", "relay"]

@@ -38,6 +38,8 @@ class Clock:
     device: torch.device
     _marks: list[tuple[str, int, int, float | torch.Event, float | torch.Event]] = field(default_factory=list)
     _origin: tuple[float, torch.Event] | None = None
+    _begun: float | torch.Event = 0.0
+    _ended: float | torch.Event = 0.0
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
@@ -55,6 +57,16 @@ class Clock:
             event = torch.Event(self.device, enable_timing=True)
             event.record()
             self._origin = time.perf_counter(), event
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """The step's last piece of work is issued."""
+        self._ended = self._now()
+
+    @property
+    def window(self) -> float:
+        """Seconds from the step's begin to its end, waits for others included; read it after `spans`."""
+        return self._at(self._ended) - self._at(self._begun)
 
     def spans(self) -> list[Span]:
         """The step's work, in the order in which it was issued; waits until it is done."""
@@ -75,8 +87,3 @@ class Clock:
         assert self._origin is not None, "begin() comes first"
         at, event = self._origin
         return at + event.elapsed_time(mark) / 1000
-
-
-def busy_seconds(spans: list[Span], stage: int | None = None) -> float:
-    """Seconds of work on a stage, or on all."""
-    return sum(span.end - span.start for span in spans if stage is None or span.stage == stage)

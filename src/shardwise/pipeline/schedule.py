@@ -20,6 +20,7 @@ from shardwise.mesh import Group, Mesh
 from shardwise.models import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock
 from shardwise.pipeline.relay import Compute
+from shardwise.pipeline.timing import StepTiming, measure
 
 _SCHEDULES: dict[Schedule, Any] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -54,7 +55,7 @@ class Pipeline:
         self, stages: Stages, parallel: ParallelConfig, mesh: Mesh, micro_batches: int, x: Tensor, losses: int
     ) -> None:
         self.clock = Clock(mesh.device)
-        self._micro_batches = micro_batches
+        self._micro_batches, self._mesh = micro_batches, mesh
         self._submodules = [_Submodule(stage, model) for stage, model in stages.pairs()]
         self._stages = [_Stage(each, mesh, x, losses, self.clock, self._on_reduction) for each in self._submodules]
         self._has_first = any(each.stage.is_first for each in self._submodules)
@@ -81,9 +82,14 @@ class Pipeline:
                 target=numbers if self._has_last else None,
                 return_outputs=False,
             )
+            self.clock.end()
         finally:
             for each in self._submodules:
                 each.compute = None
+
+    def timing(self) -> StepTiming:
+        """Of the last step. Collective over the pipeline."""
+        return measure(self.clock, [each.stage.index for each in self._submodules], self._mesh)
 
     def _on_reduction(self, model: nn.Module) -> None:
         """A stage's gradients are complete; what another stage of this rank has too (a tied weight) waits for it."""

@@ -11,7 +11,7 @@ from shardwise.config import Config, Layout, OwnConfig, ParallelConfig
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
 from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.pipeline import Compute, relay
+from shardwise.pipeline import Compute, StepTiming, relay
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline
@@ -31,6 +31,10 @@ class Execution(Protocol):
         """The forward pass alone, of any number of micro-batches."""
         ...
 
+    def timing(self) -> StepTiming | None:
+        """Of the last step, where ranks may have waited for each other's stages; collective over the pipeline."""
+        ...
+
 
 class Whole:
     """The model is in one piece on this rank."""
@@ -46,6 +50,9 @@ class Whole:
     def evaluate(self, compute: Compute, micro_batches: int) -> None:
         for number in range(micro_batches):
             compute(self._model, None, number)
+
+    def timing(self) -> StepTiming | None:
+        return None
 
 
 class Pipelined:
@@ -68,6 +75,9 @@ class Pipelined:
             micro_batches,
             lambda _: torch.empty_like(self._x, device=self._mesh.device),
         )
+
+    def timing(self) -> StepTiming | None:
+        return self.pipeline.timing()
 
 
 def make_execution(config: Config, layout: Layout, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> Execution:

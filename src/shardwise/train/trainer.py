@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -81,6 +82,8 @@ class Trainer:
         for step in range(self.progress.step + 1, last_step + 1):
             record = self.step()
             if self.reporter is not None:
+                if self.reporter.is_logged(step):
+                    record = replace(record, timing=self.execution.timing())
                 self.reporter.step(record)
                 self._warn_of_a_mean(record)
             if drift_every and (step % drift_every == 0 or step == last_step):
