@@ -20,8 +20,9 @@ from shardwise.cost.memory import (
     invariant_dropout,
     memory_by_rank,
 )
-from shardwise.cost.order import Work, simulated_bubble, work_order
+from shardwise.cost.order import Work, work_order
 from shardwise.cost.params import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
+from shardwise.cost.simulation import simulate
 from shardwise.cost.stages import Stage, bubble, compute_shares, stage_plan
 
 __all__ = [
@@ -46,7 +47,7 @@ __all__ = [
     "model_flops_utilization",
     "parameter_count",
     "recomputed_flops_per_token",
-    "simulated_bubble",
+    "simulate",
     "stage_plan",
     "step_transfers",
     "work_order",

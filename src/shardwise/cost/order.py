@@ -173,37 +173,3 @@ def _dualpipev(p: int, m: int, r: int) -> tuple[Work, ...]:
     for _ in range(r + 1):
         weight()
     return tuple(write.order)
-
-
-# ---- how long it takes
-
-
-def simulated_bubble(parallel: ParallelConfig, micro_batches: int) -> float:
-    """The part of a step in which ranks wait, where stages are equal, messages take no time, and work takes `TIME`.
-
-    A forward pass waits for the stage before, a backward pass for the stage behind.
-    """
-    p, last = parallel.pipeline, parallel.pipeline * parallel.stages_per_rank - 1
-    todo = [list(reversed(work_order(parallel, micro_batches, rank))) for rank in range(p)]
-    done: dict[Work, int] = {}
-    clock = [0] * p
-    busy = sum(TIME[work.kind] for order in todo for work in order)
-    while any(todo):
-        before = len(done)
-        for rank, order in enumerate(todo):
-            while order and (ready := _ready(order[-1], done, last)) is not None:
-                work = order.pop()
-                clock[rank] = done[work] = max(clock[rank], ready) + TIME[work.kind]
-        assert len(done) > before, f"{parallel.schedule} cannot run {micro_batches} micro-batches: a rank waits forever"
-    return 1.0 - busy / (p * max(clock))
-
-
-def _ready(work: Work, done: dict[Work, int], last: int) -> int | None:
-    """When what another stage gives for a piece of work is there; None: not yet known."""
-    stage, number = work.stage, work.micro_batch
-    if work.kind == "forward":
-        return 0 if stage == 0 else done.get(Work("forward", stage - 1, number))
-    if work.kind == "weight" or stage == last:
-        return 0
-    whole = done.get(Work("backward", stage + 1, number))
-    return whole if whole is not None else done.get(Work("input", stage + 1, number))
