@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.cost.stages import Stage
+from shardwise.errors import LostPeerError
 from shardwise.mesh import Group, Mesh
 from shardwise.models import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock
@@ -69,6 +70,10 @@ class Pipeline:
 
         compute: the work of one stage on one micro-batch. The sum of the last stage's losses is what is differentiated.
         ready: is told of each parameter whose gradient is complete, as soon as its stage's last backward is done.
+
+        Raises:
+            LostPeerError: a message did not come, or could not be sent: another rank has ended. What `compute` raises
+            goes through as it is.
         """
         self.clock.begin()
         self._ready = ready or _ignore
@@ -83,9 +88,22 @@ class Pipeline:
                 return_outputs=False,
             )
             self.clock.end()
+        except Exception as error:
+            raised = next((each.raised for each in self._submodules if each.raised is not None), None)
+            if raised is not None:  # torch wraps it in a text of its own
+                raise raised from None
+            raise self._lost(error) from error
         finally:
             for each in self._submodules:
                 each.compute = None
+
+    def _lost(self, error: Exception) -> Exception:
+        """What this rank was waiting for, if messages are what failed."""
+        if not isinstance(error, RuntimeError):
+            return error
+        awaited = [text for stage in self._stages for text in stage.awaited]
+        what = awaited[0] if awaited else "another stage to take what was sent"
+        return LostPeerError(f"rank {self._mesh.world.rank} waited for {what}, and lost the connection")
 
     def timing(self) -> StepTiming:
         """Of the last step. Collective over the pipeline."""
@@ -107,10 +125,15 @@ class _Submodule(nn.Module):
         self.stage, self.model = stage, model
         self.compute: Compute | None = None
         self.micro_batch = 0
+        self.raised: Exception | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.compute is not None, "only a step of the pipeline runs it"
-        return self.compute(self.model, None if self.stage.is_first else x, self.micro_batch)
+        try:
+            return self.compute(self.model, None if self.stage.is_first else x, self.micro_batch)
+        except Exception as error:
+            self.raised = error
+            raise
 
 
 class _Stage(PipelineStage):
@@ -140,13 +163,17 @@ class _Stage(PipelineStage):
         self._module, self._pp, self._clock = module, mesh.pp, clock
         self._x_bytes = x.numel() * x.element_size()
         self._on_reduction = on_reduction
+        self.awaited: list[str] = []
+        """What was asked of other ranks and has not been used yet, the oldest first."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._module.micro_batch = fwd_chunk_id
+        self._arrived(self._name("x", fwd_chunk_id, -1))
         with self._clock.time(FORWARD, self.stage_index, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._arrived(self._name("the gradient of x", bwd_chunk_id, 1))
         kind = BACKWARD if options.get("full_backward", True) else INPUT
         with self._clock.time(kind, self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
@@ -154,6 +181,26 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        return self._awaiting(super().get_fwd_recv_ops(fwd_chunk_id), self._name("x", fwd_chunk_id, -1))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        return self._awaiting(super().get_bwd_recv_ops(bwd_chunk_id), self._name("the gradient of x", bwd_chunk_id, 1))
+
+    def _name(self, what: str, micro_batch: int, step: int) -> str:
+        stage = self.stage_index + step
+        rank = self.stage_index_to_group_rank.get(stage)
+        where = "" if rank is None else f" (rank {self._pp.ranks[rank]})"
+        return f"{what} of micro-batch {micro_batch} from stage {stage}{where}"
+
+    def _awaiting(self, receives: list[Any], what: str) -> list[Any]:
+        self.awaited += [what] * bool(receives)
+        return receives
+
+    def _arrived(self, what: str) -> None:
+        if what in self.awaited:
+            self.awaited.remove(what)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         return self._counted(super().get_fwd_send_ops(fwd_chunk_id), self._pp)
