@@ -112,6 +112,11 @@ SAME_LAYOUT = {
         config_of(2, zero=0, optimizer={"name": "lamb", "weight_decay": 0.01}),
         5,
     ),
+    "TP 2 × PP 2 in a V, dropout": (
+        4,
+        config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),
+        5,
+    ),
 }  # fmt: skip
 
 
@@ -235,6 +240,27 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
         assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read"
 
 
+def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) -> None:
+    """A tied weight too, which two stages have: a third of this state."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
+    model = DEEP | sizes | {"family": "llama", "tie_word_embeddings": True}
+    writing = config_of(2, parallel={"pipeline": 2}, model=model, optimizer={"bucket_mib": 25.0})
+    results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
+    folder = step_folder(tmp_path, 1)
+    whole = results[0].state
+    state = sum(t.numel() * 4 for tensors in whole.values() for t in tensors.values())
+    assert results[0].saved[0].bytes == pytest.approx(state, rel=0.01), "bytes of files over bytes of state"
+    for reading in ({"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"tensor": 4}):
+        config = config_of(parallel=reading, model=model)
+        read = sum(each.bytes_read for each in on_ranks(ranks, 4, run, config, 0, 0, folder, None))
+        assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read at {reading}"
+    results = on_ranks(ranks, 4, load_weights, config_of(parallel={"pipeline": 2}, model=model), folder)
+    for each in results:
+        assert not differences(each.state, {"model": whole["model"]})
+    read, weights = sum(each.bytes_read for each in results), sum(4 * t.numel() for t in whole["model"].values())
+    assert weights * 0.99 <= read <= weights * 1.1, f"{read / weights:.3f} of the weights' bytes are read"
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_frozen_weights_are_read_once(zero: int, ranks: Any, tmp_path: Path) -> None:
     model = {"family": "tests.dist.own_models:Plain", "vocab_size": 131, "width": 1024, "rows": 2048}
@@ -261,7 +287,9 @@ def load_weights(config: Config, folder: str) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.checkpoint.load.Source", Counted)
         load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(folder))
-    return Result(state={"model": canonical_weights(trainer.model)}, bytes_read=Counted.last.bytes_read)
+    return Result(
+        state={"model": canonical_weights(trainer.model, trainer.mesh.pp)}, bytes_read=Counted.last.bytes_read
+    )
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -313,8 +341,12 @@ def refusal(config: Config, folder: str) -> str:
 def test_another_model_is_refused_with_every_mismatch(ranks: Any, tmp_path: Path) -> None:
     run(config_of(), 1, 0, None, str(tmp_path))
     other = {**make_config().model.model_dump(), "num_hidden_layers": 3, "intermediate_size": 64}
-    said = on_ranks(ranks, 2, refusal, config_of(2, model=other), step_folder(tmp_path, 1))
-    assert len(set(said)) == 1, f"ranks tell different things: {said}"
+    said = [
+        text
+        for config in (config_of(2, model=other), config_of(parallel={"pipeline": 2}, model=other))
+        for text in on_ranks(ranks, 2, refusal, config, step_folder(tmp_path, 1))
+    ]
+    assert len(set(said)) == 1, f"ranks, or layouts, tell different things: {said}"
     for expected in (
         "lacks model.layers.2.",
         "shape of model.layers.{0…1}.mlp.up_proj.weight [96, 64] must be [64, 64]",

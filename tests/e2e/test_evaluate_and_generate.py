@@ -48,7 +48,7 @@ def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str,
     whole = answer(shardwise("evaluate", "runs/tiny", "--json", at=at))
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert cut["counted"] == whole["counted"]
-    assert cut["layout"] == {"ranks": 2, "tensor": 2, "sequence": True, "data": 1}
+    assert cut["layout"] == {"ranks": 2, "tensor": 2, "sequence": True, "pipeline": 1, "data": 1}
     shown = next(done[line] for line in COMMANDS if line == "shardwise evaluate runs/tiny").out
     assert f"loss        {whole['loss']:.6f}\n" in shown
     assert f"{whole['tokens']:,} in {whole['sequences']:,} sequences of 64, each once" in shown
@@ -98,7 +98,7 @@ def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) ->
 def test_a_run_is_evaluated_alike_at_any_layout(trained: Trained, tmp_path: Path) -> None:
     whole = answer(shardwise("evaluate", trained.run, "--json", at=tmp_path))
     cut = answer(shardwise("evaluate", trained.run, "--json", "--nproc", "2", at=tmp_path))
-    assert cut["layout"] == {"ranks": 2, "tensor": 1, "sequence": False, "data": 2}
+    assert cut["layout"] == {"ranks": 2, "tensor": 1, "sequence": False, "pipeline": 1, "data": 2}
     assert cut["counted"] == whole["counted"]
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
 
