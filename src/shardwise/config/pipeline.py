@@ -123,9 +123,8 @@ def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
         case "dualpipev":
             needs = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
         case _:
-            count = micro_batches // degree
             needs = (
-                f"a multiple of the {count} rounds of parallel.pipeline ({degree}) or more that they are dealt out in"
+                f"a multiple of the {micro_batches // degree} rounds that parallel.pipeline ({degree}) takes them in"
             )
     batches = listing((n * (train.global_batch // micro_batches) for n in near), "or")
     smaller = f", or lower train.micro_batch ({train.micro_batch})" if train.micro_batch > 1 else ""
