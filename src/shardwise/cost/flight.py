@@ -35,7 +35,7 @@ class Peak:
     """Bytes at most.
 
     Attributes:
-        activations: kept for backward passes. forward: during a forward pass with its loss. whole: at any time.
+        activations: kept for backward passes. forward: with what losses take or keep. whole: at any time.
         in_flight: passes through one stage that are held at once.
     """
 
@@ -61,11 +61,12 @@ def peak(order: Iterable[Work], passes: Mapping[int, Pass], micro_batches: int) 
         elif work.kind == "input":
             if work.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
                 whole = max(whole, kept + beside - one.kept - one.loss_kept + one.backward)
-                beside += one.waiting
+                kept += one.waiting
+                activations, forward = max(activations, kept), max(forward, kept + beside)
         else:
             kept, beside = kept - one.kept, beside - one.loss_kept
             if work.kind == "weight" and work.stage > 0:
-                beside -= one.waiting
+                kept -= one.waiting
             whole = max(whole, kept + beside + max(one.backward, one.last))
             flying[work.stage] -= 1
             done[work.stage] += 1
