@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.config import ParallelConfig
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
+from shardwise.models.blocks import Family
 from shardwise.pipeline import Compute, relay
 
 
@@ -47,6 +48,6 @@ class Passes:
         relay(self._model, self._parallel, self._mesh, compute, len(lengths_and_sizes), empty)
 
     def _hidden_size(self) -> int:
-        config = self.parts[0].config
-        size: int = config.hidden_size  # type: ignore[assignment, union-attr]
-        return size
+        part = self.parts[0]
+        assert isinstance(part, Family), "only a family's model is cut into stages"
+        return int(part.config.hidden_size)
