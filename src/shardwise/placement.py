@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,16 +206,16 @@ class PlacedModule(nn.Module):
 
 def of(parameter: Tensor) -> Placement | None:
     """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
-    return parameter.placement if isinstance(parameter, PlacedParameter) else None
+    record: Placement | None = getattr(parameter, "placement", None)  # a fake tensor's parameter is no PlacedParameter
+    return record
 
 
 def share(parameter: Tensor, ranks: Group) -> None:
     """Say that other ranks hold the same boxes, and that each has only a part of their gradients."""
-    assert isinstance(parameter, PlacedParameter), "it has no record"
-    record = parameter.placement
-    parameter.placement = replace(
-        record, pieces=tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
-    )
+    record = of(parameter)
+    assert record is not None, "it has no record"
+    shared = tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
+    cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
 
 
 def of_or_whole(parameter: Tensor, name: str = "") -> Placement:

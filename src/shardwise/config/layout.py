@@ -113,10 +113,18 @@ def check_layout(config: Config, world: int) -> Layout:
         micro_batches = None if problems else train.global_batch // (train.micro_batch * data)
     problems += pipeline_problems(config, micro_batches)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
-    problems += _resume_problems(config)
+    problems += _resume_problems(config) + _trace_problems(config)
     if problems:
         raise ConfigError(problems)
     return Layout(world, tensor, sequence, pipeline, parallel.stages_per_rank)
+
+
+def _trace_problems(config: Config) -> list[str]:
+    steps, last = config.log.trace_steps, config.train.steps
+    if steps is None or steps.start <= last:
+        return []
+    fix = f"set log.trace={last}:{last + 1}"
+    return [f"log.trace ({config.log.trace}) must begin at one of train.steps ({last}): {fix}"]
 
 
 def _tensor_problems(config: Config, sequence: bool) -> list[str]:

@@ -291,3 +291,20 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
+    trace: str | None = Field(
+        default=None,
+        description="START:STOP = a Chrome trace of each rank, of the steps from START to before STOP; null = none",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LogConfig:
+        needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
+        reject([] if self.trace is None or self.trace_steps else [f"log.trace ({self.trace!r}) {needs}"])
+        return self
+
+    @property
+    def trace_steps(self) -> range | None:
+        """The steps that are traced; None also of a text that names none."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.trace or "")
+        steps = range(int(found[1]), int(found[2])) if found else range(0)
+        return steps if steps and steps.start else None

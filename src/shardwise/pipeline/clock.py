@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -44,7 +45,7 @@ class Clock:
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
         """Time what is inside, and name it for the profiler."""
-        with record_function(f"{kind}, stage {stage}, micro-batch {micro_batch}"):
+        with record_function(_name(kind, stage, micro_batch)):
             start = self._now()
             yield
             self._marks.append((kind, stage, micro_batch, start, self._now()))
@@ -87,3 +88,20 @@ class Clock:
         assert self._origin is not None, "begin() comes first"
         at, event = self._origin
         return at + event.elapsed_time(mark) / 1000
+
+
+def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
+    """Give torch's `P2POp`s the names that a trace shows; returns them."""
+    for each in messages:
+        each.traced_as = _name(kind, stage, micro_batch)
+    return messages
+
+
+def message_name(message: Any) -> str:
+    """What `name_messages` named a `P2POp`; those that open connections have no name of their own."""
+    name: str = getattr(message, "traced_as", "opening of connections")
+    return name
+
+
+def _name(kind: str, stage: int, micro_batch: int) -> str:
+    return f"{kind}, stage {stage}, micro-batch {micro_batch}"

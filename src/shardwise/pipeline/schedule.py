@@ -19,7 +19,7 @@ from shardwise.cost.stages import Stage
 from shardwise.errors import LostPeerError
 from shardwise.mesh import Group, Mesh
 from shardwise.models import Stages
-from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock
+from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, name_messages
 from shardwise.pipeline.relay import Compute
 from shardwise.pipeline.timing import StepTiming, measure
 
@@ -49,7 +49,7 @@ class Pipeline:
         last stage gives.
 
     Attributes:
-        clock: when this rank worked, in the last step. schedule: torch's.
+        clock: when this rank worked, in the last step. schedule: torch's, over `stages`.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Pipeline:
         self.clock = Clock(mesh.device)
         self._micro_batches, self._mesh = micro_batches, mesh
         self._submodules = [_Submodule(stage, model) for stage, model in stages.pairs()]
-        self._stages = [_Stage(each, mesh, x, losses, self.clock, self._on_reduction) for each in self._submodules]
+        self.stages = [_Stage(each, mesh, x, losses, self.clock, self._on_reduction) for each in self._submodules]
         self._has_first = any(each.stage.is_first for each in self._submodules)
         self._has_last = any(each.stage.is_last for each in self._submodules)
         self._waiting: Counter[nn.Parameter] = Counter()
         self._ready: Callable[[nn.Parameter], None] = _ignore
-        self.schedule = make_schedule(parallel, self._stages, micro_batches)
+        self.schedule = make_schedule(parallel, self.stages, micro_batches)
 
     def step(self, compute: Compute, ready: Callable[[nn.Parameter], None] | None = None) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters. Collective.
@@ -101,7 +101,7 @@ class Pipeline:
         """What this rank was waiting for, if messages are what failed."""
         if not isinstance(error, RuntimeError):
             return error
-        awaited = [text for stage in self._stages for text in stage.awaited]
+        awaited = [text for stage in self.stages for text in stage.awaited]
         what = awaited[0] if awaited else "another stage to take what was sent"
         return LostPeerError(f"rank {self._mesh.world.rank} waited for {what}, and lost the connection")
 
@@ -183,10 +183,13 @@ class _Stage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        return self._awaiting(super().get_fwd_recv_ops(fwd_chunk_id), self._name("x", fwd_chunk_id, -1))
+        receives = name_messages(super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id)
+        return self._awaiting(receives, self._name("x", fwd_chunk_id, -1))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        return self._awaiting(super().get_bwd_recv_ops(bwd_chunk_id), self._name("the gradient of x", bwd_chunk_id, 1))
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        receives = name_messages(ops, "receive of the gradient", self.stage_index, bwd_chunk_id)
+        return self._awaiting(receives, self._name("the gradient of x", bwd_chunk_id, 1))
 
     def _name(self, what: str, micro_batch: int, step: int) -> str:
         stage = self.stage_index + step
@@ -203,10 +206,12 @@ class _Stage(PipelineStage):
             self.awaited.remove(what)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        return self._counted(super().get_fwd_send_ops(fwd_chunk_id), self._pp)
+        sends = name_messages(super().get_fwd_send_ops(fwd_chunk_id), "send", self.stage_index, fwd_chunk_id)
+        return self._counted(sends, self._pp)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-        return self._counted(super().get_bwd_send_ops(bwd_chunk_id), self._pp)
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._counted(name_messages(ops, "send of the gradient", self.stage_index, bwd_chunk_id), self._pp)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._on_reduction(self._module.model)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from shardwise.config import Config, Layout, OwnConfig, ParallelConfig
 from shardwise.mesh import Mesh
@@ -45,7 +46,10 @@ class Whole:
     def step(self, compute: Compute, micro_batches: int, optimizer: ZeroRedundancyOptimizer, *, last: bool) -> None:
         for number in range(micro_batches):
             with optimizer.accumulate(last=last and number == micro_batches - 1):
-                compute(self._model, None, number).sum().backward()
+                with record_function(f"forward, micro-batch {number}"):
+                    loss = compute(self._model, None, number).sum()
+                with record_function(f"backward, micro-batch {number}"):
+                    loss.backward()
 
     def evaluate(self, compute: Compute, micro_batches: int) -> None:
         for number in range(micro_batches):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from shardwise import comm
 from shardwise import device as devices
@@ -27,6 +29,7 @@ from shardwise.train.drift import check_replicas
 from shardwise.train.execution import Execution, Whole
 from shardwise.train.record import Progress, StepRecord, end_of_run
 from shardwise.train.report import Reporter
+from shardwise.train.trace import Trace
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
@@ -74,13 +77,24 @@ class Trainer:
         Returns:
             why the run was asked to stop before its last step; None where it was not.
         """
+        with closing(self._trace()) as trace:
+            return self._run(trace)
+
+    def _trace(self) -> Trace:
+        if self.reporter is None:
+            return Trace(None, Path(), pipelined=False)
+        path = self.reporter.run.trace(self.mesh.world.rank)
+        return Trace(self.config.log.trace_steps, path, pipelined=self.mesh.pp.size > 1)
+
+    def _run(self, trace: Trace) -> str | None:
         every = self.config.train.eval_every
         drift_every = self.config.log.drift_every
         last_step = end_of_run(self.config, self.progress.step)
         if every and not self.progress.step:
             self.evaluate()
         for step in range(self.progress.step + 1, last_step + 1):
-            record = self.step()
+            with trace.step(step):
+                record = self.step()
             if self.reporter is not None:
                 if self.reporter.is_logged(step):
                     record = replace(record, timing=self.execution.timing())
@@ -130,7 +144,8 @@ class Trainer:
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        with record_function("optimizer"):
+            self.optimizer.step()
         devices.synchronize(self.mesh.device)
         self.progress.step = step
         self.progress.position += train.global_batch
