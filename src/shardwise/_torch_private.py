@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 _COMPILER = "torch._dynamo"
 
@@ -56,3 +58,61 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     else:
         with torch.no_grad():  # which the decorators of `step` see to
             inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+@contextmanager
+def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
+    """Have what a pipeline's schedule sends and receives named for the profiler: the sending, and each wait.
+
+    name: of a `P2POp`, which the stages give. The schedules hand messages to one function of theirs, and wait for what
+    it returns.
+    """
+    from torch.distributed.pipelining import schedules
+
+    plain = schedules._batch_p2p
+
+    def named(p2p_ops: list[Any], desc: str | None = None) -> list[Any]:
+        names = [name(each) for each in p2p_ops]
+        with ExitStack() as spans:
+            for each, text in zip(p2p_ops, names, strict=True):
+                if each.op is torch.distributed.isend:
+                    spans.enter_context(record_function(text))
+            works = plain(p2p_ops, desc)
+        each_has_one = len(works) == len(names)
+        return [_NamedWork(work, names[i] if each_has_one else ", ".join(names)) for i, work in enumerate(works)]
+
+    schedules._batch_p2p = named
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = plain
+
+
+class _NamedWork:
+    """A message under way, whose wait the profiler sees."""
+
+    def __init__(self, work: Any, name: str) -> None:
+        self._work, self._name = work, name
+
+    def wait(self) -> None:
+        with record_function(self._name):
+            self._work.wait()
+
+
+def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
+    """Let a pipeline schedule's first step go without the messages that open its connections.
+
+    For a process group that delivers nothing: torch 2.13 asks every stage by messages whether it was given its shapes,
+    and reads the answer. Here all were. Releases before it send numbers that nobody reads.
+    """
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining._utils import InferenceMode
+
+        def answered(stages: Iterable[Any], *_: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = answered
+    else:
+        for stage in stages:
+            stage._get_init_p2p_neighbors_ops = list

@@ -162,6 +162,20 @@ def broadcast_object(value: _R, group: Group) -> _R:
     return values[0]
 
 
+def send(tensor: Tensor, group: Group, to: int) -> Pending:
+    """Start sending to the rank at index `to` of the group."""
+    group.count("send", _bytes(tensor))
+    whole = tensor.contiguous()
+    work = dist.isend(whole, dst=group.ranks[to], group=group.process_group)
+    return Pending(whole, cast(dist.Work, work))
+
+
+def receive(out: Tensor, group: Group, source: int) -> Tensor:
+    """Wait for what the rank at index `source` of the group sends, into `out`."""
+    _call(group.meter, dist.recv, out, src=group.ranks[source], group=group.process_group)
+    return out
+
+
 def exchange(
     sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: Group, device: torch.device
 ) -> None:

@@ -16,6 +16,10 @@ class RunError(ShardwiseError):
     """A run that had started and failed (exit code 1)."""
 
 
+class LostPeerError(RunError):
+    """Another rank has ended, and this one says what it was waiting for: a consequence, not the cause."""
+
+
 class StoppedError(ShardwiseError):
     """A run that was asked to stop, and did so once a checkpoint was complete (exit code 75: safe to start again)."""
 

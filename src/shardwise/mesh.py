@@ -29,7 +29,7 @@ class Meter:
     """Bytes that each kind of collective puts on this rank's wire, by the ring formulas, with calls and seconds.
 
     With n ranks and a whole tensor of b bytes: all-reduce 2·b·(n-1)/n; all-gather, reduce-scatter and all-to-all
-    b·(n-1)/n; broadcast b·(n-1)/n. Seconds are kept only while `timed` is set, for a synchronous view of the cost.
+    b·(n-1)/n; broadcast b·(n-1)/n; send b. Seconds are kept only while `timed` is set, for a synchronous view of the cost.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ class Group:
         self.rank: int = dist.get_rank(process_group) if process_group else 0
         self.size: int = len(self.ranks)
         self.meter = Meter()
-        self._subgroups: dict[int, Group] = {}
+        self._subgroups: dict[int | tuple[int, ...], Group] = {}
         _alive.add(self)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
         # time (benchmarks/collectives.py). Other backends have a native one.
@@ -112,6 +112,16 @@ class Group:
             self._subgroups[size] = Group(made, name=f"{self.name}/{size}")
         return self._subgroups[size]
 
+    def pick(self, indices: tuple[int, ...], name: str) -> Group:
+        """The ranks at some indices of this group, this rank's among them. Made once, by its members only."""
+        assert self.rank in indices, f"{self} is not at {indices}"
+        if len(indices) == self.size:
+            return self
+        if indices not in self._subgroups:
+            made = dist.new_group([self.ranks[i] for i in indices], use_local_synchronization=True)
+            self._subgroups[indices] = Group(made, name=f"{self.name}/{name}")
+        return self._subgroups[indices]
+
     @property
     def meters(self) -> dict[str, Meter]:
         """This group's meter and those of its subgroups, by group name."""
@@ -121,7 +131,8 @@ class Group:
         if torch.compiler.is_compiling():
             return
         factor = 2 if kind == "all_reduce" else 1
-        self.meter.bytes[kind] += factor * whole_bytes * (self.size - 1) // self.size
+        whole = kind == "send"
+        self.meter.bytes[kind] += whole_bytes if whole else factor * whole_bytes * (self.size - 1) // self.size
         self.meter.calls[kind] += 1
 
 

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,15 +97,24 @@ class Placement:
         return sum(piece.box.numel for piece in self.pieces)
 
 
-def rows(name: str, shape: tuple[int, ...], group: Group, init: Init, *, at: int = 0, copies: int = 1) -> Piece:
+def rows(
+    name: str,
+    shape: tuple[int, ...],
+    group: Group,
+    init: Init,
+    *,
+    at: int = 0,
+    copies: int = 1,
+    per_rank: int | None = None,
+) -> Piece:
     """The piece of a canonical tensor cut along dim 0, the rest whole, at row `at` of the local tensor.
 
-    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows.
-    The last run may hold fewer, down to none: the local tensor is padded there. The gradient of a box with copies is
-    partial.
+    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows, or
+    `per_rank` of them where that is more. The last runs may hold fewer, down to none: the local tensor is padded there.
+    The gradient of a box with copies is partial.
     """
     parts = group.size // copies
-    per_rank = -(-shape[0] // parts)
+    per_rank = per_rank or -(-shape[0] // parts)
     start = min(group.rank // copies * per_rank, shape[0])
     held = min(per_rank, shape[0] - start)
     rest, zeros = shape[1:], (0,) * len(shape[1:])
@@ -197,7 +206,16 @@ class PlacedModule(nn.Module):
 
 def of(parameter: Tensor) -> Placement | None:
     """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
-    return parameter.placement if isinstance(parameter, PlacedParameter) else None
+    record: Placement | None = getattr(parameter, "placement", None)  # a fake tensor's parameter is no PlacedParameter
+    return record
+
+
+def share(parameter: Tensor, ranks: Group) -> None:
+    """Say that other ranks hold the same boxes, and that each has only a part of their gradients."""
+    record = of(parameter)
+    assert record is not None, "it has no record"
+    shared = tuple(replace(piece, copies=ranks, partial=True) for piece in record.pieces)
+    cast(PlacedParameter, parameter).placement = replace(record, pieces=shared)
 
 
 def of_or_whole(parameter: Tensor, name: str = "") -> Placement:

@@ -6,6 +6,7 @@
         run.json             the run's id, which its checkpoints have too
         metrics.jsonl        one event a line
         ranks/rank-0000.jsonl
+        traces/rank-0000.json of the steps of log.trace
         tensorboard/
         checkpoints/step-00000100/
         logs/rank-0000.log
@@ -156,6 +157,9 @@ class RunDirectory:
 
     def rank_metrics(self, rank: int) -> Path:
         return self.path / "ranks" / f"rank-{rank:04d}.jsonl"
+
+    def trace(self, rank: int) -> Path:
+        return self.path / "traces" / f"rank-{rank:04d}.json"
 
     def log(self, rank: int) -> Path:
         return self.path / "logs" / f"rank-{rank:04d}.log"

@@ -22,7 +22,9 @@ def _keys(section: str, **values: Any) -> dict[str, Any]:
     return {f"{section}.{key}": value for key, value in values.items()}
 
 
-def _sizes(layers: int, hidden: int, heads: int, feed_forward: int, vocabulary: int, positions: int) -> dict[str, Any]:
+def _sizes(
+    layers: int, hidden: int, heads: int, feed_forward: int, vocabulary: int, positions: int, std: float = 0.02
+) -> dict[str, Any]:
     return _keys(
         "model",
         num_hidden_layers=layers,
@@ -31,12 +33,13 @@ def _sizes(layers: int, hidden: int, heads: int, feed_forward: int, vocabulary: 
         intermediate_size=feed_forward,
         vocab_size=vocabulary,
         max_position_embeddings=positions,
-        initializer_range=0.02,
+        initializer_range=std,
     )
 
 
-def _layout(tensor: int, sequence: bool, zero: int) -> dict[str, Any]:
-    return {"parallel.tensor": tensor, "parallel.sequence": sequence, "optimizer.zero": zero, "precision.mode": "mixed"}
+def _layout(tensor: int, sequence: bool, zero: int, pipeline: int = 1) -> dict[str, Any]:
+    parallel = _keys("parallel", tensor=tensor, sequence=sequence, pipeline=pipeline, schedule="1f1b")
+    return {**parallel, "optimizer.zero": zero, "precision.mode": "mixed"}
 
 
 def _batch(global_batch: int, micro_batch: int, sequence_length: int) -> dict[str, Any]:
@@ -79,6 +82,12 @@ _GPT2 = _keys(
     attn_pdrop=0.1,
     tie_word_embeddings=True,
 )
+_GPT3 = {
+    **_GPT2,
+    "model.activation_function": "gelu",
+    "parallel.vocab_multiple": 128,
+    "optimizer.min_lr": 1e-5,
+}
 _BERT = _keys(
     "model",
     hidden_act="gelu",
@@ -126,6 +135,21 @@ PUBLISHED = {
             **_NEOX,
             "model.hidden_act": "gelu_fast",
             **_layout(32, True, 1),
+            **_batch(256, 1, 2048),
+            **_rate(0.97e-4, 100, 10000, "cosine", (0.9, 0.95)),
+            "optimizer.min_lr": 0.97e-5,
+            "train.recompute": "full",
+        },
+    ),
+    "gpt-neox-20b-pp4": Published(
+        world=128,
+        data=4,
+        parameters=20_554_567_680,
+        keys={
+            **_sizes(44, 6144, 64, 24576, 50432, 2048),
+            **_NEOX,
+            "model.hidden_act": "gelu_fast",
+            **_layout(8, True, 1, pipeline=4),
             **_batch(256, 1, 2048),
             **_rate(0.97e-4, 100, 10000, "cosine", (0.9, 0.95)),
             "optimizer.min_lr": 0.97e-5,
@@ -185,6 +209,45 @@ PUBLISHED = {
             **_batch(32, 1, 1024),
             **_rate(1.5e-4, 75, 100000, "cosine", (0.9, 0.999)),
             "train.recompute": "full",
+        },
+    ),
+    "gpt3-23b": Published(
+        world=128,
+        data=4,
+        parameters=22_980_059_136,
+        keys={
+            **_sizes(28, 8192, 64, 32768, 50257, 2048, std=0.021),
+            **_GPT3,
+            **_layout(8, True, 1, pipeline=4),
+            **_batch(128, 1, 2048),
+            **_rate(1.5e-4, 750, 300000, "cosine", (0.9, 0.95)),
+            "train.recompute": "selective",
+        },
+    ),
+    "gpt3-46b": Published(
+        world=256,
+        data=4,
+        parameters=45_531_619_328,
+        keys={
+            **_sizes(56, 8192, 64, 32768, 50257, 2048, std=0.021),
+            **_GPT3,
+            **_layout(8, True, 1, pipeline=8),
+            **_batch(256, 1, 2048),
+            **_rate(1.5e-4, 750, 300000, "cosine", (0.9, 0.95)),
+            "train.recompute": "full",
+        },
+    ),
+    "gpt3-175b": Published(
+        world=256,
+        data=1,
+        parameters=174_604_259_328,
+        keys={
+            **_sizes(96, 12288, 96, 49152, 50257, 2048, std=0.021),
+            **_GPT3,
+            **_layout(32, True, 1, pipeline=8),
+            **_batch(256, 1, 2048),
+            **_rate(5e-5, 750, 300000, "cosine", (0.9, 0.95)),
+            "train.recompute": "selective",
         },
     ),
 }

@@ -11,6 +11,7 @@ import pytest
 from scripts.quickstart_layout import overrides
 from shardwise.config import Config, OwnConfig, load_config
 from shardwise.cost import parameter_count
+from shardwise.cost.params import vocabulary_rows
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
 from tests.unit.config.hub import FILES
@@ -25,6 +26,7 @@ HUB_MODELS = {
     "gpt2-xl": "gpt2-xl",
     "gpt-neox-6.9b": "pythia-6.9b",
     "gpt-neox-20b": "gpt-neox-20b",
+    "gpt-neox-20b-pp4": "gpt-neox-20b",
     "llama2-7b": "Llama-2-7b",
     "bert-large": "bert-large-uncased",
     "bert-large-phase2": "bert-large-uncased",
@@ -40,20 +42,24 @@ sys.exit(code)
 """
 
 
+def ranks_of_one_copy(config: Config) -> int:
+    return config.parallel.tensor * config.parallel.pipeline
+
+
 def value(config: Config, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
 
 
 def test_the_recipes_of_this_version_are_here() -> None:
-    tiny = {"llama2-tiny", "gpt-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny"}
+    tiny = {"llama2-tiny", "gpt-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny", "gpt3-tiny"}
     assert set(RECIPES) == {"quickstart", *tiny, *PUBLISHED}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_fits_its_own_layout(recipe: str) -> None:
     config = load_config(recipe)
-    layout = config.check(config.parallel.tensor)
+    layout = config.check(ranks_of_one_copy(config))
     assert layout.data == 1
 
 
@@ -81,7 +87,7 @@ def test_phase_2_trains_the_model_of_phase_1() -> None:
 def test_dry_run_is_quick_and_torch_free(recipe: str, tmp_path: Path) -> None:
     """Under 1 s of processor time from the start of Python on, whatever else the machine does meanwhile."""
     published = PUBLISHED.get(recipe)
-    world = published.world if published else load_config(recipe).parallel.tensor
+    world = published.world if published else ranks_of_one_copy(load_config(recipe))
     command = [sys.executable, "-c", DRY_RUN, "train", recipe, "--nproc", str(world), "--dry-run"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -109,7 +115,30 @@ def test_tiny_recipe_holds_its_promise(recipe: str) -> None:
         assert model.num_attention_heads % 2
         assert model.vocab_size % 2
     else:
-        assert load_config(recipe, ["parallel.tensor=4", "parallel.sequence=true"]).check(4).tensor == 4
+        cut = ["parallel.tensor=4", "parallel.sequence=true", "parallel.pipeline=1"]
+        assert load_config(recipe, cut).check(4).tensor == 4
+
+
+def test_pp4_is_the_same_training_in_another_layout() -> None:
+    one, other = load_config("gpt-neox-20b"), load_config("gpt-neox-20b-pp4")
+    assert one.parallel != other.parallel
+    assert one.model_copy(update={"parallel": other.parallel}) == other
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "padded"), [("gpt3-23b", 6400, 51200), ("gpt3-46b", 6400, 51200), ("gpt3-175b", 1664, 53248)]
+)
+def test_gpt3_pads_its_vocabulary_as_megatron_does(recipe: str, rows: int, padded: int) -> None:
+    parallel = load_config(recipe).parallel
+    assert vocabulary_rows(50257, parallel.tensor, parallel.vocab_multiple) == rows
+    assert rows * parallel.tensor == padded
+
+
+def test_gpt3_tiny_runs_on_eight_ranks() -> None:
+    config = load_config("gpt3-tiny")
+    layout = config.check(8)
+    assert (layout.tensor, layout.sequence, layout.pipeline, layout.data) == (2, True, 2, 2)
+    assert config.optimizer.zero == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

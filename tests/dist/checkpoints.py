@@ -32,7 +32,7 @@ class Result:
 
 
 def make_trainer(config: Config, weights: Root | None = None) -> Trainer:
-    mesh = shared_mesh(config.parallel.tensor)
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     return build_trainer(config, config.check(mesh.world.size), mesh, data, weights=weights)
 
@@ -73,7 +73,7 @@ def load(trainer: Trainer, folder: str, **options: Any) -> int:
 def canonical_state(trainer: Trainer) -> State:
     """Weights and optimizer state by canonical name, whole, on every rank."""
     mesh: Mesh = trainer.mesh
-    weights = canonical_weights(trainer.model)
+    weights = canonical_weights(trainer.model, mesh.pp)
     found: State = {"model": weights}
     slices = [s for s in state_slices(trainer.model, trainer.optimizer) if s.piece.copies.rank == 0]
     for name, flats in state_tensors(trainer.optimizer).items():

@@ -13,9 +13,9 @@ from shardwise.placement import placements
 
 
 @functools.cache
-def mesh(tensor: int) -> Mesh:
+def mesh(tensor: int, pipeline: int = 1) -> Mesh:
     """Made once a process: each new one costs threads that gloo keeps, and hundreds of them slow everything down."""
-    return Mesh(tensor=tensor, device="cpu")
+    return Mesh(tensor=tensor, pipeline=pipeline, device="cpu")
 
 
 def run(ranks: Any, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from shardwise.config import Config
 from shardwise.errors import ShardwiseError
 from shardwise.store.manifest import Manifest, TensorEntry
 from shardwise.store.root import Root
+from shardwise.store.verify import verify
 from shardwise.testing import canonical_weights
 from tests.dist.checkpoints import (
     PLACE,
@@ -30,12 +31,12 @@ from tests.dist.checkpoints import (
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config
 
-STEPS_BEFORE, STEPS_AFTER = 3, 5
+STEPS_BEFORE, STEPS_AFTER = 3, 10
 
 
 def config_of(tensor: int = 1, sequence: bool = False, zero: int = 1, mode: str = "float32", **sections: Any) -> Config:
     return make_config(
-        parallel={"tensor": tensor, "sequence": sequence},
+        parallel={"tensor": tensor, "sequence": sequence, **sections.pop("parallel", {})},
         optimizer={"zero": zero, **sections.pop("optimizer", {})},
         precision={"mode": mode},
         **sections,
@@ -111,6 +112,11 @@ SAME_LAYOUT = {
         config_of(2, zero=0, optimizer={"name": "lamb", "weight_decay": 0.01}),
         5,
     ),
+    "TP 2 × PP 2 in a V, dropout": (
+        4,
+        config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),
+        5,
+    ),
 }  # fmt: skip
 
 
@@ -124,6 +130,89 @@ def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Pat
     assert resumed.losses == whole.losses[before:], "losses after the resume"
     wanted, *_ = on_ranks(ranks, size, run, config, before + 4, 0, None, None)
     assert not differences(resumed.state, wanted.state), "state at the end"
+
+
+DEEP: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+OF_BLOCKS: dict[str, dict[str, Any]] = {
+    "gpt": {"model": DEEP | {"family": "gpt", "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}},
+    "llama": {"model": DEEP | {"family": "llama", "num_key_value_heads": 2}},
+    "llama tied, mixed": {
+        "model": DEEP | {"family": "llama", "tie_word_embeddings": True},
+        "precision": {"mode": "mixed"},
+    },
+    "bert, LAMB": {
+        "model": DEEP | {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+        "data": {"max_predictions": 3},
+        "optimizer": {"name": "lamb", "weight_decay": 0.01},
+    },
+}
+"""Tied with dropout, untied, tied with masters apart, tied with two losses and another optimizer."""
+# (ranks, pipeline) → (ranks, pipeline): what is in none of them is one process, or plain.
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
+    "pp2": (2, {"pipeline": 2, "stages": [3, 1]}),
+    "pp2-dp2-interleaved": (4, {"pipeline": 2, "schedule": "interleaved"}),
+    "pp2-tp2-zbv": (4, {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True}),
+    "pp2-tp2-dp2": (8, {"pipeline": 2, "tensor": 2}),
+    "pp2-dualpipev-zero0": (4, {"pipeline": 2, "schedule": "dualpipev", "zero": 0}),
+    "pp4": (4, {"pipeline": 4}),
+    "pp4-dp2": (8, {"pipeline": 4, "schedule": "gpipe"}),
+    "pp4-tp2-zero0": (8, {"pipeline": 4, "tensor": 2, "sequence": True, "zero": 0}),
+    "pp2-zero-bubble": (2, {"pipeline": 2, "schedule": "interleaved_zero_bubble"}),
+}
+
+
+def cut(model: str, layout: str) -> tuple[int, Config]:
+    """The number of ranks, and what they train: the same whatever the layout, with masks that no layout changes."""
+    size, parallel = PIPELINES[layout]
+    replicas = size // parallel.get("tensor", 1) // parallel.get("pipeline", 1)
+    sections: dict[str, Any] = {"precision": {"mode": "float32"}, "optimizer": {}, **OF_BLOCKS[model]}
+    sections["optimizer"] = sections["optimizer"] | {"zero": parallel.get("zero", 1)}
+    sections["parallel"] = {key: value for key, value in parallel.items() if key != "zero"}
+    sections["train"] = {"micro_batch": 2 // replicas, "dropout_mode": "invariant"}
+    return size, make_config(**sections)
+
+
+PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
+PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
+PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
+COVERING = {
+    ("gpt", "pp4", "pp2-tp2-zbv"),
+    ("bert, LAMB", "pp2-tp2-zbv", "pp2-dp2-interleaved"),
+    ("llama tied, mixed", "pp2-dp2-interleaved", "pp4"),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        pytest.param(model, *pair, marks=() if (model, *pair) in COVERING else pytest.mark.slow)
+        for model in OF_BLOCKS
+        for pair in dict.fromkeys([*PAIRS, *(each[1:] for each in sorted(COVERING) if each[0] == model)])
+    ],
+)
+def test_reshard_over_pipelines(model: str, first: str, second: str, ranks: Any, tmp_path: Path) -> None:
+    """Bit-equal from layout to layout and in one process, and the training goes on alike."""
+    size, config = cut(model, first)
+    written, *_ = on_ranks(ranks, size, run, config, 2, STEPS_AFTER, None, str(tmp_path / "first"))
+    assert written.saved[0].problem is None, written.saved[0].problem
+    folder = step_folder(tmp_path / "first", 2)
+    assert not verify(Root.of(folder)).problems
+    other, config = cut(model, second)
+    read, *_ = on_ranks(ranks, other, run, config, 0, STEPS_AFTER, folder, str(tmp_path / "second"))
+    assert read.saved[0].problem is None, read.saved[0].problem
+    assert not differences(read.state, written.state), f"written by {first}, read by {second}"
+    # In bfloat16 layouts round apart.
+    near = 1e-5 if config.precision.mode == "float32" else 1e-2
+    assert read.losses == pytest.approx(written.losses[2:], rel=near), "losses after loading"
+    _, config = cut(model, "one")
+    for root in ("first", "second"):
+        alone = run(config, 0, 0, step_folder(tmp_path / root, 2), None)
+        assert not differences(alone.state, written.state), f"written by the {root} layout, read by one process"
 
 
 def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
@@ -149,6 +238,27 @@ def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> 
         found = on_ranks(ranks, 4, run, reading, 0, 0, step_folder(tmp_path, 1), None)
         read = sum(each.bytes_read for each in found)
         assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read"
+
+
+def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) -> None:
+    """A tied weight too, which two stages have: a third of this state."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
+    model = DEEP | sizes | {"family": "llama", "tie_word_embeddings": True}
+    writing = config_of(2, parallel={"pipeline": 2}, model=model, optimizer={"bucket_mib": 25.0})
+    results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
+    folder = step_folder(tmp_path, 1)
+    whole = results[0].state
+    state = sum(t.numel() * 4 for tensors in whole.values() for t in tensors.values())
+    assert results[0].saved[0].bytes == pytest.approx(state, rel=0.01), "bytes of files over bytes of state"
+    for reading in ({"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"tensor": 4}):
+        config = config_of(parallel=reading, model=model)
+        read = sum(each.bytes_read for each in on_ranks(ranks, 4, run, config, 0, 0, folder, None))
+        assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read at {reading}"
+    results = on_ranks(ranks, 4, load_weights, config_of(parallel={"pipeline": 2}, model=model), folder)
+    for each in results:
+        assert not differences(each.state, {"model": whole["model"]})
+    read, weights = sum(each.bytes_read for each in results), sum(4 * t.numel() for t in whole["model"].values())
+    assert weights * 0.99 <= read <= weights * 1.1, f"{read / weights:.3f} of the weights' bytes are read"
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -177,7 +287,9 @@ def load_weights(config: Config, folder: str) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.checkpoint.load.Source", Counted)
         load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(folder))
-    return Result(state={"model": canonical_weights(trainer.model)}, bytes_read=Counted.last.bytes_read)
+    return Result(
+        state={"model": canonical_weights(trainer.model, trainer.mesh.pp)}, bytes_read=Counted.last.bytes_read
+    )
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -229,8 +341,12 @@ def refusal(config: Config, folder: str) -> str:
 def test_another_model_is_refused_with_every_mismatch(ranks: Any, tmp_path: Path) -> None:
     run(config_of(), 1, 0, None, str(tmp_path))
     other = {**make_config().model.model_dump(), "num_hidden_layers": 3, "intermediate_size": 64}
-    said = on_ranks(ranks, 2, refusal, config_of(2, model=other), step_folder(tmp_path, 1))
-    assert len(set(said)) == 1, f"ranks tell different things: {said}"
+    said = [
+        text
+        for config in (config_of(2, model=other), config_of(parallel={"pipeline": 2}, model=other))
+        for text in on_ranks(ranks, 2, refusal, config, step_folder(tmp_path, 1))
+    ]
+    assert len(set(said)) == 1, f"ranks, or layouts, tell different things: {said}"
     for expected in (
         "lacks model.layers.2.",
         "shape of model.layers.{0…1}.mlp.up_proj.weight [96, 64] must be [64, 64]",

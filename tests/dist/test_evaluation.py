@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwise.config import Config
 from shardwise.data import PreparedData, make_evaluation
 from shardwise.inference import Evaluation, evaluate
-from shardwise.models import CausalLM, build_model
+from shardwise.models import CausalLM, build_model, build_stages
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import FAMILIES, make_config, make_data
 
@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     **{name: SIZES | family for name, family in FAMILIES.items()},
     "own": {"family": "tests.dist.own_models:Dropping", "vocab_size": VOCABULARY},
 }
+DEEP = {"num_hidden_layers": 4}
+"""For as many stages."""
 # (ranks, TP, SP, micro-batch)
 LAYOUTS = {
     "micro-batch": (1, 1, False, 5),
@@ -41,11 +43,13 @@ LAYOUTS = {
 }
 
 
-def config(model: str, tensor: int = 1, sequence: bool = False, micro_batch: int = 1, ranks: int = 1) -> Config:
+def config(
+    model: str, tensor: int = 1, sequence: bool = False, micro_batch: int = 1, ranks: int = 1, **parallel: Any
+) -> Config:
     return make_config(
-        model=MODELS[model],
-        parallel={"tensor": tensor, "sequence": sequence},
-        train={"sequence_length": LENGTH, "micro_batch": micro_batch, "global_batch": micro_batch * ranks},
+        model=MODELS[model] if model == "own" or "pipeline" not in parallel else MODELS[model] | DEEP,
+        parallel={"tensor": tensor, "sequence": sequence, **parallel},
+        train={"sequence_length": LENGTH, "micro_batch": micro_batch, "global_batch": 8 * micro_batch * ranks},
     )
 
 
@@ -59,14 +63,13 @@ def data(chosen: Config, tokens: int) -> PreparedData:
 
 
 def evaluated(chosen: Config, tokens: int) -> Evaluation:
-    ranks = mesh(chosen.parallel.tensor)
-    sequence = chosen.parallel.sequence and ranks.tp.size > 1
-    model = build_model(chosen, ranks.tp, sequence_parallel=sequence, dtype=torch.float32)
+    ranks = mesh(chosen.parallel.tensor, chosen.parallel.pipeline)
+    model = build_stages(chosen, chosen.check(ranks.world.size), ranks, dtype=torch.float32)
     fill(model, scale=0.2)
     prepared = data(chosen, tokens)
     batches = make_evaluation(chosen, prepared, "train" if prepared.pair_tokens else "eval")
     assert batches is not None
-    return evaluate(model, batches, ranks, chosen.train.micro_batch)
+    return evaluate(model, batches, ranks, chosen.train.micro_batch, parallel=chosen.parallel)
 
 
 def _alone(model: str, tokens: int) -> Evaluation:
@@ -131,6 +134,42 @@ def test_it_is_the_same_at_any_layout(model: str, layout: str, tokens: int, rank
         assert found.accuracies == pytest.approx(wanted.accuracies), where
         for name, loss in wanted.losses.items():
             assert found.losses[name] == pytest.approx(loss, rel=1e-5), where
+
+
+PIPELINES = {
+    "pp2": (2, 1, False, 1, {"pipeline": 2}),
+    "pp2-tp2-sp": (4, 2, True, 2, {"pipeline": 2, "stages": [3, 1]}),
+    "pp4-dp2": (8, 1, False, 1, {"pipeline": 4, "schedule": "gpipe"}),
+    "interleaved": (2, 1, False, 2, {"pipeline": 2, "schedule": "interleaved"}),
+    "zbv-dp2": (4, 1, False, 1, {"pipeline": 2, "schedule": "zbv"}),
+}
+
+
+@functools.cache
+def alone_and_deep(model: str, tokens: int, micro_batch: int) -> Evaluation:
+    return evaluated(config(model, micro_batch=micro_batch, pipeline=1), tokens)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=() if (model, layout) == ("bert", "zbv-dp2") else pytest.mark.slow)
+        for model in FAMILIES
+        for layout in PIPELINES
+    ],
+)
+def test_it_is_the_same_through_a_pipeline(model: str, layout: str, ranks: Any) -> None:
+    """To the bit where nothing but the pipeline cuts the model; the last micro-batches fill no round of all stages."""
+    world, tensor, sequence, micro_batch, parallel = PIPELINES[layout]
+    tokens = 91 + 150 * (model == "bert")
+    wanted = alone_and_deep(model, tokens, micro_batch)
+    replicas = world // tensor // parallel["pipeline"]
+    chosen = config(model, tensor, sequence, micro_batch, replicas, **parallel)
+    for rank, found in enumerate(run(ranks, world, evaluated, chosen, tokens)):
+        where = f"rank {rank} of {layout}"
+        assert (found.counted, found.tokens) == (wanted.counted, wanted.tokens), where
+        assert found.accuracies == wanted.accuracies, where
+        assert found.losses == pytest.approx(wanted.losses, rel=1e-6 if tensor > 1 else 1e-14), where
 
 
 def test_berts_accuracy_is_that_of_its_logits() -> None:

@@ -11,7 +11,7 @@ import torch
 from shardwise.checkpoint import load_hugging_face
 from shardwise.config import LlamaConfig
 from shardwise.inference import Sampler, generate
-from shardwise.models import CausalLM, Llama, build_model
+from shardwise.models import CausalLM, Llama, build_model, build_stages
 from shardwise.models.cache import KeyValueCache
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
@@ -114,6 +114,54 @@ def test_a_seed_gives_one_text_at_any_layout(case: str, ranks: Any) -> None:
     assert wanted != drawn(path, 1, 8), "the seed has no say"
     for tp in (2, 4):
         assert run(ranks, tp, drawn, path, tp, 7) == [wanted] * tp
+
+
+DEEP: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "max_position_embeddings": 48, "initializer_range": 0.3,
+}  # fmt: skip
+PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {"pipeline": 2}),
+    "pp2-tp2-sp": (4, {"pipeline": 2, "tensor": 2, "sequence": True}),
+    "pp4": (4, {"pipeline": 4}),
+    "interleaved": (2, {"pipeline": 2, "schedule": "interleaved"}),
+    "zbv-tp2": (4, {"pipeline": 2, "tensor": 2, "schedule": "zbv"}),
+}
+
+
+def continued(model: dict[str, Any], parallel: dict[str, Any], chunk: int) -> list[list[int]]:
+    """After prompts that are shorter and longer than a chunk, and that make several rounds of chunks."""
+    config = make_config(model=DEEP | model, parallel=parallel, train={"micro_batch": 1})
+    ranks = mesh(config.parallel.tensor, config.parallel.pipeline)
+    stages: Any = build_stages(config, config.check(ranks.world.size), ranks, dtype=torch.float32).eval()
+    return [
+        list(generate(stages, ranks, prompt, 12, sampler, chunk=chunk, parallel=config.parallel))
+        for prompt in ([5], list(range(3, 33)))
+        for sampler in (Sampler(0.0), Sampler(0.9, 0.95, 7))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, marks=() if (case, layout) == ("gpt", "zbv-tp2") else pytest.mark.slow)
+        for case in ("gpt", "llama", "neox", "dynamic")
+        for layout in PIPELINES
+    ],
+)
+def test_a_pipeline_writes_the_same(case: str, layout: str, ranks: Any) -> None:
+    """With one key/value cache for each stage; on every rank, of whatever stage."""
+    model: dict[str, Any] = {
+        "gpt": {"family": "gpt"},
+        "llama": {"family": "llama", "num_key_value_heads": 2},
+        "neox": {"family": "gpt_neox", "tie_word_embeddings": True},
+        "dynamic": {"family": "llama", "max_position_embeddings": 20, "rope_scaling": SCALINGS["dynamic"]},
+    }[case]
+    world, parallel = PIPELINES[layout]
+    wanted = continued(model, {}, 99)
+    assert all(len(set(drawn)) > 2 for drawn in wanted[1::2]), "a text of one token shows nothing"
+    for rank, found in enumerate(run(ranks, world, continued, model, parallel, 4)):
+        assert found == wanted, f"rank {rank} of {layout}"
 
 
 SCALINGS: dict[str, dict[str, Any]] = {

@@ -217,10 +217,18 @@ def test_gqa_qkv(tp: int, sequence: bool, kv_heads: int, ranks: Any) -> None:
         check(run(ranks, tp, gqa, tp, sequence, kv_heads, bias, gather))
 
 
-def embedding(tp: int, sequence: bool, vocabulary: int, padding: int | None) -> dict[str, float]:
+def embedding(tp: int, sequence: bool, vocabulary: int, padding: int | None, multiple: int = 1) -> dict[str, float]:
     layer = ParallelEmbedding(
-        vocabulary, 6, padding, sequence_parallel_enabled=sequence, name="e", seed=1, group=mesh(tp).tp
+        vocabulary,
+        6,
+        padding,
+        sequence_parallel_enabled=sequence,
+        row_multiple=multiple,
+        name="e",
+        seed=1,
+        group=mesh(tp).tp,
     )
+    assert layer.weight.shape[0] == -(-vocabulary // (tp * multiple)) * multiple
     weights = leaves(fill(layer))
     ids = torch.randint(vocabulary, (S, B), generator=torch.Generator().manual_seed(0))
     ids[:2, 0] = torch.tensor([0, vocabulary - 1])
@@ -241,6 +249,8 @@ def embedding(tp: int, sequence: bool, vocabulary: int, padding: int | None) -> 
 def test_embedding(tp: int, sequence: bool, ranks: Any) -> None:
     for vocabulary, padding in itertools.product((8, 9, 11), (None, 0, 7)):  # 9 rows over 4 ranks leave one with none
         check(run(ranks, tp, embedding, tp, sequence, vocabulary, padding), 0.0 if tp == 1 else 1e-6)
+    for multiple in (4, 8, 16):  # 11 rows in runs of 8 or 16 leave ranks with none
+        check(run(ranks, tp, embedding, tp, sequence, 11, 7, multiple), 0.0 if tp == 1 else 1e-6)
 
 
 def out_of_range(tp: int, wrong: int) -> str:
@@ -297,10 +307,17 @@ def test_norms_are_partial_under_sequence_parallelism(
     check(run(ranks, tp, norm, tp, sequence, kind))
 
 
-def head(tp: int, sequence: bool, vocabulary: int) -> dict[str, float]:
+def head(tp: int, sequence: bool, vocabulary: int, multiple: int = 1) -> dict[str, float]:
     layer = ParallelLMHead(
-        INPUTS, vocabulary, sequence_parallel_enabled=sequence, name="head", seed=1, group=mesh(tp).tp
+        INPUTS,
+        vocabulary,
+        sequence_parallel_enabled=sequence,
+        row_multiple=multiple,
+        name="head",
+        seed=1,
+        group=mesh(tp).tp,
     )
+    assert layer.weight.shape[0] == -(-vocabulary // (tp * multiple)) * multiple
     weights = leaves(fill(layer))
     whole_x, pull = random(1, S, B, INPUTS).requires_grad_(), random(2, S, B, vocabulary)
     whole_y = whole_x @ weights["head.weight"].t()
@@ -320,8 +337,53 @@ def head(tp: int, sequence: bool, vocabulary: int) -> dict[str, float]:
 @pytest.mark.parametrize("sequence", BOOLS)
 @pytest.mark.parametrize("tp", DEGREES)
 def test_head_gives_the_logits_of_the_unpadded_vocabulary(tp: int, sequence: bool, ranks: Any) -> None:
-    for vocabulary in (8, 9):
-        check(run(ranks, tp, head, tp, sequence, vocabulary))
+    for vocabulary, multiple in ((8, 1), (9, 1), (9, 4), (9, 16)):
+        check(run(ranks, tp, head, tp, sequence, vocabulary, multiple))
+
+
+def padded_losses(tp: int, sequence: bool, multiple: int) -> dict[str, float]:
+    """The loss with padded rows that are anything but 0: they get no probability, and no gradient."""
+    vocabulary = 9
+    layer = ParallelLMHead(
+        INPUTS,
+        vocabulary,
+        bias_name="head.bias",
+        sequence_parallel_enabled=sequence,
+        row_multiple=multiple,
+        name="head",
+        seed=1,
+        group=mesh(tp).tp,
+    )
+    weights = leaves(fill(layer))
+    held = max(0, min(layer.weight.shape[0], vocabulary - mesh(tp).tp.rank * layer.weight.shape[0]))
+    with torch.no_grad():
+        layer.weight[held:] = 100.0
+    targets = torch.randint(vocabulary, (S, B), generator=torch.Generator().manual_seed(0))
+    whole_x = random(1, S, B, INPUTS).requires_grad_()
+    logits = whole_x @ weights["head.weight"].t() + weights["head.bias"]
+    whole = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    whole.backward()
+    x = sequence_part(whole_x.detach(), tp, sequence).requires_grad_()
+    loss = layer.loss(x, targets)
+    loss.backward()
+    assert whole_x.grad is not None
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad[held:].any()
+    assert sum(one.numel for _, _, one in placement.placements(layer)) == held * (INPUTS + 1)
+    assert torch.equal(layer.likeliest(whole_x.detach()), logits.argmax(dim=-1))
+    return {
+        "loss": error(loss, whole),
+        "gradient of the input": error(x.grad, sequence_part(whole_x.grad, tp, sequence)),
+        **gradient_errors(layer, weights),
+    }
+
+
+@pytest.mark.parametrize("sequence", BOOLS)
+@pytest.mark.parametrize("tp", DEGREES)
+def test_padded_rows_get_neither_probability_nor_gradient(tp: int, sequence: bool, ranks: Any) -> None:
+    for multiple in (1, 4, 16):
+        check(run(ranks, tp, padded_losses, tp, sequence, multiple))
 
 
 def unseeded(tp: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ from shardwise.checkpoint import canonical, export_hugging_face, load, load_hugg
 from shardwise.config import Config, config_from
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
-from shardwise.models import build_model
+from shardwise.models import build_model, build_stages
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.placement import placements
 from tests.dist.dense import mesh as shared_mesh
@@ -24,11 +24,11 @@ from tests.hugging_face import CASES, described, open_folder, save
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
 
 
-def configured(folder: Path, tensor: int) -> Config:
+def configured(folder: Path, tensor: int, **parallel: Any) -> Config:
     return config_from(
         {
             "model": described(folder).model_dump(),
-            "parallel": {"tensor": tensor},
+            "parallel": {"tensor": tensor, **parallel},
             "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
             "optimizer": {"lr": 1e-3},
         }
@@ -69,6 +69,32 @@ def test_in_and_out_is_bit_equal(case: str, layout: str, ranks: Any, tmp_path: P
     again = open_folder(tmp_path / "ours").state_dict()
     assert [name for name, tensor in theirs.state_dict().items() if not torch.equal(tensor, again[name])] == []
     assert described(tmp_path / "ours") == described(tmp_path / "theirs")
+
+
+def in_and_out_of_a_pipeline(source: Path, target: Path, parallel: dict[str, Any]) -> None:
+    config = configured(source, **parallel)
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
+    model = build_stages(config, config.check(mesh.world.size), mesh, dtype=torch.float32)
+    load_hugging_face(model, config.model, mesh, source)
+    export_hugging_face(model, config.model, mesh, target)
+
+
+# Two blocks: virtual stages need four, which no case has (test_checkpoint.py).
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == "bert" else pytest.mark.slow) for case in CASES]
+)
+def test_in_and_out_of_a_pipeline(case: str, tensor: int, ranks: Any, tmp_path: Path) -> None:
+    """The very folder that one process writes."""
+    save(case, tmp_path / "theirs")
+    parallel = {"tensor": tensor, "pipeline": 2}
+    ranks(2 * tensor).run(in_and_out_of_a_pipeline, tmp_path / "theirs", tmp_path / "many", parallel)
+    in_and_out_of_a_pipeline(tmp_path / "theirs", tmp_path / "one", {"tensor": 1})
+    one, many = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "many"))
+    assert many == one
+    wanted = load_file(tmp_path / "theirs" / "model.safetensors")
+    found = load_file(tmp_path / "many" / "model.safetensors")
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 class Counted:

@@ -54,7 +54,7 @@ def reference(variant: str) -> Outcome:
 def test_layout_trains_like_one_process(layout: str, variant: str, ranks: Any) -> None:
     world, sections = LAYOUTS[layout]
     config = make_config(**sections, **VARIANTS[variant])
-    outcomes = ranks(world).run(train, config, 10, variant == "uneven")
+    outcomes = ranks(world).run(train, config, 20, variant == "uneven")
     found, wanted = outcomes[0], reference(variant)
     for name, weight in wanted.weights.items():
         assert torch.equal(found.weights[name], weight), f"{name} differs at step 0"

@@ -85,9 +85,12 @@ class Outcome:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(config: Config, steps: int = 10, uneven: bool = False, bodies: bool = True) -> Outcome:
-    """Run on this rank; rank 0's outcome holds the weights at step 0 and the gradients of step 1, in canonical form."""
-    mesh = shared_mesh(config.parallel.tensor)
+def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = True) -> Outcome:
+    """Run on this rank; the outcome holds the weights at step 0 and the gradients of step 1, in canonical form.
+
+    Of each pipeline rank one has them, of its stages: those of `whole` are the model's.
+    """
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
     if uneven:
@@ -101,9 +104,20 @@ def train(config: Config, steps: int = 10, uneven: bool = False, bodies: bool = 
     trainer.optimizer.zero_grad()
     records = [trainer.step() for _ in range(steps)]
     outcome = Outcome([r.loss for r in records], [r.grad_norm for r in records], before, trainer.evaluate())
-    if mesh.world.rank == 0 and bodies:
+    if mesh.dp.rank == mesh.tp.rank == 0 and bodies:
         outcome.weights, outcome.gradients = weights, gradients
     return outcome
+
+
+def whole(outcomes: list[Outcome]) -> Outcome:
+    """All stages' weights and gradients; what two of them hold (a tied weight) is equal there."""
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        for mine, theirs in ((first.weights, other.weights), (first.gradients, other.gradients)):
+            for name in mine.keys() & theirs.keys():
+                assert torch.equal(mine[name], theirs[name]), f"{name} differs between two pipeline stages"
+            mine |= theirs
+    return first
 
 
 def _uncount(batches: Any) -> None:

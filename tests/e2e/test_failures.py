@@ -43,6 +43,22 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tmp_path: Path) -> None:
+    job = started(tmp_path, "parallel.tensor=1", "parallel.pipeline=2", "--nproc", "2")
+    ranks = processes.ranks(job.pid)
+    killed = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    err = outcome(job, timeout=SECONDS).failed(1)
+    assert time.monotonic() - killed < SECONDS
+    assert err.startswith("shardwise: rank 1 was killed by SIGKILL")
+    # It waits for a message, or between two of them for another stage or for what the step sums up.
+    assert re.search(
+        r"rank 0 waited for (the gradient of x of micro-batch \d+ from stage 1 \(rank 1\)|another)", err
+    ) or ("rank 0" not in err), err
+    assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     job = started(tmp_path)
     everyone = processes.descendants(job.pid)

@@ -196,6 +196,20 @@ def test_zero1_gpt2_xl(pages: Any) -> None:
     assert (followed.at / "measured/zero1-gpt2-xl.svg").stat().st_size > 5000
 
 
+@pytest.mark.slow
+def test_gpt3_3d(pages: Any) -> None:
+    followed = pages("gpt3-3d")
+    layout = {"ranks": 8, "tensor": 2, "sequence": True, "pipeline": 2, "data": 2, "zero": 1}
+    zbv, alone = followed.results("zbv"), followed.results("one-process")
+    assert zbv["layout"].items() >= layout.items()
+    assert (alone["layout"]["ranks"], alone["layout"]["pipeline"]) == (1, 1)
+    assert followed.losses("zbv") == pytest.approx(followed.losses("one-process"), rel=1e-5)
+    assert followed.losses("gpt3-tiny")[:20] == pytest.approx(followed.losses("one-process"), rel=1e-5)
+    assert len(followed.losses("gpt3-tiny")) == 30
+    assert followed.results("gpt3-tiny")["layout"]["pipeline"] == 4
+    assert followed.results("gpt3-23b")["layout"]["pipeline"] == 2
+
+
 # ---- what the pages say
 
 

@@ -35,6 +35,8 @@ RECIPES = {
     "gpt-neox-6.9b": [*_SMALL, *_MODEL, *_TP2],
     "bert-large": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
     "bert-large-phase2": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
+    "gpt3-23b": [*_SMALL, *_MODEL, "model.num_hidden_layers=8", "parallel.tensor=1", "parallel.pipeline=2"],
+    "gpt3-tiny": ["log.sample_tokens=4"],
     # an odd number of heads, as GPT-2 XL's
     "gpt2-xl": [*_SMALL, "model.hidden_size=80", "model.intermediate_size=320", "model.num_attention_heads=5"],
     "docs/tutorials/bert-mini.yaml": [*_SMALL, *_MODEL, *_PAIRS, "data.dataset=tiny"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.canonical import canonical
+from shardwise.checkpoint.canonical import Held, canonical, held_parameters
 from shardwise.checkpoint.reading import DTYPES
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import special_token_ids
 from shardwise.hub import INDEX
 from shardwise.mesh import Mesh
-from shardwise.placement import placements
 from shardwise.store.root import Buffer, Root
 from shardwise.store.writing import MAX_SHARD_BYTES, Weight, staged, to_json, write_weights
 
@@ -34,21 +33,20 @@ def export_hugging_face(
     tokenizer: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write the whole model from however many ranks; collective over the tensor-parallel ranks.
+    """Write the whole model from however many ranks; collective over the world.
 
-    Data-parallel replica 0's first tensor-parallel rank writes, a tensor at a time, into shards of at most
-    `max_shard_bytes` (a larger tensor has one to itself). The folder appears complete or not at all. `tokenizer`: a
-    folder whose files are copied along.
+    Rank 0 writes, a tensor at a time, into shards of at most `max_shard_bytes` (a larger tensor has one to itself).
+    The folder appears complete or not at all. `tokenizer`: a folder whose files are copied along.
 
     Raises:
         StoreError: it cannot be written: out of space, or the like.
     """
     if mesh.dp.rank == 0:
-        tensors = canonical(model)
-        if mesh.tp.rank == 0:
+        tensors, parameters = canonical(model, pipeline=mesh.pp), held_parameters(model, mesh.pp)
+        if mesh.world.rank == 0:
             described = hugging_face_config(config, next(model.parameters()).dtype, tokenizer)
             with staged(Root.of(folder.parent), folder.name, f".{folder.name}.partial") as staging:
-                written = write_weights(staging, _streamed(model, tensors), max_shard_bytes)
+                written = write_weights(staging, _streamed(parameters, tensors), max_shard_bytes)
                 if written.index is not None:
                     (staging / INDEX).write(to_json(written.index))
                 for file in sorted(tokenizer.iterdir()) if tokenizer else ():
@@ -75,7 +73,7 @@ def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path
     return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
 
 
-def _streamed(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> list[Weight]:
+def _streamed(parameters: Iterable[Held], tensors: Iterator[tuple[str, Tensor]]) -> list[Weight]:
     """The canonical weights of a model, each read from `tensors`, which gives them in this order."""
 
     def read(name: str) -> Iterator[Buffer]:
@@ -83,9 +81,8 @@ def _streamed(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> list[W
         assert found == name
         yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
-    weights = {
-        piece.name: Weight(piece.name, _DTYPE_NAMES[parameter.dtype], piece.shape, partial(read, piece.name))
-        for _, parameter, record in placements(model)
-        for piece in record.pieces
-    }
-    return list(weights.values())
+    return [
+        Weight(name, _DTYPE_NAMES[dtype], shape, partial(read, name))
+        for held in parameters
+        for name, shape, dtype in held.tensors
+    ]

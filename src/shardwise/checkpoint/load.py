@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, config_problems, mismatch_texts
-from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, parts, read
+from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, other_ends, parts, read
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.spelling import spelling
 from shardwise.config import ModelConfig
@@ -88,7 +88,7 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     """Set the model's weights to those of a checkpoint, every chunk that is read verified; collective over the world.
 
     A weight in float32 comes from the stored master where there is one, so that no rounding is added. Of what data
-    parallelism holds alike each rank reads an equal part.
+    parallelism or the ends of a pipeline hold alike each rank reads an equal part.
 
     Raises:
         ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found. DamageError,
@@ -99,14 +99,22 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     _, _, problems = _survey(model, config.family, mesh.pp, folder, stored)
     agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
-    wants = []
+    once: list[Want] = []
+    tied: list[Want] = []
+    ends = Group()
     for _, parameter, placement in placements(model):
         for piece in placement.pieces:
             if piece.box.numel:
                 state = MASTER if parameter.dtype == torch.float32 and _is_usable(masters, piece) else MODEL
-                wants.append(Want(state, piece.name, piece.box, piece.of(parameter.detach())))
-    read(Source(folder, manifest), list(parts(wants, mesh.dp)), mesh)
-    gather_parts(wants, mesh.dp)
+                ranks = other_ends(piece, mesh)
+                ends = ranks if ranks.size > 1 else ends
+                (tied if ranks.size > 1 else once).append(
+                    Want(state, piece.name, piece.box, piece.of(parameter.detach()))
+                )
+    both = list(parts(tied, mesh.dp))
+    read(Source(folder, manifest), [*parts(once, mesh.dp), *parts(both, ends)], mesh)
+    gather_parts(both, ends)
+    gather_parts([*once, *tied], mesh.dp)
 
 
 def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:
@@ -143,25 +151,28 @@ def _unreadable(path: Path, error: Exception) -> str:
 def _survey(
     model: nn.Module, family: str, pipeline: Group, folder: Path | Root, stored: Sequence[_AnyStored]
 ) -> tuple[list[Piece], dict[str, list[_AnyStored]], list[str]]:
-    """This rank's pieces, where each canonical tensor is stored (the first is read), and every mismatch."""
+    """This rank's pieces, where each of its canonical tensors is stored (the first is read), and every mismatch.
+
+    Mismatches are those of all stages of a pipeline.
+    """
     pieces = [piece for _, _, placement in placements(model) for piece in placement.pieces]
-    shapes = {piece.name: piece.shape for piece in pieces}
-    everywhere = {name for names in comm.all_gather_objects(list(shapes), pipeline) for name in names}
-    canonical = spelling(family).canonical([entry.name for entry in stored], everywhere)
+    here = {piece.name: piece.shape for piece in pieces}
+    shapes = {name: shape for each in comm.all_gather_objects(here, pipeline) for name, shape in each.items()}
+    canonical = spelling(family).canonical([entry.name for entry in stored], set(shapes))
     sources: dict[str, list[_AnyStored]] = {name: [] for name in shapes}
     unknown, misshapen, strange = [], [], []
     for entry in stored:
         name = canonical.get(entry.name)
         if name is None:
             continue
-        if name not in everywhere:
+        if name not in shapes:
             unknown.append((entry.name, f"{list(entry.shape)}"))
-        elif name in shapes:
-            sources[name].append(entry)
-            if entry.shape != shapes[name]:
-                misshapen.append((entry.name, f"{list(entry.shape)} must be {list(shapes[name])}"))
-            if entry.dtype not in DTYPES:
-                strange.append((entry.name, entry.dtype))
+            continue
+        sources[name].append(entry)
+        if entry.shape != shapes[name]:
+            misshapen.append((entry.name, f"{list(entry.shape)} must be {list(shapes[name])}"))
+        if entry.dtype not in DTYPES:
+            strange.append((entry.name, entry.dtype))
     for name, entries in sources.items():
         entries.sort(key=lambda entry: entry.name != name)  # the canonical spelling first
     missing = [

@@ -4,7 +4,8 @@ The ranks of a group tell each other what they want. What one rank alone wants, 
 that they hold copies of, rows of which each holds some columns) is read by one of them and sent to the others: a
 checksum covers a whole chunk, so whoever reads a part of a row has read the row.
 
-What data parallelism holds alike, its ranks read by equal parts, which they then bring to each other.
+What data parallelism holds alike, its ranks read by equal parts, which they then bring to each other; so do the two
+ends of a pipeline with a tied weight.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from shardwise import comm
 from shardwise.boxes import Box
 from shardwise.checkpoint.pieces import Pieces
 from shardwise.mesh import Group, Mesh
+from shardwise.placement import Piece
 from shardwise.store.chunks import ChunkedReader
 from shardwise.store.folders import is_damage
 from shardwise.store.manifest import Manifest, PieceEntry, TensorEntry
@@ -148,6 +150,12 @@ def gather_parts(wants: Iterable[Want], group: Group) -> None:
         mine = want.target.new_zeros(-(-want.box.numel // group.size))
         mine[: run.stop - run.start] = want.target.reshape(-1)[run]
         want.target.copy_(comm.all_gather(mine, group)[: want.box.numel].view(want.box.size))
+
+
+def other_ends(piece: Piece, mesh: Mesh) -> Group:
+    """The pipeline ranks with the same piece: of a tied weight both ends, else this rank alone."""
+    along = piece.copies.size > 1 and set(piece.copies.ranks) <= set(mesh.pp.ranks)
+    return piece.copies if along else Group()
 
 
 def _part_of(want: Want, group: Group) -> slice:

@@ -11,12 +11,12 @@ from torch import nn
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, by_layers
 from shardwise.checkpoint.pieces import compact
-from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, parts, read
+from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, other_ends, parts, read
 from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_slices, state_tensors
-from shardwise.placement import placements
+from shardwise.placement import Piece, placements
 from shardwise.store.manifest import Manifest
 from shardwise.store.root import DamageError, Root
 from shardwise.store.verify import MODEL, untiled
@@ -69,8 +69,8 @@ def restore(
     """Set weights, and unless `weights_only` the optimizer's state, to those of a checkpoint; collective.
 
     Each rank reads what it answers for (its ZeRO-1 slices; with whole state, and of frozen weights, an equal part),
-    once over the tensor-parallel ranks (`reading.py`), and data parallelism brings the rest. Weights come from the
-    stored masters where there are any, so that no rounding is added.
+    once over the tensor-parallel ranks and the ends of a pipeline (`reading.py`), and data parallelism brings the rest.
+    Weights come from the stored masters where there are any, so that no rounding is added.
 
     Raises:
         ConfigError: on every rank, the checkpoint is of another model or optimizer: every mismatch.
@@ -81,8 +81,16 @@ def restore(
     if states:
         begin_restoring(optimizer, states, steps)
     source = Source(folder, manifest)
-    frozen = list(_frozen(manifest, model))
-    read(source, [*_wants(manifest, model, optimizer, states), *parts(frozen, mesh.dp)], mesh)
+    frozen, once, tied, ends = list(_frozen(manifest, model)), [], [], Group()
+    for piece, want in _wants(manifest, model, optimizer, states):
+        ranks = other_ends(piece, mesh)
+        if ranks.size > 1:
+            tied.append(want)
+            ends = ranks
+        else:
+            once.append(want)
+    read(source, [*once, *parts(tied, ends), *parts(frozen, mesh.dp)], mesh)
+    gather_parts(tied, ends)
     gather_parts(frozen, mesh.dp)
     finish_restoring(optimizer)
     return Restored(manifest, source.bytes_read)
@@ -99,13 +107,13 @@ def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
 
 def _wants(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Iterable[str]
-) -> Iterable[Want]:
+) -> Iterable[tuple[Piece, Want]]:
     flats = state_tensors(optimizer)
     for each in state_slices(model, optimizer):
         name = each.piece.name
-        yield Want(_precise(manifest, name), name, each.box, each.of(each.bucket.master.detach()))
+        yield each.piece, Want(_precise(manifest, name), name, each.box, each.of(each.bucket.master.detach()))
         for state in states:
-            yield Want(state, name, each.box, each.of(flats[state][each.bucket]))
+            yield each.piece, Want(state, name, each.box, each.of(flats[state][each.bucket]))
 
 
 def _frozen(manifest: Manifest, model: nn.Module) -> Iterable[Want]:
@@ -123,13 +131,18 @@ def _precise(manifest: Manifest, name: str) -> str:
 
 
 def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mesh: Mesh, folder: Root) -> list[str]:
-    """In what the checkpoint's tensors are not the model's."""
-    pieces = [(piece, p) for _, p, record in placements(model) for piece in record.pieces]
-    shapes = {piece.name: piece.shape for piece, _ in pieces if math.prod(piece.shape)}  # no elements: never written
-    trained = [piece.name for piece, p in pieces if p.requires_grad and piece.name in shapes]
-    everywhere = {name for names in comm.all_gather_objects(list(shapes), mesh.pp) for name in names}
+    """In what the checkpoint's tensors are not the model's; every rank of a pipeline finds what any does."""
+    here = {
+        piece.name: (piece.shape, parameter.requires_grad)
+        for _, parameter, record in placements(model)
+        for piece in record.pieces
+        if math.prod(piece.shape)  # no elements: never written
+    }
+    everywhere = {name: facts for each in comm.all_gather_objects(here, mesh.pp) for name, facts in each.items()}
+    shapes = {name: shape for name, (shape, _) in everywhere.items()}
+    trained = [name for name, (_, is_trained) in everywhere.items() if is_trained]
     stored = manifest.tensors.get(MODEL, {})
-    unknown = [(name, f"{list(entry.shape)}") for name, entry in stored.items() if name not in everywhere]
+    unknown = [(name, f"{list(entry.shape)}") for name, entry in stored.items() if name not in shapes]
     problems = [f"{folder} has {name} {shape}, which the model has not" for name, shape in by_layers(unknown)]
     for state in dict.fromkeys((MODEL, MASTER, *states)):
         kept = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}

@@ -5,9 +5,8 @@ that do not overlap, the last one filled up. A token is predicted from those bef
 start, from train.sequence_length at its end. Neither the number of ranks nor train.micro_batch changes the result.
 
 The text is that of the run where a checkpoint tells it, else the built-in one; data.* keys name another. Read are
-data.*, parallel.tensor, parallel.sequence, precision.mode, train.sequence_length, train.micro_batch, train.seed (what
-BERT masks), model.family (which must name the class of your own model: its code runs) and checkpoint.revision (of a
-hub id).
+data.*, parallel.* (but vocab_multiple), precision.mode, train.sequence_length, train.micro_batch, train.seed (what BERT
+masks), model.family (which must name the class of your own model: its code runs) and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ if TYPE_CHECKING:
     from shardwise.inference import Evaluation
 
 _KEYS = (
-    "data.", "parallel.tensor", "parallel.sequence", "precision.mode", "train.sequence_length", "train.micro_batch",
+    "data.", "parallel.tensor", "parallel.sequence", "parallel.pipeline", "parallel.schedule",
+    "parallel.virtual_stages", "parallel.stages", "precision.mode", "train.sequence_length", "train.micro_batch",
     "train.seed", "model.family", "checkpoint.revision",
 )  # fmt: skip
 
@@ -51,7 +51,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of the text (default: what data.split holds out; all of data.path where no data.split is given)",
     )
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="number of local ranks (default: parallel.tensor, or all accelerators)"
+        "--nproc",
+        metavar="N",
+        type=int,
+        help="number of local ranks (default: parallel.tensor × parallel.pipeline, or all accelerators)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -69,7 +72,7 @@ def _evaluate(
 ) -> int:
     part = _part(arguments.part, values, folder)
     _, accelerated = accelerators()
-    degree = evaluation_config(folder, values, 1, part).parallel.tensor
+    degree = evaluation_config(folder, values, 1, part).parallel.ranks
     world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
     if world < 1:
         raise ConfigError(f"--nproc ({world}) must be at least 1")
@@ -145,7 +148,13 @@ def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found
         "sequence_length": config.train.sequence_length,
         "seconds": found.seconds,
         "tokens_per_second": found.tokens / found.seconds,
-        "layout": {"ranks": layout.world, "tensor": layout.tensor, "sequence": layout.sequence, "data": layout.data},
+        "layout": {
+            "ranks": layout.world,
+            "tensor": layout.tensor,
+            "sequence": layout.sequence,
+            "pipeline": layout.pipeline,
+            "data": layout.data,
+        },
         "precision": config.precision.resolved(accelerators()[1] > 0).parameter,
     }
 
@@ -156,7 +165,8 @@ _NAMES = {"mlm": "masked tokens", "nsp": "sentence pairs"}
 
 def _text(facts: dict[str, Any]) -> str:
     layout = facts["layout"]
-    cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''} × DP {layout['data']}"
+    pipeline = f" × PP {layout['pipeline']}" if layout["pipeline"] > 1 else ""
+    cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''}{pipeline} × DP {layout['data']}"
     rows = [
         ("model", f"{facts['model']} ({facts['family']}, {facts['precision']}, {cut})"),
         ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),

@@ -197,7 +197,8 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     train.setdefault("sequence_length", _LONGEST if limit is None else min(limit, _LONGEST))
     train.setdefault("micro_batch", _MICRO_BATCH)
     micro_batch = train["micro_batch"]
-    train["global_batch"] = micro_batch * replicas if isinstance(micro_batch, int) else 1
+    at_once = micro_batch * replicas if isinstance(micro_batch, int) else 1
+    train["global_batch"] = at_once * _any_schedule(sections["parallel"])
     if part == "all":
         data["split"] = "1,0"
     chosen = values.get("data", {})
@@ -215,7 +216,7 @@ def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
         ConfigError: with every problem of the values.
     """
     sections = _sections(folder, values)
-    sections["train"] |= {"sequence_length": 1, "global_batch": 1, "micro_batch": 1}
+    sections["train"] |= {"sequence_length": 1, "global_batch": _any_schedule(sections["parallel"]), "micro_batch": 1}
     sections["data"] = {"tokenizer": values.get("data", {}).get("tokenizer") or _tokenizer(folder)}
     return config_from(sections)
 
@@ -250,6 +251,12 @@ def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[
     sections = {name: {**section, **values.get(name, {})} for name, section in base.items()}
     sections["train"]["steps"] = 1
     return {"model": dict(folder.model), **sections}
+
+
+def _any_schedule(parallel: Mapping[str, Any]) -> int:
+    """Micro-batches that suit every schedule of a pipeline: nothing here takes a step, and what is read are others."""
+    degree = parallel.get("pipeline", 1)
+    return 2 * degree if isinstance(degree, int) and degree > 1 else 1
 
 
 def _tokenizer(folder: ModelFolder) -> str:

@@ -1,11 +1,11 @@
 """Continue a text, token by token, until the model ends it, --max-tokens are there, or its longest sequence is full.
 
 What the model read is kept (keys and values of each rank's own heads), so that a token costs no more than its own pass.
-The same --seed gives the same text, and in float32 at any parallel.tensor. Before the prompt comes what the model's
+The same --seed gives the same text, and in float32 at any layout. Before the prompt comes what the model's
 tokenizer puts there, such as <s>. The text goes to standard output, what it took to standard error.
 
-Read are parallel.tensor, precision.mode, data.tokenizer, model.family (which must name the class of your own model: its
-code runs) and checkpoint.revision (of a hub id).
+Read are parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family (which must
+name the class of your own model: its code runs) and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ from shardwise.units import count
 if TYPE_CHECKING:
     from shardwise.inference import Answer
 
-_KEYS = ("parallel.tensor", "precision.mode", "data.tokenizer", "model.family", "checkpoint.revision")
+_KEYS = (
+    "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
+    "checkpoint.revision",
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +60,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="draw from the likeliest tokens that make up P (default: 1)",
     )
     parser.add_argument("--seed", metavar="S", type=int, default=1234, help="what is drawn (default: 1234)")
-    parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks, which parallel.tensor is too")
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="number of local ranks, which parallel.tensor × parallel.pipeline is too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
 
 
@@ -77,10 +82,14 @@ def _generate(
     arguments: argparse.Namespace, place: Rank | None, folder: ModelFolder, values: dict[str, Any], text: str
 ) -> int:
     config = generation_config(folder, values)
-    world = config.parallel.tensor
+    world = config.parallel.ranks
     ranks = place.world if place is not None else arguments.nproc or world
     if ranks != world:
-        raise ConfigError(f"--nproc ({ranks}) must be parallel.tensor ({world}): one copy of the model writes one text")
+        tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+        keys = f"parallel.tensor ({tensor})"
+        if pipeline > 1:
+            keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {world})"
+        raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
     config.check(world)
     tokenizer = open_tokenizer(config, folder)
     ids, room = _fit(config, folder, tokenizer, text)

@@ -39,11 +39,11 @@ def fail(error: ShardwiseError) -> int:
     return error.exit_code
 
 
-def complain_as_rank(place: Rank, text: str, exit_code: int) -> None:
+def complain_as_rank(place: Rank, text: str, exit_code: int, *, waited: bool = False) -> None:
     """Show a rank's error once for the whole job: through the launcher, else from the first rank that meets it."""
     from shardwise.launch.failure import report_failure  # costly to import, and only a failing rank needs it
 
-    if report_failure(place.rank, text, exit_code):
+    if report_failure(place.rank, text, exit_code, waited=waited):
         return
     if exit_code == ConfigError.exit_code and place.rank != 0:
         # torchrun ends every rank when the first one exits. Rank 0 speaks for all where it meets the error too; what

@@ -14,7 +14,7 @@ from shardwise.cli import output
 from shardwise.cli.claim import claim, finished
 from shardwise.cli.inputs import prepare_inputs
 from shardwise.config import Config
-from shardwise.errors import ConfigError, RunError, ShardwiseError, StoppedError
+from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
 from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.environment import Rank, is_launched, may_restart
 from shardwise.launch.failure import report_stop
@@ -62,7 +62,7 @@ def _train_as_rank(config: Config, recipe: str, run_path: Path | None, place: Ra
         return 0
     if failure.code == StoppedError.exit_code:
         _leave(_tell_of_stop(place, failure.text))
-    output.complain_as_rank(place, failure.text, failure.code)
+    output.complain_as_rank(place, failure.text, failure.code, waited=failure.waited)
     return _leave(failure.code)
 
 
@@ -84,11 +84,16 @@ def _leave(code: int) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Failure:
-    """Text for the user and exit code; `at_once`: a signal ended the rank without a checkpoint."""
+    """Text for the user and exit code.
+
+    at_once: a signal ended the rank without a checkpoint. waited: the text says what it was waiting for when another
+    rank ended.
+    """
 
     text: str
     code: int
     at_once: bool = False
+    waited: bool = False
 
 
 def _train(config: Config, recipe: str, run_path: Path | None, rank: int) -> _Failure | None:
@@ -102,6 +107,9 @@ def _train(config: Config, recipe: str, run_path: Path | None, rank: int) -> _Fa
         return _Failure(str(error), error.exit_code)
     except ConfigError as error:
         return _Failure(output.error_text(error), error.exit_code)
+    except LostPeerError as error:
+        _log_traceback(error, run_path, rank)
+        return _Failure(str(error), error.exit_code, waited=True)
     except ShardwiseError as error:
         return _Failure(str(error), error.exit_code)
     except KeyboardInterrupt as stop:
@@ -115,12 +123,19 @@ def _train(config: Config, recipe: str, run_path: Path | None, rank: int) -> _Fa
 
 def _unexpected(error: Exception, run_path: Path | None, rank: int) -> str:
     """One sentence on an error that no code of ours explains; the traceback goes to the rank's log."""
-    text = "".join(traceback.format_exception(error))
     sentence = f"rank {rank} failed: {type(error).__name__}: {error}"
+    log = _log_traceback(error, run_path, rank)
+    return (
+        f"{sentence}\n{''.join(traceback.format_exception(error))}" if log is None else f"{sentence}\ntraceback: {log}"
+    )
+
+
+def _log_traceback(error: Exception, run_path: Path | None, rank: int) -> Path | None:
+    """Add it to the rank's log; None where no run's folder is known."""
     if run_path is None:
-        return f"{sentence}\n{text}"
+        return None
     log = RunDirectory(run_path).log(rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
-        file.write(text)
-    return f"{sentence}\ntraceback: {log}"
+        file.write("".join(traceback.format_exception(error)))
+    return log

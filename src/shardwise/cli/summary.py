@@ -6,6 +6,7 @@ import math
 
 from shardwise import cost, units
 from shardwise.config import Config, Layout, dump_yaml
+from shardwise.errors import listing
 
 _UNKNOWN = "not known for a model of your own"
 
@@ -16,6 +17,7 @@ def dry_run(recipe: str, config: Config, layout: Layout, device: str, accelerato
     """The resolved configuration as YAML, what follows from it as comments: the whole can be saved as a recipe."""
     rows = [
         *_work(config, layout, device, accelerator),
+        *_pipeline(config, layout, accelerator),
         *_compute(config),
         *_dropout(config, layout, accelerator),
         *_needs(config, layout, accelerator),
@@ -27,8 +29,8 @@ def dry_run(recipe: str, config: Config, layout: Layout, device: str, accelerato
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
-    parameters = cost.parameter_count(config.model)
-    local = cost.local_parameter_count(config.model, layout.tensor)
+    parameters, local = cost.parameter_count(config.model), _held_by_ranks(config, layout)
+    held = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
     return [
@@ -49,7 +51,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
             "parameters",
             _UNKNOWN
             if parameters is None or local is None
-            else f"{units.count(parameters)} ({parameters:,}), {units.count(local)} held by each rank",
+            else f"{units.count(parameters)} ({parameters:,}), {units.count(max(local))} {held}",
         ),
         (
             "precision",
@@ -58,6 +60,65 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         ),
         ("optimizer", _optimizer(config)),
     ]
+
+
+def _held_by_ranks(config: Config, layout: Layout) -> list[int] | None:
+    """Elements of the parameters of each pipeline rank, padding included."""
+    plan, multiple = cost.stage_plan(config, layout), config.parallel.vocab_multiple
+    counts = [
+        cost.local_parameter_count(
+            config.model,
+            layout.tensor,
+            vocab_multiple=multiple,
+            stages=[stage for stage in plan if stage.rank == rank],
+        )
+        for rank in range(layout.pipeline)
+    ]
+    return [count for count in counts if count is not None] or None
+
+
+def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
+    """The schedule with its bubble, and what each pipeline rank has of the model; nothing without a pipeline."""
+    memory, counts = cost.memory_by_rank(config, layout, accelerator), _held_by_ranks(config, layout)
+    if layout.pipeline == 1 or memory is None or counts is None:
+        return []
+    plan, shares = cost.stage_plan(config, layout), cost.compute_shares(config, layout)
+    rows = [("pipeline", _schedule(config, layout))]
+    for rank, (needed, count) in enumerate(zip(memory, counts, strict=True)):
+        stages = [stage for stage in plan if stage.rank == rank]
+        rows.append(
+            (
+                f"  rank {rank}",
+                f"{_named(stages)}: {units.count(count)} parameters, "
+                f"{sum(shares[stage.index] for stage in stages):.1%} of the compute, "
+                f"{units.size(needed.activations)} of activations, {units.size(needed.total)} in all",
+            )
+        )
+    return rows
+
+
+def _schedule(config: Config, layout: Layout) -> str:
+    """Where no formula gives the bubble, its order of work does."""
+    parallel, micro_batches = config.parallel, layout.accumulation(config.train)
+    shown = f"{parallel.schedule}, {layout.stages} stages, {micro_batches} micro-batches: bubble"
+    formula = cost.bubble(parallel, micro_batches)
+    if formula is None:
+        simulated = cost.simulate(parallel, micro_batches).bubble
+        return (
+            f"{shown} {simulated:.1%} by its order of work, where stages are equal and a forward pass takes as long as "
+            "each half of a backward pass"
+        )
+    chunks = "v·m" if layout.virtual > 1 else "m"
+    return f"{shown} {formula:.1%} where stages are equal, (p-1) / ({chunks}+p-1)"
+
+
+def _named(stages: list[cost.Stage]) -> str:
+    """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
+    blocks = (f"{one.layers[0]}-{one.layers[-1]}" if len(one.layers) > 1 else f"{one.layers[0]}" for one in stages)
+    ends = [", embedding"] * any(one.is_first for one in stages) + [", head"] * any(one.is_last for one in stages)
+    plural = "s" if len(stages) > 1 else ""
+    numbers = listing(one.index for one in stages)
+    return f"stage{plural} {numbers} (blocks {listing(blocks)}{''.join(ends)})"
 
 
 def _optimizer(config: Config) -> str:
@@ -88,7 +149,8 @@ def _compute(config: Config) -> _Rows:
 
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The price of masks that no layout changes, where there are any."""
-    masks = cost.invariant_dropout(config, layout, accelerator)
+    rank, _ = _neediest(config, layout, accelerator)
+    masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is None:
         return []
     fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
@@ -108,16 +170,28 @@ def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     ]
 
 
+def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, cost.MemoryEstimate | None]:
+    """The pipeline rank that needs most memory, and how much."""
+    memory = cost.memory_by_rank(config, layout, accelerator)
+    if memory is None:
+        return 0, None
+    return max(enumerate(memory), key=lambda one: one[1].total)
+
+
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    memory = cost.expected_memory(config, layout, accelerator)
-    wire = cost.bytes_per_step(config, layout, accelerator)
+    """Memory, disk and communication; in a pipeline those of the ranks that need most memory."""
+    rank, memory = _neediest(config, layout, accelerator)
+    wire = cost.bytes_per_step(config, layout, accelerator, pipeline_rank=rank)
     checkpoint = cost.checkpoint_bytes(config, accelerator)
     if memory is None or wire is None or checkpoint is None:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
-    rows = [("memory", f"{units.size(memory.total)} expected on each rank, beside Python and torch")]
+    most = same = "each rank"
+    if layout.pipeline > 1:
+        most, same = f"pipeline rank {rank}, which needs most", f"pipeline rank {rank}"
+    rows = [("memory", f"{units.size(memory.total)} expected on {most}, beside Python and torch")]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
     rows.append(("disk", _disk(config, checkpoint)))
-    rows.append(("communication", f"{units.size(sum(wire.values()))} sent by each rank per step"))
+    rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {same} per step"))
     rows += [(f"  {axis}", f"{units.size(size)} {kind.replace('_', '-')}") for (axis, kind), size in wire.items()]
     return rows
 

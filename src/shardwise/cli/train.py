@@ -1,7 +1,8 @@
 """Pretrain a model from a recipe.
 
-Started by itself it starts the local ranks: one per accelerator, rounded down to a multiple of the tensor-parallel
-degree, or on CPU that degree. Inside torchrun it joins. Everything that can be wrong is checked before any rank starts.
+Started by itself it starts the local ranks: one per accelerator, rounded down to whole copies of the model, or on CPU
+one copy: parallel.tensor × parallel.pipeline ranks. Inside torchrun it joins. Everything that can be wrong is checked
+before any rank starts.
 
 A --run-dir that holds a run goes on with it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
 Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the step under way, with a checkpoint (exit code 75).
@@ -79,14 +80,16 @@ def _check(config: Config, world: int) -> Layout:
 
 def _default_nproc(config: Config, count: int) -> int:
     """One rank per accelerator, rounded down to whole copies of the model; on CPU one copy."""
-    degree = config.parallel.tensor
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    degree = tensor * pipeline
     if count == 0:
         return degree
     if count < degree:
-        raise ConfigError(
-            f"parallel.tensor ({degree}) must be at most the number of accelerators ({count}): "
-            f"set parallel.tensor={count} or less"
-        )
+        keys, fix = f"parallel.tensor ({tensor})", f"set parallel.tensor={count} or less"
+        if pipeline > 1:
+            keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {degree})"
+            fix = "lower one of them, or start it on several nodes by torchrun"
+        raise ConfigError(f"{keys} must be at most the number of accelerators ({count}): {fix}")
     return count // degree * degree
 
 

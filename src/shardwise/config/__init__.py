@@ -17,6 +17,7 @@ from shardwise.config.sections import (
     Precision,
     PrecisionConfig,
     Recompute,
+    Schedule,
     TrainConfig,
 )
 from shardwise.config.text import dump_yaml, parse_yaml
@@ -41,6 +42,7 @@ __all__ = [
     "Precision",
     "PrecisionConfig",
     "Recompute",
+    "Schedule",
     "TrainConfig",
     "apply_overrides",
     "config_from",

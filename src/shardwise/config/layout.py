@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.config.families import GPTNeoXConfig, LlamaConfig
 from shardwise.config.model import ModelConfig
+from shardwise.config.pipeline import pipeline_problems
 from shardwise.config.sections import MASKED_FRACTION, TrainConfig
 from shardwise.errors import ConfigError, listing, nearest_multiples
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 class Layout:
     """Degrees of parallelism of a world of ranks; rank order is [pipeline, data, tensor], tensor fastest.
 
+    `virtual`: pipeline stages on each rank.
+
     Raises:
         ConfigError: where `world` is no multiple of `tensor` × `pipeline`.
     """
@@ -26,6 +29,7 @@ class Layout:
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1
+    virtual: int = 1
 
     def __post_init__(self) -> None:
         problems = [
@@ -38,7 +42,7 @@ class Layout:
             if value < 1
         ]
         if not problems:
-            problems = world_problems(self.world, self.tensor * self.pipeline)
+            problems = world_problems(self.world, self.tensor, self.pipeline)
         if problems:
             raise ConfigError(problems)
 
@@ -46,6 +50,11 @@ class Layout:
     def data(self) -> int:
         """The data-parallel degree: world / (tensor × pipeline)."""
         return self.world // (self.tensor * self.pipeline)
+
+    @property
+    def stages(self) -> int:
+        """Stages that the model is cut into."""
+        return self.pipeline * self.virtual
 
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches per optimizer step on each rank: global batch / (micro batch × data).
@@ -59,13 +68,17 @@ class Layout:
         return train.global_batch // (train.micro_batch * self.data)
 
 
-def world_problems(world: int, model_ranks: int) -> list[str]:
-    """Whether `world` ranks can hold whole copies of a model cut over `model_ranks`."""
+def world_problems(world: int, tensor: int, pipeline: int = 1) -> list[str]:
+    """Whether `world` ranks can hold whole copies of a model cut over `tensor` × `pipeline`."""
+    model_ranks = tensor * pipeline
     if world % model_ranks == 0:
         return []
     near = listing(nearest_multiples(world, model_ranks), "or")
+    keys = f"parallel.tensor ({tensor})"
+    if pipeline > 1:
+        keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {model_ranks})"
     return [
-        f"the number of ranks ({world}) must be a multiple of parallel.tensor ({model_ranks}): "
+        f"the number of ranks ({world}) must be a multiple of {keys}: "
         f"nearest {near} (--nproc, or the world size of torchrun)"
     ]
 
@@ -88,16 +101,30 @@ def check_layout(config: Config, world: int) -> Layout:
     Raises:
         ConfigError: with every reason why `config` cannot run on `world` ranks.
     """
-    tensor = config.parallel.tensor
-    sequence = config.parallel.sequence and tensor > 1
-    problems = [f"the number of ranks ({world}) must be at least 1"] if world < 1 else world_problems(world, tensor)
+    parallel, train = config.parallel, config.train
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    sequence = parallel.sequence and tensor > 1
+    problems = [f"the number of ranks ({world}) must be at least 1"] if world < 1 else []
+    problems = problems or world_problems(world, tensor, pipeline)
+    micro_batches = None
     if not problems:
-        problems += batch_problems(config.train, world // tensor)
+        data = world // (tensor * pipeline)
+        problems += batch_problems(train, data)
+        micro_batches = None if problems else train.global_batch // (train.micro_batch * data)
+    problems += pipeline_problems(config, micro_batches)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
-    problems += _resume_problems(config)
+    problems += _resume_problems(config) + _trace_problems(config)
     if problems:
         raise ConfigError(problems)
-    return Layout(world, tensor, sequence)
+    return Layout(world, tensor, sequence, pipeline, parallel.stages_per_rank)
+
+
+def _trace_problems(config: Config) -> list[str]:
+    steps, last = config.log.trace_steps, config.train.steps
+    if steps is None or steps.start <= last:
+        return []
+    fix = f"set log.trace={last}:{last + 1}"
+    return [f"log.trace ({config.log.trace}) must begin at one of train.steps ({last}): {fix}"]
 
 
 def _tensor_problems(config: Config, sequence: bool) -> list[str]:

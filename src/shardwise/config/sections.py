@@ -14,6 +14,11 @@ from shardwise.config.base import Section, reject
 DtypeName = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
+SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
+"""Schedules with one stage on each rank."""
+V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
+"""Schedules whose second stage of a rank is as far from the end as its first is from the start."""
 MASKED_FRACTION = 0.15
 _MAX_SEED = 2**63 - 1
 # A colon and digits are a port. What follows any other may have a slash, as the secret keys of S3 do.
@@ -27,6 +32,39 @@ class ParallelConfig(Section):
     sequence: bool = Field(
         default=False, description="sequence parallelism between the tensor-parallel regions; no effect at TP 1"
     )
+    pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP): the blocks are cut into stages")
+    schedule: Schedule = Field(
+        default="1f1b", description="in which order stages work on micro-batches; no effect at PP 1"
+    )
+    virtual_stages: int | None = Field(
+        default=None,
+        gt=0,
+        description="stages on each rank; null = 1 with gpipe and 1f1b, which have no others, else 2",
+    )
+    stages: tuple[int, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="blocks of each stage, first to last; null = cut by what they cost, or into equal parts where the "
+        "schedule has several stages on a rank",
+    )
+    vocab_multiple: int = Field(
+        default=1,
+        gt=0,
+        description="a rank's rows of embedding and output head are a multiple of this; padding is no parameter and "
+        "gets neither probability nor gradient",
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one copy of the model."""
+        return self.tensor * self.pipeline
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank: 1 without a pipeline."""
+        if self.pipeline == 1:
+            return 1
+        return self.virtual_stages or (1 if self.schedule in SINGLE_STAGE else 2)
 
 
 class TrainConfig(Section):
@@ -253,3 +291,20 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
+    trace: str | None = Field(
+        default=None,
+        description="START:STOP = a Chrome trace of each rank, of the steps from START to before STOP; null = none",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> LogConfig:
+        needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
+        reject([] if self.trace is None or self.trace_steps else [f"log.trace ({self.trace!r}) {needs}"])
+        return self
+
+    @property
+    def trace_steps(self) -> range | None:
+        """The steps that are traced; None also of a text that names none."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.trace or "")
+        steps = range(int(found[1]), int(found[2])) if found else range(0)
+        return steps if steps and steps.start else None

@@ -58,7 +58,7 @@ class BlockStack:
 
 @dataclass(frozen=True)
 class DropoutMasks:
-    """What layout-invariant dropout costs one rank.
+    """What layout-invariant dropout costs one rank, with as many passes in flight as its schedule has at most.
 
     Attributes:
         bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
@@ -71,23 +71,28 @@ class DropoutMasks:
     attends_step_by_step: bool
 
 
-def invariant_masks(case: Case) -> DropoutMasks:
+def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
     """Masks of the probabilities, of both outputs that a block adds to x, and of the embedding.
 
     Recompute holds the probabilities of one block only, and hashes their masks twice; full recompute all in the blocks.
+
+    in_flight: passes through a stage whose activations are held at once.
     """
-    model, recompute, layers = case.model, case.config.train.recompute, case.model.num_hidden_layers
+    model, recompute, layers = case.model, case.config.train.recompute, case.layers
+    held_layers = in_flight * layers // len(case.stages)
     core = case.probabilities if model.attention_dropout_p else 0
     hidden = 2 * case.tokens_between * model.hidden_size if case.drops_hidden else 0
-    embedding = case.tokens_between * model.hidden_size if model.embedding_dropout_p else 0
+    drops_embedding = case.has_first and model.embedding_dropout_p
+    embedding = case.tokens_between * model.hidden_size if drops_embedding else 0
     core_again, hidden_again = recompute != "none", recompute == "full"
-    held = (1 if core_again else layers) * core * (_FLOAT32 + 1 + case.a) + (1 if hidden_again else layers) * hidden
+    held = (1 if core_again else held_layers) * core * (_FLOAT32 + 1 + case.a)
+    held += (1 if hidden_again else held_layers) * hidden + in_flight * embedding
     hashed = layers * (core * (1 + core_again) + hidden * (1 + hidden_again)) + embedding
-    return DropoutMasks(held + embedding, hashed * case.layout.accumulation(case.config.train), core > 0)
+    return DropoutMasks(held, hashed * case.micro_batches, core > 0)
 
 
-def block_stack(case: Case) -> BlockStack:
-    """What the blocks of one micro-batch hold.
+def block_stack(case: Case, layers: int | None = None) -> BlockStack:
+    """What that many blocks, or all of this rank's, hold of one micro-batch.
 
     | recompute | kept                                    | computed again, a block at a time |
     |-----------|-----------------------------------------|-----------------------------------|
@@ -97,7 +102,7 @@ def block_stack(case: Case) -> BlockStack:
 
     The backward pass of a block begins with the MLP, whose part is free when that of the core begins.
     """
-    block, layers = block_activations(case), case.model.num_hidden_layers
+    block, layers = block_activations(case), case.layers if layers is None else layers
     x, query = block.input, case.a * case.tokens * case.local.query
     mlp, core = _mlp_gradients(case), _core_gradients(case)
     core_mask, hidden_mask = _mask_hashing(case)
@@ -163,6 +168,18 @@ def block_activations(case: Case) -> Block:
         core=core,
         mlp=mlp + norms[1],
     )
+
+
+def waiting_gradients(case: Case) -> int:
+    """What a block holds from the gradient of its input until those of its weights, where these come later.
+
+    The gradient of what each matrix product and norm gives: of QKV, [T·(q + 2kv)/t], of both outputs, [2·T·H], of the
+    first layer of the MLP, [T·F/t] (Llama: twice), and of both norms, [2·T/s·H].
+    """
+    hidden, local = case.model.hidden_size, case.local
+    first = (2 if isinstance(case.model, LlamaConfig) else 1) * local.intermediate
+    wide = case.tokens * (local.query + 2 * local.key_value + 2 * hidden + first)
+    return case.a * (wide + 2 * case.tokens_between * hidden)
 
 
 def layer_norm_bytes(case: Case) -> int:

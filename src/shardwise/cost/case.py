@@ -2,8 +2,8 @@
 
 Legend: S sequence length, B micro batch, T = S·B tokens, P predicted positions of a sequence, H hidden size, F
 intermediate size, V vocabulary, L blocks, h heads, q = h · head_dim, kv = key/value heads · head_dim, t tensor-parallel
-degree, s = t under sequence parallelism, else 1, d data-parallel degree, a bytes of an activation (those of a
-parameter).
+degree, s = t under sequence parallelism, else 1, d data-parallel degree, p pipeline degree, m micro-batches of a step,
+a bytes of an activation (those of a parameter).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from shardwise.config import BertConfig, Config, FamilyConfig, Layout, OwnConfig, Precision
 from shardwise.cost.params import DTYPE_BYTES, LocalWidths
+from shardwise.cost.stages import Stage, stage_plan
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Case:
     Attributes:
         model: of a family whose shapes are known. precision: as resolved. local: widths of one rank's part.
         accelerator: whether the run is on one.
+        pipeline_rank: whose work is meant. stages: those that it has; without a pipeline one, which is the model.
     """
 
     config: Config
@@ -29,15 +31,39 @@ class Case:
     precision: Precision
     local: LocalWidths
     accelerator: bool
+    pipeline_rank: int
+    stages: tuple[Stage, ...]
 
     @staticmethod
-    def of(config: Config, layout: Layout, accelerator: bool) -> Case | None:
+    def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> Case | None:
         """None for a model of your own, of which nothing is known before it is built."""
         model = config.model
         if isinstance(model, OwnConfig):
             return None
-        local = LocalWidths.of(model, layout.tensor)
-        return Case(config, layout, model, config.precision.resolved(accelerator), local, accelerator)
+        local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
+        precision = config.precision.resolved(accelerator)
+        stages = tuple(stage for stage in stage_plan(config, layout) if stage.rank == pipeline_rank)
+        return Case(config, layout, model, precision, local, accelerator, pipeline_rank, stages)
+
+    @property
+    def layers(self) -> int:
+        """Blocks on this rank: L / p, where they are dealt out evenly."""
+        return sum(len(stage.layers) for stage in self.stages)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank looks up the embedding."""
+        return any(stage.is_first for stage in self.stages)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank makes the loss."""
+        return any(stage.is_last for stage in self.stages)
+
+    @property
+    def micro_batches(self) -> int:
+        """m."""
+        return self.layout.accumulation(self.config.train)
 
     @property
     def a(self) -> int:

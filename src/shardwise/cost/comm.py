@@ -2,9 +2,10 @@
 
 Legend: see `cost/case.py`. A collective over n ranks on a whole tensor of b bytes costs each rank 2·b·(n-1)/n
 (all-reduce) or b·(n-1)/n (all-gather, reduce-scatter): the ring algorithm's volume, whatever the backend really does.
+A message from one rank to another costs the sender its b bytes.
 
-Axes are named as the groups in `comm.py`: "tp", "dp", "world", and "tp/c" for the c neighbouring ranks that hold the
-same key/value heads.
+Axes are named as the groups in `comm.py`: "tp", "dp", "pp", "world", "tp/c" for the c neighbouring ranks that hold the
+same key/value heads, and "pp/ends" for the two that hold a tied embedding, where these are not all of "pp".
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from shardwise.config import BertConfig, Config, GPTNeoXConfig, Layout
 from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.cost.params import DTYPE_BYTES, local_parameters
+from shardwise.cost.stages import rank_of
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 
 _FLOAT32, _FLOAT64 = 4, 8
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a step.
+    """One collective of a step, or message to another rank.
 
     Attributes:
         axis: the group it runs over. ranks: that group's size.
@@ -43,50 +45,77 @@ class Transfer:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each rank sends per step."""
+        if self.kind == "send":
+            return float(self.bytes * self.count)
         rounds = 2 if self.kind == "all_reduce" else 1
         return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
 
 
 def step_transfers(
-    config: Config, layout: Layout, accelerator: bool = False, *, data_rank: int = 0
+    config: Config,
+    layout: Layout,
+    accelerator: bool = False,
+    *,
+    pipeline_rank: int = 0,
+    data_rank: int = 0,
+    tensor_rank: int = 0,
 ) -> list[Transfer] | None:
-    """Every collective of one optimizer step: forward and backward of all micro-batches, reduction, update, agreement.
+    """Every collective and message of one optimizer step of one rank: forward and backward of all micro-batches,
+    reduction, update, agreement.
 
     Drift checks (`log.drift_every`) come on top in the steps that make them. `accelerator`: whether the run is on one,
     which settles the dtypes where `precision.mode` leaves them open. `data_rank`: with ZeRO, what a rank owns of the
-    gradients that are partial over tensor parallelism depends on its place in data parallelism. None for a model of
-    your own.
+    gradients that are partial over other ranks depends on its place in data parallelism. `tensor_rank`: of a tied
+    embedding at both ends of a pipeline only what is no padding travels. None for a model of your own.
     """
-    case = Case.of(config, layout, accelerator)
+    case = Case.of(config, layout, accelerator, pipeline_rank)
     if case is None:
         return None
-    micro_batch = _embedding(case) + _blocks(case) + _head(case) + _backward(case)
-    return _happening(_repeated(case, micro_batch) + _update(case, data_rank))
+    once = _update(case, data_rank) + _ends(case, data_rank, tensor_rank)
+    return _happening(_repeated(case, _forward(case) + _backward(case)) + once)
 
 
-def evaluation_transfers(config: Config, layout: Layout, accelerator: bool = False) -> list[Transfer] | None:
-    """The collectives of one global batch of evaluation, without the final sum of losses over data parallelism.
+def evaluation_transfers(
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
+) -> list[Transfer] | None:
+    """The collectives of one global batch of evaluation, without the final sum of losses over data parallelism and
+    the pipeline.
 
     None for a model of your own.
     """
-    case = Case.of(config, layout, accelerator)
+    case = Case.of(config, layout, accelerator, pipeline_rank)
     if case is None:
         return None
-    return _happening(_repeated(case, _embedding(case) + _blocks(case) + _head(case)))
+    return _happening(_repeated(case, _forward(case)))
 
 
 def bytes_per_step(
-    config: Config, layout: Layout, accelerator: bool = False, *, data_rank: int = 0
+    config: Config,
+    layout: Layout,
+    accelerator: bool = False,
+    *,
+    pipeline_rank: int = 0,
+    data_rank: int = 0,
+    tensor_rank: int = 0,
 ) -> dict[tuple[str, str], float] | None:
     """Wire bytes of one rank in one optimizer step, by (axis, kind). None for a model of your own."""
-    return _sum(step_transfers(config, layout, accelerator, data_rank=data_rank))
+    return _sum(
+        step_transfers(
+            config,
+            layout,
+            accelerator,
+            pipeline_rank=pipeline_rank,
+            data_rank=data_rank,
+            tensor_rank=tensor_rank,
+        )
+    )
 
 
 def bytes_per_evaluation_batch(
-    config: Config, layout: Layout, accelerator: bool = False
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> dict[tuple[str, str], float] | None:
     """Wire bytes of one rank in one global batch of evaluation, by (axis, kind). None for a model of your own."""
-    return _sum(evaluation_transfers(config, layout, accelerator))
+    return _sum(evaluation_transfers(config, layout, accelerator, pipeline_rank=pipeline_rank))
 
 
 def _sum(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
@@ -100,8 +129,7 @@ def _sum(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | Non
 
 def _repeated(case: Case, transfers: list[Transfer]) -> list[Transfer]:
     """One micro-batch's transfers in all micro-batches of a global batch."""
-    micro_batches = case.layout.accumulation(case.config.train)
-    return [replace(one, count=one.count * micro_batches) for one in transfers]
+    return [replace(one, count=one.count * case.micro_batches) for one in transfers]
 
 
 def _happening(transfers: list[Transfer]) -> list[Transfer]:
@@ -133,7 +161,7 @@ class _Blocks:
         Recompute ends with the last tensor that a block saves. Where that is the input of its last matrix product, the
         sum behind it is not repeated; it is where dropout's mask or BERT's norm comes after it.
         """
-        model, layers = case.model, case.model.num_hidden_layers
+        model, layers = case.model, case.layers
         joined = isinstance(model, GPTNeoXConfig) and model.use_parallel_residual and not case.drops_hidden
         left = 1 if joined else 2
         if case.config.train.recompute != "full":
@@ -145,6 +173,22 @@ class _Blocks:
 def _hidden_bytes(case: Case) -> int:
     """Bytes of a whole x_SBH of one micro-batch."""
     return case.a * case.tokens * case.model.hidden_size
+
+
+def _forward(case: Case) -> list[Transfer]:
+    """What this rank's stages do, and x from each of them to the next, where another rank has that."""
+    embedding = _embedding(case) if case.has_first else []
+    head = _head(case) if case.has_last else []
+    return embedding + _blocks(case) + head + _messages(case, 1, "outputs of stages")
+
+
+def _messages(case: Case, step: int, what: str) -> list[Transfer]:
+    """x, [T/s, H], or its gradient, from each stage of this rank to the next (step 1) or the one before (-1)."""
+    parallel, last = case.config.parallel, case.layout.stages - 1
+    to = [stage.index + step for stage in case.stages if 0 <= stage.index + step <= last]
+    count = sum(rank_of(parallel, index) != case.pipeline_rank for index in to)
+    size = case.a * case.tokens_between * case.model.hidden_size
+    return [Transfer("pp", "send", case.layout.pipeline, size, count, what)]
 
 
 def _embedding(case: Case) -> list[Transfer]:
@@ -195,28 +239,25 @@ def _backward(case: Case) -> list[Transfer]:
     BERT's decoder sums the gradient of its own input, [P·B, H], and its heads that of theirs, as every head's input.
     """
     tensor, hidden, blocks = case.layout.tensor, _hidden_bytes(case), _Blocks.of(case)
+    head, embedding = int(case.has_last), int(case.has_first)
     transfers = _regions(case, blocks.entered_again, blocks.left_again, ", recomputed")
     if isinstance(case.model, BertConfig):
         size = case.a * case.predicted * case.model.hidden_size
-        transfers.append(Transfer("tp", "all_reduce", tensor, size, 1, "gradient of the decoder's input"))
-    if not case.layout.sequence:
-        return [
-            *transfers,
-            Transfer("tp", "all_reduce", tensor, hidden, 1, "gradient of the head's input"),
-            Transfer(
-                "tp", "all_reduce", tensor, hidden, blocks.entered, "gradients of the inputs of attention and MLP"
-            ),
+        transfers.append(Transfer("tp", "all_reduce", tensor, size, head, "gradient of the decoder's input"))
+    inputs, outputs = (f"gradients of the {which} of attention and MLP" for which in ("inputs", "outputs"))
+    if case.layout.sequence:
+        transfers += [
+            Transfer("tp", "reduce_scatter", tensor, hidden, head, "gradient of the head's input"),
+            Transfer("tp", "all_gather", tensor, hidden, blocks.left, outputs),
+            Transfer("tp", "reduce_scatter", tensor, hidden, blocks.entered, inputs),
+            Transfer("tp", "all_gather", tensor, hidden, embedding, "gradient of the embedding output"),
         ]
-    outputs = "gradients of the outputs of attention and MLP"
-    return [
-        *transfers,
-        Transfer("tp", "reduce_scatter", tensor, hidden, 1, "gradient of the head's input"),
-        Transfer("tp", "all_gather", tensor, hidden, blocks.left, outputs),
-        Transfer(
-            "tp", "reduce_scatter", tensor, hidden, blocks.entered, "gradients of the inputs of attention and MLP"
-        ),
-        Transfer("tp", "all_gather", tensor, hidden, 1, "gradient of the embedding output"),
-    ]
+    else:
+        transfers += [
+            Transfer("tp", "all_reduce", tensor, hidden, head, "gradient of the head's input"),
+            Transfer("tp", "all_reduce", tensor, hidden, blocks.entered, inputs),
+        ]
+    return transfers + _messages(case, -1, "gradients of the inputs of stages")
 
 
 # ---- one update
@@ -236,6 +277,7 @@ def _update(case: Case, data_rank: int) -> list[Transfer]:
     transfers = [
         Transfer("dp", "all_reduce", data, _FLOAT64 * objectives, 1, "number of counted targets"),
         Transfer("dp", "all_reduce", data, _FLOAT32 * objectives, 1, "loss"),
+        Transfer("pp", "all_reduce", layout.pipeline, _FLOAT32 * objectives, 1, "loss of the last stage"),
         Transfer("world", "all_reduce", layout.world, 2 * _FLOAT32, 1, "squared norms of gradients and parameters"),
     ]
     if config.optimizer.name == "lamb":
@@ -255,3 +297,16 @@ def _update(case: Case, data_rank: int) -> list[Transfer]:
         size = DTYPE_BYTES[precision.gradient] * partial
         transfers.append(Transfer(axis, "all_reduce", ranks, size, 1, "partial gradients"))
     return transfers
+
+
+def _ends(case: Case, data_rank: int, tensor_rank: int) -> list[Transfer]:
+    """Once a step: the gradient of a tied embedding, summed over the two pipeline ranks that hold it.
+
+    As other partial gradients, it is summed after the reduction over data parallelism, what a slice holds of it.
+    """
+    rows, vocabulary = case.local.vocabulary, case.model.vocab_size
+    held = max(0, min(rows, vocabulary - tensor_rank * rows)) * case.model.hidden_size
+    owned = sum(bucket.at_both_ends(held, data_rank) for bucket in bucket_shapes(case))
+    axis = "pp" if case.layout.pipeline == 2 else "pp/ends"
+    size = DTYPE_BYTES[case.precision.gradient] * owned
+    return [Transfer(axis, "all_reduce", 2, size, 1, "gradient of the tied embedding")]

@@ -27,15 +27,17 @@ def flops_per_token(
     """
     if isinstance(model, OwnConfig):
         return None
+    blocks = 6.0 * matmul_parameter_count(model, "token") + 3.0 * _attention(model, sequence_length, count_masked)
+    return blocks + head_flops_per_token(model, sequence_length, predictions)
+
+
+def head_flops_per_token(model: FamilyConfig, sequence_length: int, predictions: int | None = None) -> float:
+    """The part of `flops_per_token` that is not the blocks': output head, and BERT's pooler and classifier."""
     share = 1.0
     if isinstance(model, BertConfig):
         share = (predictions or math.ceil(MASKED_FRACTION * sequence_length)) / sequence_length
-    multiplied = (
-        matmul_parameter_count(model, "token")
-        + matmul_parameter_count(model, "prediction") * share
-        + matmul_parameter_count(model, "sequence") / sequence_length
-    )
-    return 6.0 * multiplied + 3.0 * _attention(model, sequence_length, count_masked)
+    predicted = matmul_parameter_count(model, "prediction") * share
+    return 6.0 * (predicted + matmul_parameter_count(model, "sequence") / sequence_length)
 
 
 def recomputed_flops_per_token(model: ModelConfig, sequence_length: int, recompute: Recompute) -> float | None:

@@ -8,10 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from shardwise.config import BertConfig, Config, Layout, LlamaConfig
-from shardwise.cost.activations import DropoutMasks, block_stack, invariant_masks, layer_norm_bytes, rms_norm_bytes
+from shardwise.config.sections import SINGLE_STAGE
+from shardwise.cost.activations import (
+    DropoutMasks,
+    block_activations,
+    block_stack,
+    invariant_masks,
+    layer_norm_bytes,
+    rms_norm_bytes,
+    waiting_gradients,
+)
 from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
+from shardwise.cost.flight import Pass, Peak, peak
+from shardwise.cost.order import work_order
 from shardwise.cost.params import DTYPE_BYTES, parameter_count
+from shardwise.cost.stages import Stage, sends
 
 LOSS_CHUNK_ELEMENTS_CPU = 2**21
 """Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
@@ -35,10 +47,11 @@ class MemoryEstimate:
         gradients: one for each of these elements, in the gradient dtype.
         optimizer: AdamW's or LAMB's two moments, and a master where the optimizer's dtype is not the parameters'; 1/d
         with ZeRO.
-        activations: what one micro-batch keeps for its backward pass.
+        activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are under way.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
         buffers: rotary tables, and what the backward pass computes again and works in, or the reduction sends from, as
         far as it does not fit into memory that others have left by then.
+        pipeline: what is received from other stages, for all micro-batches of a step, and what is sent to them.
     """
 
     parameters: int
@@ -47,45 +60,114 @@ class MemoryEstimate:
     activations: int
     loss: int
     buffers: int
+    pipeline: int = 0
 
     @property
     def total(self) -> int:
         return sum(size for _, size in self.rows())
 
     def rows(self) -> list[tuple[str, int]]:
-        """(kind, bytes), in the order in which they are shown."""
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+        """(kind, bytes), in the order in which they are shown; `pipeline` only where there is one."""
+        found = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(kind, size) for kind, size in found if size or kind != "pipeline"]
 
 
-def expected_memory(config: Config, layout: Layout, accelerator: bool = False) -> MemoryEstimate | None:
-    """Peak bytes per rank of training `config`, eagerly executed. None for a model of your own."""
-    case = Case.of(config, layout, accelerator)
-    if case is None:
+def expected_memory(
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int | None = None
+) -> MemoryEstimate | None:
+    """Peak bytes per rank of training `config`, eagerly executed. None for a model of your own.
+
+    pipeline_rank: whose; None: of the one that needs most.
+    """
+    by_rank = memory_by_rank(config, layout, accelerator)
+    if by_rank is None:
         return None
+    return max(by_rank, key=lambda one: one.total) if pipeline_rank is None else by_rank[pipeline_rank]
+
+
+def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
+    """Peak bytes of each pipeline rank. None for a model of your own."""
+    cases = [Case.of(config, layout, accelerator, rank) for rank in range(layout.pipeline)]
+    return [_memory(case) for case in cases if case is not None] or None
+
+
+def _memory(case: Case) -> MemoryEstimate:
     elements = sum(bucket.elements for bucket in bucket_shapes(case))
-    shard = elements // layout.data if config.optimizer.zero else elements
+    shard = elements // case.layout.data if case.config.optimizer.zero else elements
     moments_and_master = 2 if case.precision.parameter == case.precision.optimizer else 3
-    blocks, loss = block_stack(case), _loss(case)
-    embedding, last = _embedding_activations(case), _last_activations(case)
-    activations = blocks.kept + embedding + last
-    table = case.a * case.local.vocabulary * case.model.hidden_size
-    head = table if case.model.tie_word_embeddings else 0  # its gradient waits for the embedding's
-    later = max(blocks.peak + embedding + head, _embedding_gradient(case) + head, _reduction(case))
+    step = _step_peak(case)
     return MemoryEstimate(
         parameters=elements * DTYPE_BYTES[case.precision.parameter],
         gradients=elements * DTYPE_BYTES[case.precision.gradient],
         optimizer=moments_and_master * shard * DTYPE_BYTES[case.precision.optimizer],
-        activations=activations,
-        loss=loss,
-        buffers=_rotary_tables(case) + max(later - activations - loss, 0),
+        activations=step.activations,
+        loss=step.forward - step.activations,
+        buffers=len(case.stages) * _rotary_tables(case) + step.whole - step.forward,
+        pipeline=_messages(case),
     )
 
 
-def invariant_dropout(config: Config, layout: Layout, accelerator: bool = False) -> DropoutMasks | None:
+def _step_peak(case: Case) -> Peak:
+    order = work_order(case.config.parallel, case.micro_batches, case.pipeline_rank)
+    reduction = _reduction(case)
+    return peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
+
+
+def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
+    """What the embedding saves, the blocks, and the last norm; and the loss.
+
+    A stage's input is what it received, [T/s, H], which does not count here. Its output is held until the backward
+    pass; where a rank has several stages it counts as sent (`_messages`). A tied head's gradient waits for the
+    embedding's where both are in one stage.
+    """
+    blocks = block_stack(case, len(stage.layers))
+    embedding = _embedding_activations(case) if stage.is_first else 0
+    last = _last_activations(case) if stage.is_last else 0
+    kept = blocks.kept + embedding + last
+    received = 0
+    if not stage.is_first and (block_activations(case).saves_input or case.config.train.recompute == "full"):
+        received = _boundary(case)
+    if not stage.is_last and case.config.parallel.schedule in SINGLE_STAGE:
+        kept += _boundary(case)
+    table = case.a * case.local.vocabulary * case.model.hidden_size
+    head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
+    return Pass(
+        kept=kept - received,
+        loss=_loss(case) if stage.is_last else 0,
+        loss_kept=_loss_gradients(case) if stage.is_last else 0,
+        backward=blocks.peak + embedding + head - received,
+        last=_embedding_gradient(case) + head if stage.is_first else 0,
+        waiting=len(stage.layers) * waiting_gradients(case),
+        reduction=reduction,
+    )
+
+
+def _boundary(case: Case) -> int:
+    """x, [T/s, H], as it goes from stage to stage."""
+    return case.a * case.tokens_between * case.model.hidden_size
+
+
+def _messages(case: Case) -> int:
+    """Of each micro-batch of a step, [T/s, H]: x for each stage but the first, the gradient of x for each but the last.
+
+    They have memory of their own for as long as the run lives. With several stages on a rank what it sends stays until
+    the end of the step, too.
+    """
+    if case.layout.pipeline == 1:
+        return 0
+    each = sum((not stage.is_first) + (not stage.is_last) for stage in case.stages)
+    if case.config.parallel.schedule not in SINGLE_STAGE:
+        each += sum(sends(case.config.parallel, stage) for stage in case.stages)
+    return each * case.micro_batches * _boundary(case)
+
+
+def invariant_dropout(
+    config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
+) -> DropoutMasks | None:
     """What layout-invariant masks cost one rank. None where there are none, and for a model of your own."""
-    case = Case.of(config, layout, accelerator)
+    case = Case.of(config, layout, accelerator, pipeline_rank)
     drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
-    return invariant_masks(case) if case is not None and drops else None
+    return invariant_masks(case, _step_peak(case).in_flight) if case is not None and drops else None
 
 
 def loss_chunk_elements(rows: int, accelerator: bool) -> int:
@@ -140,10 +222,15 @@ def _loss(case: Case) -> int:
     tokens_a_row = case.config.train.micro_batch * (case.layout.tensor if scattered else 1)
     chunk = min(case.predicted, max(1, limit // (rows * tokens_a_row)) * tokens_a_row)
     per_logit = _FLOAT32 if a == _FLOAT32 else _FLOAT32 + a
-    gradient = a * hidden * (case.tokens_between if not is_bert else case.predicted)
     head = 4 * a * hidden * case.predicted if is_bert else 0
     products = a * hidden * (chunk + max(rows, chunk))
-    return _FLOAT32 * rows * hidden + gradient + chunk * rows * per_logit + products + head
+    return _loss_gradients(case) + chunk * rows * per_logit + products + head
+
+
+def _loss_gradients(case: Case) -> int:
+    """dW in float32, [V/t, H], and the gradient of the head's input, which the loss makes in its forward pass."""
+    tokens = case.predicted if isinstance(case.model, BertConfig) else case.tokens_between
+    return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
 
 
 def _rotary_tables(case: Case) -> int:

@@ -6,9 +6,9 @@ head_dim, t tensor-parallel degree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shardwise.config import (
     BertConfig,
@@ -20,10 +20,18 @@ from shardwise.config import (
     OwnConfig,
 )
 
+if TYPE_CHECKING:
+    from shardwise.cost.stages import Stage
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 Per = Literal["token", "prediction", "sequence"]
 """What is multiplied with a matrix: each token in the blocks, each one predicted in the head, or one of a sequence."""
+
+
+def vocabulary_rows(vocabulary: int, tensor: int, multiple: int = 1) -> int:
+    """Rows of embedding and head on each of t ranks: ceil(V / t), rounded up to a multiple."""
+    return -(-vocabulary // (tensor * multiple)) * multiple
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class LocalWidths:
     """Widths of one rank's part of a model that is cut over t ranks.
 
     Attributes:
-        vocabulary: rows of embedding and head, ceil(V / t): the last rank's are padded.
+        vocabulary: rows of embedding and head, ceil(V / t) or the multiple above: the last ranks' are padded.
         query: q / t.
         key_value: kv / t, but at least one head: beyond kv heads = t, neighbouring ranks hold the same head.
         intermediate: F / t.
@@ -45,9 +53,9 @@ class LocalWidths:
     key_value_copies: int
 
     @staticmethod
-    def of(model: FamilyConfig, tensor: int) -> LocalWidths:
+    def of(model: FamilyConfig, tensor: int, vocab_multiple: int = 1) -> LocalWidths:
         return LocalWidths(
-            vocabulary=-(-model.vocab_size // tensor),
+            vocabulary=vocabulary_rows(model.vocab_size, tensor, vocab_multiple),
             query=model.num_attention_heads * model.head_dim // tensor,
             key_value=max(model.num_key_value_heads // tensor, 1) * model.head_dim,
             intermediate=model.intermediate_size // tensor,
@@ -65,6 +73,7 @@ class LocalParameter:
         per: what it is multiplied with; None: it is a vector, or a table that is only looked up.
         partial_from: the elements from here to the end have a gradient that is still to be summed over `partial_over`
         ranks (1: none has).
+        at_both_ends: the other end of the pipeline holds it too, and has the rest of its gradient: a tied embedding.
     """
 
     elements: int
@@ -73,6 +82,7 @@ class LocalParameter:
     per: Per | None = None
     partial_from: int = 0
     partial_over: int = 1
+    at_both_ends: bool = False
 
 
 def parameter_count(model: ModelConfig) -> int | None:
@@ -80,14 +90,17 @@ def parameter_count(model: ModelConfig) -> int | None:
     return local_parameter_count(model, 1)
 
 
-def local_parameter_count(model: ModelConfig, tensor: int) -> int | None:
+def local_parameter_count(
+    model: ModelConfig, tensor: int, *, vocab_multiple: int = 1, stages: Sequence[Stage] | None = None
+) -> int | None:
     """Elements that one of t ranks holds: its cuts, what is replicated, and the vocabulary's padding.
 
-    None for a model of your own.
+    stages: what it has of a pipeline; None: the whole model. None for a model of your own.
     """
     if isinstance(model, OwnConfig):
         return None
-    return sum(parameter.elements for parameter in local_parameters(model, tensor))
+    local = LocalWidths.of(model, tensor, vocab_multiple)
+    return sum(parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=stages))
 
 
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
@@ -106,13 +119,41 @@ def canonical_tensor_count(model: ModelConfig) -> int | None:
     return sum(parameter.tensors for parameter in local_parameters(model, 1))
 
 
-def local_parameters(model: FamilyConfig, tensor: int, sequence: bool = False) -> Iterator[LocalParameter]:
-    """What one of t ranks stores, in the order of the model's parameters.
+def local_parameters(
+    model: FamilyConfig,
+    tensor: int,
+    sequence: bool = False,
+    *,
+    local: LocalWidths | None = None,
+    stages: Sequence[Stage] | None = None,
+) -> Iterator[LocalParameter]:
+    """What one of t ranks stores, in the order of the model's parameters; of a pipeline's stages, one after the other.
 
     Partial are, under sequence parallelism, what is replicated between the cut layers (norms, biases of row-parallel
     layers, tables of positions and token types), and key/value projections of which several ranks hold a copy.
     """
-    part = _Part(model, LocalWidths.of(model, tensor), tensor, sequence)
+    local = local or LocalWidths.of(model, tensor)
+    if stages is None:
+        yield from _family(model, _Part(model, local, tensor, sequence, model.num_hidden_layers))
+        return
+    has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    for stage in stages:
+        yield from _family(
+            model,
+            _Part(
+                model,
+                local,
+                tensor,
+                sequence,
+                layers=len(stage.layers),
+                is_first=stage.is_first,
+                is_last=stage.is_last,
+                ties_elsewhere=model.tie_word_embeddings and has_first != has_last,
+            ),
+        )
+
+
+def _family(model: FamilyConfig, part: _Part) -> Iterator[LocalParameter]:
     match model:
         case LlamaConfig():
             return _llama(model, part)
@@ -129,45 +170,49 @@ def local_parameters(model: FamilyConfig, tensor: int, sequence: bool = False) -
 
 def _llama(model: LlamaConfig, part: _Part) -> Iterator[LocalParameter]:
     """V·H twice unless tied, L blocks of H·(q + 2kv) + q·H + 3·H·F + 2H, and H."""
-    yield part.embedding()
-    for _ in range(model.num_hidden_layers):
+    yield from part.embedding()
+    for _ in range(part.layers):
         yield part.vector()  # input_layernorm
         yield from part.query_key_value(model.attention_bias)
         yield from part.attention_output(model.attention_bias)
         yield part.vector()  # post_attention_layernorm
         yield from part.columns(2 * model.intermediate_size, model.mlp_bias, tensors=2)  # gate_proj and up_proj
         yield from part.mlp_output(model.mlp_bias)
-    yield part.vector()  # norm
-    yield from part.untied_head()
+    if part.is_last:
+        yield part.vector()  # norm
+        yield from part.untied_head()
 
 
 def _gpt(model: GPTConfig, part: _Part) -> Iterator[LocalParameter]:
     """V·H (twice where untied), positions · H, L blocks of 4H² + 2·H·F + 9H + F, and 2H."""
-    yield part.embedding()  # wte
-    yield part.table(model.max_position_embeddings)  # wpe
-    for _ in range(model.num_hidden_layers):
+    yield from part.embedding()  # wte
+    if part.is_first:
+        yield part.table(model.max_position_embeddings)  # wpe
+    for _ in range(part.layers):
         yield from part.layer_norm()  # ln_1
         yield from part.query_key_value(bias=True, tensors=1)  # c_attn
         yield from part.attention_output(bias=True)  # attn.c_proj
         yield from part.layer_norm()  # ln_2
         yield from part.columns(model.intermediate_size, bias=True)  # c_fc
         yield from part.mlp_output(bias=True)  # mlp.c_proj
-    yield from part.layer_norm()  # ln_f
-    yield from part.untied_head()
+    if part.is_last:
+        yield from part.layer_norm()  # ln_f
+        yield from part.untied_head()
 
 
 def _gpt_neox(model: GPTNeoXConfig, part: _Part) -> Iterator[LocalParameter]:
     """V·H twice unless tied, L blocks of 4H² + 2·H·F + 9H + F (4H less without attention biases), and 2H."""
-    yield part.embedding()  # embed_in
-    for _ in range(model.num_hidden_layers):
+    yield from part.embedding()  # embed_in
+    for _ in range(part.layers):
         yield from part.layer_norm()  # input_layernorm
         yield from part.layer_norm()  # post_attention_layernorm
         yield from part.query_key_value(model.attention_bias, tensors=1)
         yield from part.attention_output(model.attention_bias)  # dense
         yield from part.columns(model.intermediate_size, bias=True)  # dense_h_to_4h
         yield from part.mlp_output(bias=True)  # dense_4h_to_h
-    yield from part.layer_norm()  # final_layer_norm
-    yield from part.untied_head()
+    if part.is_last:
+        yield from part.layer_norm()  # final_layer_norm
+        yield from part.untied_head()
 
 
 def _bert(model: BertConfig, part: _Part) -> Iterator[LocalParameter]:
@@ -176,48 +221,61 @@ def _bert(model: BertConfig, part: _Part) -> Iterator[LocalParameter]:
     What follows the heads' first layers lies behind a gather of their outputs: no gradient is partial there.
     """
     hidden = model.hidden_size
-    yield part.embedding()
-    yield part.table(model.max_position_embeddings)
-    yield part.table(model.type_vocab_size)
-    yield from part.layer_norm()  # embeddings.LayerNorm
-    for _ in range(model.num_hidden_layers):
+    if part.is_first:
+        yield from part.embedding()
+        yield part.table(model.max_position_embeddings)
+        yield part.table(model.type_vocab_size)
+        yield from part.layer_norm()  # embeddings.LayerNorm
+    for _ in range(part.layers):
         yield from part.query_key_value(bias=True)
         yield from part.attention_output(bias=True)
         yield from part.layer_norm()  # attention.output.LayerNorm
         yield from part.columns(model.intermediate_size, bias=True)  # intermediate.dense
         yield from part.mlp_output(bias=True)
         yield from part.layer_norm()  # output.LayerNorm
-    yield from part.columns(hidden, bias=True, per="sequence")  # pooler.dense
-    yield from part.columns(hidden, bias=True, per="prediction")  # transform.dense
-    yield LocalParameter(hidden, matrix=False)  # transform.LayerNorm
-    yield LocalParameter(hidden, matrix=False)
-    yield LocalParameter(part.local.vocabulary, matrix=False)  # the decoder's bias
-    yield LocalParameter(2 * hidden, per="sequence")  # seq_relationship
-    yield LocalParameter(2, matrix=False)
+    if part.is_last:
+        yield from part.columns(hidden, bias=True, per="sequence")  # pooler.dense
+        yield from part.columns(hidden, bias=True, per="prediction")  # transform.dense
+        yield LocalParameter(hidden, matrix=False)  # transform.LayerNorm
+        yield LocalParameter(hidden, matrix=False)
+        if not part.is_first:
+            yield from part.embedding()  # the decoder's weight
+        yield LocalParameter(part.local.vocabulary, matrix=False)  # the decoder's bias
+        yield LocalParameter(2 * hidden, per="sequence")  # seq_relationship
+        yield LocalParameter(2, matrix=False)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Makes the parameters of one of t ranks."""
+    """Makes the parameters of one of t ranks, of a model or one of its stages.
+
+    layers: how many blocks. ties_elsewhere: another pipeline rank has the other end of the tied embedding.
+    """
 
     model: FamilyConfig
     local: LocalWidths
     tensor: int
     sequence: bool
+    layers: int
+    is_first: bool = True
+    is_last: bool = True
+    ties_elsewhere: bool = False
 
     @property
     def _between(self) -> int:
         """Ranks over which a gradient is partial where the parameter is replicated between the cut layers."""
         return self.tensor if self.sequence else 1
 
-    def embedding(self) -> LocalParameter:
-        """[V/t, H], looked up; a tied one is the head as well."""
-        per: Per | None = "prediction" if self.model.tie_word_embeddings else None
-        return LocalParameter(self.local.vocabulary * self.model.hidden_size, per=per)
+    def embedding(self) -> Iterator[LocalParameter]:
+        """[V/t, H], looked up; a tied one is the head as well, and is there once on a rank that has both ends."""
+        if self.is_first or (self.is_last and self.ties_elsewhere):
+            per: Per | None = "prediction" if self.model.tie_word_embeddings else None
+            elements = self.local.vocabulary * self.model.hidden_size
+            yield LocalParameter(elements, per=per, at_both_ends=self.ties_elsewhere)
 
     def untied_head(self) -> Iterator[LocalParameter]:
         """[V/t, H], where the model does not tie it."""
-        if not self.model.tie_word_embeddings:
+        if self.is_last and not self.model.tie_word_embeddings:
             yield LocalParameter(self.local.vocabulary * self.model.hidden_size, per="prediction")
 
     def table(self, rows: int) -> LocalParameter:

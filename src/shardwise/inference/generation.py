@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.config import ParallelConfig
+from shardwise.cost.stages import rank_of
+from shardwise.inference.passes import Passes
 from shardwise.inference.sampling import Sampler
 from shardwise.mesh import Mesh
-from shardwise.models import CausalLM
+from shardwise.models import CausalLM, Stages
 from shardwise.models.cache import KeyValueCache
 
 PREFILL_CHUNK = 1024
@@ -32,7 +35,7 @@ class Generator(Protocol):
 
 
 def generate(
-    model: Generator,
+    model: Generator | Stages,
     mesh: Mesh,
     prompt: Sequence[int],
     max_tokens: int,
@@ -40,12 +43,14 @@ def generate(
     *,
     stop: Collection[int] = (),
     chunk: int = PREFILL_CHUNK,
+    parallel: ParallelConfig | None = None,
 ) -> Iterator[int]:
     """Tokens that follow `prompt`, as they are drawn: `max_tokens`, or up to the first of `stop`, which is given too.
 
-    Collective over the tensor-parallel ranks, which all get the same tokens: the group's first rank decides. The model
-    reads the prompt once, `chunk` tokens at a time, and then one token for each; what it knows of them takes the memory
-    of `KeyValueCache` with room for prompt and `max_tokens`. A model without one reads everything again for each token.
+    Collective over the tensor- and pipeline-parallel ranks, which all get the same tokens: the first tensor-parallel
+    rank of the last stage decides. The model reads the prompt once, `chunk` tokens at a time, and then one token for
+    each; what it knows of them takes the memory of `KeyValueCache` with room for prompt and `max_tokens`. A model
+    without one reads everything again for each token. `parallel` says how a model in pipeline stages is cut.
     """
     if max_tokens < 1:
         return
@@ -53,10 +58,16 @@ def generate(
     tokens = list(prompt)
     # The last token is drawn, and never read.
     room = len(tokens) + max_tokens - 1
-    reader: _Cached | _Anew = _Cached(model, mesh, room, chunk) if isinstance(model, CausalLM) else _Anew(model, mesh)
+    reader: _Cached | _Anew
+    if isinstance(model, CausalLM | Stages):
+        reader = _Cached(model, mesh, room, chunk, parallel)
+    else:
+        reader = _Anew(model, mesh)
+    source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
-        drawn = torch.tensor([sampler.draw(reader.next_logits(tokens))])
-        token = int(comm.broadcast_(drawn.to(mesh.device), mesh.tp))
+        logits_V = reader.next_logits(tokens)
+        drawn = torch.tensor([0 if logits_V is None else sampler.draw(logits_V)]).to(mesh.device)
+        token = int(comm.broadcast_(comm.broadcast_(drawn, mesh.pp, source=source), mesh.tp))
         tokens.append(token)
         yield token
         if token in stop:
@@ -64,24 +75,38 @@ def generate(
 
 
 class _Cached:
-    """Reads what is new of a growing row of tokens."""
+    """Reads what is new of a growing row of tokens; each stage of a pipeline knows its own layers' keys and values."""
 
-    def __init__(self, model: CausalLM[Any], mesh: Mesh, room: int, chunk: int) -> None:
+    def __init__(
+        self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None
+    ) -> None:
         self._model, self._mesh, self._chunk = model, mesh, chunk
-        self._cache = KeyValueCache(room)
+        self._passes = Passes(model, parallel, mesh)
+        self._caches = {part: KeyValueCache(room) for part in self._passes.parts}
 
-    @torch.no_grad()
-    def next_logits(self, tokens: list[int]) -> Tensor:
-        """Logits `[V]` of the token after all of `tokens`."""
-        model, cache = self._model, self._cache
-        if model.outdates(cache.length, len(tokens)):
-            cache.length = 0
+    def next_logits(self, tokens: list[int]) -> Tensor | None:
+        """Logits `[V]` of the token after all of `tokens`; None where this rank has not the last stage."""
+        (part, cache), *_ = self._caches.items()
+        assert isinstance(part, CausalLM), "only a causal model continues a text"
+        if part.outdates(cache.length, len(tokens)):
+            for each in self._caches.values():
+                each.length = 0
         new = torch.tensor(tokens[cache.length :], device=self._mesh.device).unsqueeze(1)
         # Keys that change with the length are right only when all are made at once.
-        at_once = len(new) if model.outdates(1, len(tokens)) else self._chunk
-        with _whole_sequences(model):
-            *_, logits_BV = (model.next_logits(part, cache) for part in new.split(at_once))
-        return logits_BV[0].float()
+        at_once = len(new) if part.outdates(1, len(tokens)) else self._chunk
+        chunks = new.split(at_once)
+        found: list[Tensor] = []
+
+        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+            assert isinstance(part, CausalLM), "only a causal model continues a text"
+            out = part.next_logits(chunks[number], self._caches[part], x)
+            if part.part.is_last:
+                found[:] = [out]
+            return out
+
+        with _whole_sequences(self._model):
+            self._passes.run(compute, [(len(ids), 1) for ids in chunks])
+        return found[0][0].float() if found else None
 
 
 class _Anew:

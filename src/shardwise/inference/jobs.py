@@ -23,7 +23,7 @@ from shardwise.inference.generation import Generator, generate
 from shardwise.inference.sampling import Sampler
 from shardwise.inference.text import Detokenizer
 from shardwise.mesh import Mesh, join
-from shardwise.models import build_model
+from shardwise.models import Stages, build_stages
 from shardwise.store.manifest import MANIFEST
 from shardwise.store.root import Root
 
@@ -81,7 +81,7 @@ def run_evaluation(
                 f"{least}: give more text, another data.split, or --part all"
             )
         model = _load(config, weights, mesh)
-        return evaluate(model, batches, mesh, config.train.micro_batch, progress)
+        return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel)
 
 
 def run_generation(
@@ -95,7 +95,7 @@ def run_generation(
     """
     with _joined(config) as mesh:
         model = _load(config, weights, mesh)
-        if not isinstance(model, Generator):
+        if not isinstance(model, Generator | Stages):
             raise ConfigError(f"model.family ({config.model.family}) has no logits(ids_SB): it cannot continue a text")
         sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
         detokenizer = Detokenizer(tokenizer, prompt.ids)
@@ -107,7 +107,10 @@ def run_generation(
             write(piece)
 
         start = first = time.perf_counter()
-        for token in generate(model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop):
+        drawn = generate(
+            model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop, parallel=config.parallel
+        )
+        for token in drawn:
             if not tokens:
                 first = time.perf_counter()
             tokens.append(token)
@@ -123,7 +126,7 @@ def run_generation(
 def _joined(config: Config) -> Iterator[Mesh]:
     """The job's mesh; a lack of memory inside becomes a sentence."""
     join()
-    mesh = Mesh(tensor=config.parallel.tensor)
+    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     try:
         yield mesh
     except Exception as error:
@@ -131,8 +134,9 @@ def _joined(config: Config) -> Iterator[Mesh]:
             raise
         raise RunError(
             f"rank {mesh.world.rank} ran out of memory on {mesh.device}: raise parallel.tensor "
-            f"({config.parallel.tensor}), or lower train.micro_batch ({config.train.micro_batch}) or "
-            "train.sequence_length in an evaluation, --max-tokens or the prompt in a generation"
+            f"({config.parallel.tensor}) or parallel.pipeline ({config.parallel.pipeline}), or lower "
+            f"train.micro_batch ({config.train.micro_batch}) or train.sequence_length in an evaluation, --max-tokens "
+            "or the prompt in a generation"
         ) from error
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -146,8 +150,7 @@ def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
         raise ConfigError(f"the ranks found several checkpoints ({', '.join(folders)}): name one of them")
     precision = config.precision.resolved(mesh.device.type != "cpu")
     dtype: torch.dtype = getattr(torch, precision.parameter)
-    sequence = config.parallel.sequence and mesh.tp.size > 1
-    model = build_model(config, mesh.tp, sequence_parallel=sequence, device=mesh.device, dtype=dtype)
+    model = build_stages(config, config.check(mesh.world.size), mesh, dtype=dtype)
     if comm.broadcast_object((weights / MANIFEST).exists(), mesh.world):
         load_checkpoint(model, config.model, mesh, weights)
     else:

@@ -25,14 +25,18 @@ _OWN_DEATHS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed: the rank at fault, the text for the user, and the exit code."""
+    """Why a run failed: the rank at fault, the text for the user, and the exit code.
+
+    waited: the text says only what this rank was waiting for when another ended.
+    """
 
     rank: int
     text: str
     exit_code: int
+    waited: bool = False
 
 
-def report_failure(rank: int, text: str, exit_code: int = 1) -> bool:
+def report_failure(rank: int, text: str, exit_code: int = 1, *, waited: bool = False) -> bool:
     """Record why this rank fails, unless another was first.
 
     True where a launcher reads the record and shows it; False without one, where the caller must show it itself.
@@ -43,7 +47,7 @@ def report_failure(rank: int, text: str, exit_code: int = 1) -> bool:
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         try:
-            os.write(descriptor, json.dumps(asdict(Failure(rank, text, exit_code))).encode())
+            os.write(descriptor, json.dumps(asdict(Failure(rank, text, exit_code, waited))).encode())
         finally:
             os.close(descriptor)
     return True
@@ -82,7 +86,8 @@ def root_cause(reported: Failure | None, exit_codes: Mapping[int, int], logs: Pa
     if reported is not None and (not own_deaths or reported.rank in own_deaths):
         return reported
     rank = (own_deaths or list(exit_codes))[0]
-    return Failure(rank, _ending(rank, exit_codes[rank], logs), 1)
+    then = f"; {reported.text}" if reported is not None and reported.waited else ""
+    return Failure(rank, _ending(rank, exit_codes[rank], logs) + then, 1)
 
 
 def _ending(rank: int, code: int, logs: Path) -> str:

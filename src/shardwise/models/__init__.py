@@ -7,16 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardwise.config import BertConfig, Config, GPTConfig, GPTNeoXConfig, LlamaConfig, OwnConfig
-from shardwise.mesh import Group
+from shardwise.config import BertConfig, Config, GPTConfig, GPTNeoXConfig, Layout, LlamaConfig, OwnConfig
+from shardwise.cost.stages import stage_plan
+from shardwise.mesh import Group, Mesh
 from shardwise.models.bert import Bert
-from shardwise.models.blocks import CausalLM
+from shardwise.models.blocks import CausalLM, Part
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
 from shardwise.models.own import build_own, check_own
+from shardwise.models.stages import Stages, gives_losses
+from shardwise.parallel import ParallelEmbedding
 
-__all__ = ["GPT", "Bert", "CausalLM", "GPTNeoX", "Llama", "build_model", "check_own"]
+__all__ = [
+    "GPT",
+    "Bert",
+    "CausalLM",
+    "GPTNeoX",
+    "Llama",
+    "Part",
+    "Stages",
+    "build_model",
+    "build_stages",
+    "check_own",
+    "gives_losses",
+]
 
 _FAMILIES: dict[type, Callable[..., nn.Module]] = {
     LlamaConfig: Llama,
@@ -33,10 +48,11 @@ def build_model(
     sequence_parallel: bool,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    part: Part | None = None,
 ) -> nn.Module:
     """This rank's shard of the model that `config.model` describes, with weights drawn from (seed, canonical name).
 
-    group: the tensor-parallel ranks.
+    group: the tensor-parallel ranks. part: the pipeline stage that is wanted; None: the whole model.
 
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or made.
@@ -49,7 +65,42 @@ def build_model(
         group,
         sequence_parallel=sequence_parallel,
         recompute=config.train.recompute,
+        part=part,
+        vocab_multiple=config.parallel.vocab_multiple,
         seed=config.train.seed,
         device=device,
         dtype=dtype,
     )
+
+
+def build_stages(
+    config: Config,
+    layout: Layout,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """What this rank holds of the model at a layout: `Stages`, or without a pipeline the model itself.
+
+    A stage has the weights that it would have without a pipeline, and is the only part that is made. device: default:
+    the mesh's.
+    """
+    where = mesh.device if device is None else device
+    if layout.pipeline == 1:
+        return build_model(config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
+    assert not isinstance(config.model, OwnConfig), "Config.check refuses it"
+    plan = stage_plan(config, layout)
+    ends, embeddings = Group(), dict[str, ParallelEmbedding]()
+    outer = (plan[0].rank, plan[-1].rank)
+    if config.model.tie_word_embeddings and outer[0] != outer[1] and mesh.pp.rank in outer:
+        ends = mesh.pp.pick(outer, "ends")
+    stages = Stages()
+    for stage in plan:
+        if stage.rank == mesh.pp.rank:
+            part = Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)
+            model = build_model(
+                config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype, part=part
+            )
+            stages.add(stage, model)
+    return stages

@@ -34,13 +34,18 @@ from shardwise.parallel import (
 from shardwise.parallel.loss import IGNORE_INDEX
 
 
+def word_embedding(config: BertConfig, make: Maker) -> ParallelEmbedding:
+    """The one that both ends of the model use."""
+    return make.word_embedding(config, "bert.embeddings.word_embeddings", config.pad_token_id)
+
+
 class Embeddings(nn.Module):
     """`dropout(norm(word + position + token type))`."""
 
     def __init__(self, config: BertConfig, make: Maker) -> None:
         super().__init__()
         name = "bert.embeddings"
-        self.word_embeddings = make.word_embedding(config, f"{name}.word_embeddings", config.pad_token_id)
+        self.word_embeddings = word_embedding(config, make)
         self.position_embeddings = make.small_embedding(
             config, f"{name}.position_embeddings", config.max_position_embeddings
         )
@@ -84,8 +89,9 @@ class Heads(nn.Module):
     the decoder, which is the embedding's weight, cut along the vocabulary, with a bias of its own.
     """
 
-    def __init__(self, config: BertConfig, make: Maker, embedding: ParallelEmbedding) -> None:
+    def __init__(self, config: BertConfig, make: Maker) -> None:
         super().__init__()
+        embedding = word_embedding(config, make)
         hidden, options = config.hidden_size, make.options
         self.group, self.sequence_parallel = make.group, make.sequence_parallel
         self.act = ACTIVATIONS[config.activation]
@@ -123,17 +129,28 @@ class Bert(Family[BertConfig]):
     """The model with its two pretraining objectives."""
 
     def build(self, config: BertConfig, make: Maker) -> None:
-        self.embeddings = Embeddings(config, make)
-        self.layers = nn.ModuleList(Layer(config, i, make) for i in range(config.num_hidden_layers))
-        self.heads = Heads(config, make, self.embeddings.word_embeddings)
+        if make.part.is_first:
+            self.embeddings = Embeddings(config, make)
+        self.layers = nn.ModuleList(Layer(config, i, make) for i in make.layers(config))
+        if make.part.is_last:
+            self.heads = Heads(config, make)
 
     def hidden(
-        self, ids_SB: Tensor, token_types_SB: Tensor, mask_SB: Tensor, dropout: DropoutKey | None = None
+        self,
+        ids_SB: Tensor,
+        token_types_SB: Tensor,
+        mask_SB: Tensor,
+        dropout: DropoutKey | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states `[S, B, H]`, whole on every rank. mask_SB: 1 for a token, 0 for padding."""
+        """Final hidden states `[S, B, H]`, whole on every rank. mask_SB: 1 for a token, 0 for padding.
+
+        x: what the pipeline stage before gave; a stage that is not the last gives x as its blocks leave it.
+        """
         context = Context(dropout, mask_SB.t().bool()[:, None, None, :])
-        x = self.embeddings(ids_SB, token_types_SB, dropout)
-        return self.heads.enter(run_blocks(self.layers, x, context, self.recompute))
+        x = self.embeddings(ids_SB, token_types_SB, dropout) if x is None else x
+        x = run_blocks(self.layers, x, context, self.recompute)
+        return self.heads.enter(x) if self.part.is_last else x
 
     def forward(
         self,
@@ -144,13 +161,17 @@ class Bert(Family[BertConfig]):
         targets_PB: Tensor,
         next_sentence_B: Tensor,
         dropout: DropoutKey | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
         """Sums of the losses of masked tokens and of sentence pairs, each over its counted targets: float32 `[2]`.
 
         positions_PB: positions whose tokens `targets_PB` are predicted; a target of -100 is not counted.
         next_sentence_B: 0 where the second sentence follows the first, 1 where it is a random one; -100: not counted.
+        x: as `hidden` has it; a stage that is not the last returns it.
         """
-        x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB, dropout)
+        x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB, dropout, x)
+        if not self.part.is_last:
+            return x_SBH
         return self._losses(*self._states(x_SBH, positions_PB), targets_PB, next_sentence_B)
 
     def _states(self, x_SBH: Tensor, positions_PB: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,9 +193,13 @@ class Bert(Family[BertConfig]):
         positions_PB: Tensor,
         targets_PB: Tensor,
         next_sentence_B: Tensor,
+        x: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The losses of `forward`, `[2]`, and how many targets of each objective the model finds likeliest, `[2]`."""
-        rows_PBH, first_BH = self._states(self.hidden(ids_SB, token_types_SB, mask_SB), positions_PB)
+        """The losses of `forward`, `[2]`, and how many targets of each objective the model finds likeliest, `[2]`.
+
+        x: as `hidden` has it, for the last stage of a pipeline.
+        """
+        rows_PBH, first_BH = self._states(self.hidden(ids_SB, token_types_SB, mask_SB, x=x), positions_PB)
         losses = self._losses(rows_PBH, first_BH, targets_PB, next_sentence_B)
         masked = (self.heads.decoder.likeliest(rows_PBH) == targets_PB).sum()
         pairs = (self.heads.relationship(first_BH).argmax(dim=-1) == next_sentence_B).sum()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -35,7 +35,7 @@ from shardwise.parallel import (
 )
 from shardwise.parallel.dropout import scaled
 from shardwise.parallel.linear import LayerOptions, LinearOptions
-from shardwise.placement import Init
+from shardwise.placement import Init, share
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -53,6 +53,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
+class Part:
+    """The part of a model that one pipeline stage has: by default all of it.
+
+    Attributes:
+        layers: its blocks; None: all. is_first, is_last: whether it begins with the embedding and ends with the head.
+        ends: the ranks that hold the first and the last stage, where these are two.
+        embeddings: by name, those that this rank's stages have already: a tied one serves both ends where it has both.
+    """
+
+    layers: range | None = None
+    is_first: bool = True
+    is_last: bool = True
+    ends: Group = field(default_factory=Group)
+    embeddings: dict[str, ParallelEmbedding] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Maker:
     """Makes the layers of a model: it knows what they need beside the configuration.
 
@@ -62,18 +79,34 @@ class Maker:
     group: Group
     sequence_parallel: bool
     recompute: Recompute
+    part: Part
+    vocab_multiple: int
     options: LayerOptions
 
+    def layers(self, config: FamilyConfig) -> range:
+        """The blocks that are to be made."""
+        return self.part.layers if self.part.layers is not None else range(config.num_hidden_layers)
+
+    def has_embedding(self, config: FamilyConfig) -> bool:
+        """Whether the word embedding is to be made: to be looked up, or as the head's weight."""
+        return self.part.is_first or (self.part.is_last and config.tie_word_embeddings)
+
     def word_embedding(self, config: FamilyConfig, name: str, padding_idx: int | None = None) -> ParallelEmbedding:
-        """Ids → x."""
-        return ParallelEmbedding(
+        """Ids → x. Where both ends of a pipeline hold a tied one, its gradient is partial over them."""
+        if name in self.part.embeddings:
+            return self.part.embeddings[name]
+        made = self.part.embeddings[name] = ParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
             padding_idx,
             sequence_parallel_enabled=self.sequence_parallel,
+            row_multiple=self.vocab_multiple,
             name=name,
             **self.options,
         )
+        if config.tie_word_embeddings and self.part.ends.size > 1:
+            share(made.weight, self.part.ends)
+        return made
 
     def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
         """Positions or token types → what is added to x."""
@@ -111,13 +144,15 @@ class Maker:
         """Dropout on the residual stream."""
         return Dropout(p, layer=layer, site=site, group=self.group, sequence_parallel_enabled=self.sequence_parallel)
 
-    def head(self, config: FamilyConfig, name: str, embedding: ParallelEmbedding) -> ParallelLMHead:
-        """x → logits or losses, with the embedding's weight where the model ties them."""
+    def head(self, config: FamilyConfig, name: str, embedding: str) -> ParallelLMHead:
+        """x → logits or losses, with the weight of the embedding of that name where the model ties them."""
+        tied = self.part.embeddings[embedding].weight if config.tie_word_embeddings else None
         return ParallelLMHead(
             config.hidden_size,
             config.vocab_size,
-            tied_weight=embedding.weight if config.tie_word_embeddings else None,
+            tied_weight=tied,
             sequence_parallel_enabled=self.sequence_parallel,
+            row_multiple=self.vocab_multiple,
             name=name,
             **self.options,
         )
@@ -321,6 +356,8 @@ class Family(nn.Module, Generic[_Config]):
         config: sizes by their Hugging Face names.
         group: the tensor-parallel ranks. sequence_parallel: cut the residual stream along the sequence between blocks.
         recompute: what the backward pass computes again (`Maker`).
+        part: the pipeline stage that this is; None: the whole model.
+        vocab_multiple: what a rank's rows of embedding and head are a multiple of.
         seed: the weights are a function of (seed, canonical name), the same at any layout.
     """
 
@@ -331,19 +368,21 @@ class Family(nn.Module, Generic[_Config]):
         *,
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
+        part: Part | None = None,
+        vocab_multiple: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.recompute = config, recompute
+        self.config, self.recompute, self.part = config, recompute, part or Part()
         ranks = Group.of(group)
         init = Init.normal(config.initializer_range)
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
-        self.build(config, Maker(ranks, sequence_parallel, recompute, options))
+        self.build(config, Maker(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))
 
     def build(self, config: _Config, make: Maker) -> None:
-        """Make the layers, in the order of the forward pass."""
+        """Make the layers of this part, in the order of the forward pass."""
         raise NotImplementedError
 
 
@@ -359,9 +398,16 @@ class CausalLM(Family[_Config]):
         """Token ids `[S, B]` → x."""
         raise NotImplementedError
 
-    def hidden(self, ids_SB: Tensor, dropout: DropoutKey | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def hidden(
+        self,
+        ids_SB: Tensor,
+        dropout: DropoutKey | None = None,
+        cache: KeyValueCache | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
         """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism).
 
+        x: what the pipeline stage before gave; a stage that is not the last gives x as its blocks leave it.
         cache: the ids follow the tokens that it knows, and are known to it afterwards.
 
         Raises:
@@ -373,15 +419,21 @@ class CausalLM(Family[_Config]):
                 raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
             mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
         context = Context(dropout, mask, cache)
-        x = run_blocks(self.layers, self.embed(ids_SB, context), context, self.recompute)
+        x = self.embed(ids_SB, context) if x is None else x
+        x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x) if self.part.is_last else x
 
-    def forward(self, ids_SB: Tensor, targets_SB: Tensor, dropout: DropoutKey | None = None) -> Tensor:
-        """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar."""
-        return self.lm_head.loss(self.hidden(ids_SB, dropout), targets_SB)
+    def forward(
+        self, ids_SB: Tensor, targets_SB: Tensor, dropout: DropoutKey | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar.
+
+        x: as `hidden` has it; a stage that is not the last returns it.
+        """
+        hidden = self.hidden(ids_SB, dropout, x=x)
+        return self.lm_head.loss(hidden, targets_SB) if self.part.is_last else hidden
 
     def outdates(self, known: int, length: int) -> bool:
         """Whether a sequence of `length` tokens has other keys at its first `known` than those alone had.
@@ -395,9 +447,15 @@ class CausalLM(Family[_Config]):
         whole: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
         return whole
 
-    def next_logits(self, ids_SB: Tensor, cache: KeyValueCache) -> Tensor:
-        """Logits `[B, V]` of the token after the last one; without sequence parallelism, which cuts what is last."""
-        whole: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache)[-1:])
+    def next_logits(self, ids_SB: Tensor, cache: KeyValueCache, x: Tensor | None = None) -> Tensor:
+        """Logits `[B, V]` of the token after the last one; without sequence parallelism, which cuts what is last.
+
+        x: as `hidden` has it; a stage that is not the last returns it.
+        """
+        hidden = self.hidden(ids_SB, cache=cache, x=x)
+        if not self.part.is_last:
+            return hidden
+        whole: Tensor = self.lm_head(hidden[-1:])
         return whole[0]
 
 

@@ -52,12 +52,15 @@ class GPT(CausalLM[GPTConfig]):
     """The causal language model."""
 
     def build(self, config: GPTConfig, make: Maker) -> None:
-        self.wte = make.word_embedding(config, "transformer.wte")
-        self.wpe = make.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
-        self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(Block(config, i, make) for i in range(config.num_hidden_layers))
-        self.norm = make.norm(config, "transformer.ln_f")
-        self.lm_head = make.head(config, "lm_head", self.wte)
+        if make.has_embedding(config):
+            self.wte = make.word_embedding(config, "transformer.wte")
+        if make.part.is_first:
+            self.wpe = make.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
+            self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.layers = nn.ModuleList(Block(config, i, make) for i in make.layers(config))
+        if make.part.is_last:
+            self.norm = make.norm(config, "transformer.ln_f")
+            self.lm_head = make.head(config, "lm_head", "transformer.wte")
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
         end = context.first + ids_SB.shape[0]

@@ -82,11 +82,14 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
 
     def build(self, config: GPTNeoXConfig, make: Maker) -> None:
         self.rotary = rotary = Rotary(config)
-        self.embed_in = make.word_embedding(config, "gpt_neox.embed_in")
-        self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in range(config.num_hidden_layers))
-        self.norm = make.norm(config, "gpt_neox.final_layer_norm")
-        self.lm_head = make.head(config, "embed_out", self.embed_in)
+        if make.has_embedding(config):
+            self.embed_in = make.word_embedding(config, "gpt_neox.embed_in")
+        if make.part.is_first:
+            self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
+        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in make.layers(config))
+        if make.part.is_last:
+            self.norm = make.norm(config, "gpt_neox.final_layer_norm")
+            self.lm_head = make.head(config, "embed_out", "gpt_neox.embed_in")
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
         x: Tensor = self.dropout(self.embed_in(ids_SB), context.dropout)

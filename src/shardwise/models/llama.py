@@ -74,10 +74,12 @@ class Llama(CausalLM[LlamaConfig]):
 
     def build(self, config: LlamaConfig, make: Maker) -> None:
         self.rotary = rotary = Rotary(config)
-        self.embed_tokens = make.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in range(config.num_hidden_layers))
-        self.norm = make.norm(config, "model.norm", RMSNorm)
-        self.lm_head = make.head(config, "lm_head", self.embed_tokens)
+        if make.has_embedding(config):
+            self.embed_tokens = make.word_embedding(config, "model.embed_tokens")
+        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in make.layers(config))
+        if make.part.is_last:
+            self.norm = make.norm(config, "model.norm", RMSNorm)
+            self.lm_head = make.head(config, "lm_head", "model.embed_tokens")
 
     def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
         x: Tensor = self.embed_tokens(ids_SB)

@@ -204,15 +204,26 @@ def make_buckets(
     """Buckets of at most `cap_bytes` of gradients (a larger parameter has one to itself).
 
     Filled from the last parameter to the first, about the order in which a backward pass finishes their gradients.
+    What ranks with other parameters hold too (a weight tied across a pipeline) is apart: its slices must be theirs.
     """
     made: list[list[nn.Parameter]] = []
-    filled: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], float]] = {}
+    filled: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], tuple[list[nn.Parameter], float]] = {}
     for p in reversed(parameters):
         size = p.numel() * (dtypes.gradient or p.dtype).itemsize
-        current, used = filled.get((p.dtype, p.device), ([], float("inf")))
+        key = (p.dtype, p.device, _ranks_beyond(p))
+        current, used = filled.get(key, ([], float("inf")))
         if used + size > cap_bytes:
             current, used = [], 0.0
             made.append(current)
         current.append(p)
-        filled[(p.dtype, p.device)] = (current, used + size)
+        filled[key] = (current, used + size)
     return [Bucket(members, group, shard=shard, dtypes=dtypes) for members in made]
+
+
+def _ranks_beyond(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The ranks with copies of a parameter that is cut over others; those of the group that it is cut over are none."""
+    record = placement.of_or_whole(parameter)
+    for piece in record.pieces:
+        if piece.copies.size > 1 and not set(piece.copies.ranks) <= set(record.group.ranks):
+            return piece.copies.ranks
+    return ()

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import comm, placement
+from shardwise.cost.params import vocabulary_rows
 from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 
 
 class ParallelEmbedding(placement.PlacedModule):
     """Rows of an embedding table shared out over a group: rank r holds `ceil(V/g)` rows, the last ones padded with
-    zeros.
+    zeros. `row_multiple`: rounded up to a multiple of this.
 
     Forward: ids `[S, B]`, equal on every rank → `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled`. Each
     rank looks up the ids that it holds and gives 0 for the others; the sum over the group is exact. Communicates an
@@ -32,6 +33,7 @@ class ParallelEmbedding(placement.PlacedModule):
         padding_idx: int | None = None,
         *,
         sequence_parallel_enabled: bool = False,
+        row_multiple: int = 1,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -43,13 +45,9 @@ class ParallelEmbedding(placement.PlacedModule):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        piece = placement.rows(full_name(name, "weight", seed), (num_embeddings, embedding_dim), group, init)
-        self.weight = placement.make_parameter(
-            (-(-num_embeddings // group.size), embedding_dim),
-            (piece,),
-            group,
-            **tensor_options(options),
-        )
+        shape, rows = (num_embeddings, embedding_dim), vocabulary_rows(num_embeddings, group.size, row_multiple)
+        piece = placement.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
+        self.weight = placement.make_parameter((rows, embedding_dim), (piece,), group, **tensor_options(options))
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:

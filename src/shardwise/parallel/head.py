@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.cost.memory import loss_chunk_elements
+from shardwise.cost.params import vocabulary_rows
 from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
@@ -19,7 +20,7 @@ from shardwise.placement import Init
 class ParallelLMHead(placement.PlacedModule):
     """`logits = x Wᵀ + b` with W `[V, H]` cut along the vocabulary: rank r holds `ceil(V/g)` rows, the last padded.
 
-    `tied_weight`: the embedding's local weight, which has the same rows, instead of a weight of its own. `bias_name`:
+    `row_multiple`: rounded up to a multiple of this. `tied_weight`: the embedding's local weight, which has the same rows, instead of a weight of its own. `bias_name`:
     canonical name of the bias (whole, such as `cls.predictions.bias`); None: the head has none.
     """
 
@@ -31,6 +32,7 @@ class ParallelLMHead(placement.PlacedModule):
         tied_weight: nn.Parameter | None = None,
         bias_name: str | None = None,
         sequence_parallel_enabled: bool = False,
+        row_multiple: int = 1,
         name: str | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -39,15 +41,15 @@ class ParallelLMHead(placement.PlacedModule):
         self.vocab_size = vocab_size
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init, where = options.get("seed"), options.get("init", DEFAULT_INIT), tensor_options(options)
-        rows = -(-vocab_size // group.size)
         if tied_weight is not None:
-            self.weight = tied_weight
+            rows, self.weight = tied_weight.shape[0], tied_weight
         else:
-            piece = placement.rows(full_name(name, "weight", seed), (vocab_size, hidden_size), group, init)
+            shape, rows = (vocab_size, hidden_size), vocabulary_rows(vocab_size, group.size, row_multiple)
+            piece = placement.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
             self.weight = placement.make_parameter((rows, hidden_size), (piece,), group, **where)
         self.bias = None
         if bias_name is not None:
-            piece = placement.rows(bias_name, (vocab_size,), group, Init.constant(0.0))
+            piece = placement.rows(bias_name, (vocab_size,), group, Init.constant(0.0), per_rank=rows)
             self.bias = placement.make_parameter((rows,), (piece,), group, **where)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint import canonical
+from shardwise.mesh import Group
 from shardwise.optim import ZeroRedundancyOptimizer
 
 
-def canonical_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All canonical weights, on every rank."""
-    return {name: tensor.clone() for name, tensor in canonical(model)}
+def canonical_weights(model: nn.Module, pipeline: Group | None = None) -> dict[str, Tensor]:
+    """All canonical weights, on every rank; without `pipeline` those of this rank's stages."""
+    return {name: tensor.clone() for name, tensor in canonical(model, pipeline=pipeline)}
 
 
 def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, Tensor]:

@@ -17,12 +17,13 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.data import PreparedData, make_batches
 from shardwise.errors import ConfigError, DataError
 from shardwise.mesh import Mesh
-from shardwise.models import build_model
+from shardwise.models import build_stages
 from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
 from shardwise.store.folders import is_damage
 from shardwise.store.manifest import MANIFEST, ManifestError
 from shardwise.store.root import Root, StoreError
+from shardwise.train.execution import make_execution
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.trainer import Trainer
@@ -45,13 +46,8 @@ def build_trainer(
     batches = make_batches(config, data, "train")
     if batches is None:
         raise DataError(f"the training data hold less than one sample of {config.train.sequence_length} tokens")
-    model = build_model(
-        config,
-        mesh.tp,
-        sequence_parallel=layout.sequence,
-        device=mesh.device,
-        dtype=torch_dtype(precision.parameter),
-    )
+    dtype = torch_dtype(precision.parameter)
+    model = build_stages(config, layout, mesh, dtype=dtype)
     is_checkpoint = weights is not None and comm.broadcast_object((weights / MANIFEST).exists(), mesh.world)
     if weights is not None and not is_checkpoint:
         load_hugging_face(model, config.model, mesh, weights.local())
@@ -74,6 +70,7 @@ def build_trainer(
         evaluation=make_batches(config, data, "eval"),
         reporter=reporter,
         progress=progress,
+        execution=make_execution(config, layout, mesh, model, dtype),
     )
 
 

@@ -94,6 +94,7 @@ class ProgressLine:
             f"grad norm {record.grad_norm:.3f}",
             f"{units.count(self._tokens_per_second)} tokens/s",
             f"{record.samples:,} samples",
+            *([] if record.timing is None else [f"bubble {record.timing.mean_bubble:.1%}"]),
         ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.config import Config
+from shardwise.pipeline import StepTiming
 
 WINDOW_STEPS = 10
 """Steps over which throughput is averaged."""
@@ -46,6 +47,7 @@ class StepRecord:
         seconds: wall time of this step on this rank, evaluation excluded.
         peak_memory_bytes: of this rank, since it began.
         losses: of each objective, where there are several; `loss` is their sum.
+        timing: of a pipeline, in steps that are logged.
     """
 
     step: int
@@ -58,6 +60,7 @@ class StepRecord:
     seconds: float
     peak_memory_bytes: int
     losses: Mapping[str, float] = field(default_factory=dict)
+    timing: StepTiming | None = None
 
 
 class Throughput:

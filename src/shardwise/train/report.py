@@ -29,6 +29,7 @@ from shardwise.hardware import peak_flops
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.store.manifest import Manifest
 from shardwise.train.own import StateMemory
+from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
 from shardwise.train.record import StepRecord, Throughput, end_of_run
 
@@ -109,6 +110,8 @@ class Reporter:
         )
         for console in self._consoles:
             _print_summary(console, self._summary())
+            if self.layout.pipeline > 1:
+                print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             progress = ProgressLine(console, steps_before, self._end)
             progress.start(self._started)
             self._progress.append(progress)
@@ -146,18 +149,26 @@ class Reporter:
             f"of which training waited {saved.blocked:.2f} s"
         )
 
+    def is_logged(self, step: int) -> bool:
+        """Whether something is written of a step; the same on every rank."""
+        return step % self.config.log.every == 0 or step == self._end
+
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called for every step, `log.every` decides what is written."""
         self._throughput.add(record.seconds)
         self._last = record
-        if record.step % self.config.log.every and record.step != self._end:
+        if not self.is_logged(record.step):
             return
-        self._rank_file.write(
-            {"step": record.step, "step_seconds": record.seconds, "peak_memory_bytes": record.peak_memory_bytes}
-        )
+        timing = record.timing
+        here: dict[str, Any] = {"step": record.step, "step_seconds": record.seconds}
+        here["peak_memory_bytes"] = record.peak_memory_bytes
+        if timing is not None:
+            here |= {"stage_seconds": [asdict(each) for each in timing.stages], "bubble": timing.bubble}
+        self._rank_file.write(here)
         if self._metrics is None:
             return
         rates = self._rates(self._throughput.recent)
+        bubble = {} if timing is None else {"bubble": timing.mean_bubble}
         self._metrics.write(
             {
                 "event": "step",
@@ -172,11 +183,12 @@ class Reporter:
                 **rates,
                 "step_seconds": record.seconds,
                 "peak_memory_bytes": record.peak_memory_bytes,
+                **bubble,
             }
         )
         scalars = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "param_norm": record.param_norm}
         scalars |= _by_objective(record.losses)
-        self._scalars("train", record.step, {**scalars, **rates, "step_seconds": record.seconds})
+        self._scalars("train", record.step, {**scalars, **rates, **bubble, "step_seconds": record.seconds})
         now = time.perf_counter()  # one for all: log and standard output tell the same
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)

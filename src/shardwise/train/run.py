@@ -6,7 +6,7 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -17,12 +17,14 @@ from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.config import Config, Layout, dump_yaml, resume_changes, resume_problems
 from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
+from shardwise.cost.stages import stage_plan
 from shardwise.data import PreparedData, Tokenizer, prepare
 from shardwise.errors import ConfigError, RunError, StoppedError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
+from shardwise.models import Stages
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.folders import step_name, step_of
 from shardwise.store.manifest import MANIFEST
@@ -57,7 +59,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
         ConfigError: the configuration, the data or the run directory is wrong. RunError: training failed.
     """
     join()
-    mesh = Mesh(tensor=config.parallel.tensor)
+    mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     layout = config.check(mesh.world.size)
     progress = Progress(phase="preparation of the data")
     try:
@@ -226,7 +228,7 @@ def _train(
             mesh,
             mesh.host_group("checkpoint"),
             described={
-                "layout": {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero},
+                "layout": _facts_of(layout, config),
                 "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
                 "versions": _versions(),
             },
@@ -245,6 +247,16 @@ def _train(
         if stopped_by is not None:
             _stop(stopped_by, progress.step, folder, directory, reporter)
         _finish(config, trainer, data, directory, str(folder), reporter)
+
+
+def _facts_of(layout: Layout, config: Config) -> dict[str, Any]:
+    """What the manifests of a run say of the layout that wrote them; of a pipeline the blocks of its stages too."""
+    facts = {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero}
+    if layout.pipeline == 1:
+        del facts["virtual"]
+        return facts
+    blocks = [len(stage.layers) for stage in stage_plan(config, layout)]
+    return facts | {"schedule": config.parallel.schedule, "blocks": blocks}
 
 
 def _asker(directory: RunDirectory) -> Callable[[], str | None]:
@@ -313,7 +325,7 @@ def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
     None where `log.sample_tokens` is 0, off replica 0, and for a model that gives no logits of the next token.
     """
     log, mesh, model = config.log, trainer.mesh, trainer.model
-    if not log.sample_tokens or mesh.dp.rank or not isinstance(model, Generator) or not config.model.causal:
+    if not log.sample_tokens or mesh.dp.rank or not config.model.causal or not isinstance(model, Generator | Stages):
         return None
     tokenizer = Tokenizer.load(data.tokenizer_path)
     trainer.model.eval()
@@ -321,5 +333,7 @@ def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
     prompt = tokenizer.encode(log.sample_prompt) if log.sample_prompt else held_out[:16]
     ids = [int(token) for token in prompt]
     window = config.train.sequence_length
-    drawn = continue_text(model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed)
+    drawn = continue_text(
+        model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed, parallel=config.parallel
+    )
     return tokenizer.decode(ids + drawn)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from shardwise import comm
 from shardwise import device as devices
@@ -17,12 +21,15 @@ from shardwise.config import Config, Layout, OwnConfig
 from shardwise.data import Batch, Batches
 from shardwise.errors import ConfigError, RunError
 from shardwise.mesh import Mesh
+from shardwise.models import Stages, gives_losses
 from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
 from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
+from shardwise.train.execution import Execution, Whole
 from shardwise.train.record import Progress, StepRecord, end_of_run
 from shardwise.train.report import Reporter
+from shardwise.train.trace import Trace
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
@@ -52,6 +59,7 @@ class Trainer:
         reporter: Reporter | None = None,
         progress: Progress | None = None,
         saving: Saving | None = None,
+        execution: Execution | None = None,
     ) -> None:
         self.config, self.layout, self.mesh = config, layout, mesh
         self.model, self.optimizer = model, optimizer
@@ -59,7 +67,9 @@ class Trainer:
         self.reporter = reporter
         self.progress = progress or Progress()
         self.saving = saving
-        self._draws_masks = "dropout" in inspect.signature(model.forward).parameters
+        self.execution = execution or Whole(model)
+        self._parts = list(model) if isinstance(model, Stages) else [model]
+        self._draws_masks = "dropout" in inspect.signature(self._parts[0].forward).parameters
 
     def run(self) -> str | None:
         """Train to the last step, with evaluations, drift checks and checkpoints on the way.
@@ -67,14 +77,27 @@ class Trainer:
         Returns:
             why the run was asked to stop before its last step; None where it was not.
         """
+        with closing(self._trace()) as trace:
+            return self._run(trace)
+
+    def _trace(self) -> Trace:
+        if self.reporter is None:
+            return Trace(None, Path(), pipelined=False)
+        path = self.reporter.run.trace(self.mesh.world.rank)
+        return Trace(self.config.log.trace_steps, path, pipelined=self.mesh.pp.size > 1)
+
+    def _run(self, trace: Trace) -> str | None:
         every = self.config.train.eval_every
         drift_every = self.config.log.drift_every
         last_step = end_of_run(self.config, self.progress.step)
         if every and not self.progress.step:
             self.evaluate()
         for step in range(self.progress.step + 1, last_step + 1):
-            record = self.step()
+            with trace.step(step):
+                record = self.step()
             if self.reporter is not None:
+                if self.reporter.is_logged(step):
+                    record = replace(record, timing=self.execution.timing())
                 self.reporter.step(record)
                 self._warn_of_a_mean(record)
             if drift_every and (step % drift_every == 0 or step == last_step):
@@ -107,9 +130,9 @@ class Trainer:
             self.progress.position, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
         )
         counted_K = self._counted(micro_batches)
-        losses = self._forward_backward(micro_batches, counted_K)
+        losses_K = self._forward_backward(micro_batches, counted_K)
         self.progress.phase = "gradient reduction"
-        global_losses_K = comm.all_reduce_(torch.stack(losses).sum(dim=0), self.mesh.dp)
+        global_losses_K = self._summed(losses_K)
         # The step's one wait for the device.
         gradient_norm, parameter_norm, *by_objective = torch.cat(
             (torch.stack(self.optimizer.norms()), global_losses_K)
@@ -121,7 +144,8 @@ class Trainer:
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        with record_function("optimizer"):
+            self.optimizer.step()
         devices.synchronize(self.mesh.device)
         self.progress.step = step
         self.progress.position += train.global_batch
@@ -150,18 +174,33 @@ class Trainer:
         here_K = torch.from_numpy(sum(batch.counts for batch in micro_batches)).double()
         return comm.all_reduce_(here_K.to(self.mesh.device), self.mesh.dp).clamp(min=1.0)
 
-    def _forward_backward(self, micro_batches: list[Batch], counted_K: Tensor) -> list[Tensor]:
-        """Gradients of the global mean loss, accumulated; returns each micro-batch's share of each objective's mean."""
-        losses = []
-        for number, batch in enumerate(micro_batches, start=1):
-            with self.optimizer.accumulate(last=number == len(micro_batches)):
-                losses_K = self._losses(batch, self.progress.step + 1) / counted_K.float()
-                losses_K.sum().backward()
-            losses.append(losses_K.detach())
-        return losses
+    def _summed(self, losses_K: Tensor) -> Tensor:
+        """Of all micro-batches, whichever stage and replica has their losses."""
+        return comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
 
-    def _losses(self, batch: Batch, step: int | None = None) -> Tensor:
-        """Sums of the losses of a micro-batch's counted targets, one an objective. `step`: with that step's dropout."""
+    def _forward_backward(self, micro_batches: list[Batch], counted_K: Tensor, *, last: bool = True) -> Tensor:
+        """Gradients of the global mean loss, accumulated; returns this rank's share of each objective's mean.
+
+        last: the gradients are then complete.
+        """
+        shares = [torch.zeros_like(counted_K, dtype=torch.float32)]
+
+        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+            found = self._compute(part, x, micro_batches[number], self.progress.step + 1)
+            if not gives_losses(part):
+                return found
+            losses_K = found / counted_K.float()
+            shares.append(losses_K.detach())
+            return losses_K
+
+        self.execution.step(compute, len(micro_batches), self.optimizer, last=last)
+        return torch.stack(shares).sum(dim=0)
+
+    def _compute(self, part: nn.Module, x: Tensor | None, batch: Batch, step: int | None = None) -> Tensor:
+        """What a part of the model gives: the next part's x, or sums of the losses of the counted targets `[K]`.
+
+        x: what the part before gave. step: with that step's dropout.
+        """
         device, train = self.mesh.device, self.config.train
         inputs = {name: torch.from_numpy(array).to(device) for name, array in batch.inputs.items()}
         key = None
@@ -171,7 +210,10 @@ class Trainer:
         keyword = {"dropout": key} if self._draws_masks else {}
         # Whatever a model draws beside our layers is a function of step and samples too.
         with nullcontext() if key is None else key.seeded(device, *_WHOLE_MODEL):
-            sums: object = self.model(**inputs, **keyword)
+            sums: object = part(**inputs, **keyword) if x is None else part(**inputs, **keyword, x=x)
+        if not gives_losses(part):
+            assert isinstance(sums, Tensor), "only a family's model is cut into parts"
+            return sums
         if not isinstance(sums, Tensor) or sums.numel() != len(batch.counts):
             found = f"a tensor of shape {tuple(sums.shape)}" if isinstance(sums, Tensor) else f"a {type(sums).__name__}"
             raise ConfigError(
@@ -192,13 +234,13 @@ class Trainer:
         self.model.eval()
         train, objectives = self.config.train, len(self.evaluation.objectives)
         total = torch.zeros(2, objectives, dtype=torch.float64, device=self.mesh.device)
-        for batch in self.evaluation.eval_batches(
+        batches = self.evaluation.eval_batches(
             train.eval_batches, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
-        ):
-            total[0] += self._losses(batch)
-            total[1] += torch.from_numpy(batch.counts).to(self.mesh.device)
+        )
+        while at_once := list(islice(batches, self.layout.accumulation(train))):
+            self._evaluate(at_once, total)
         self.model.train()
-        sums_K, counted_K = comm.all_reduce_(total, self.mesh.dp)
+        sums_K, counted_K = self._summed(total)
         by_objective = (sums_K / counted_K.clamp(min=1.0)).tolist()
         loss = sum(by_objective)
         perplexity = math.exp(by_objective[0]) if by_objective[0] < 700 else math.inf
@@ -206,18 +248,25 @@ class Trainer:
             self.reporter.evaluation(self.progress.step, loss, perplexity, self._named(by_objective))
         return loss, perplexity
 
+    def _evaluate(self, batches: list[Batch], total: Tensor) -> None:
+        """Add these micro-batches' sums of losses and counts to `total`, [2, K]."""
+
+        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+            found = self._compute(part, x, batches[number])
+            if gives_losses(part):
+                total[0] += found
+                total[1] += torch.from_numpy(batches[number].counts).to(self.mesh.device)
+            return found
+
+        self.execution.evaluate(compute, len(batches))
+
     def _stop_non_finite(
         self, step: int, loss: float, gradient_norm: float, micro_batches: list[Batch], counted_K: Tensor
     ) -> None:
         """Name the rank and parameter at fault: the reduction mixed the ranks, so each looks at its own part again."""
         self.optimizer.zero_grad()
-        total = torch.zeros((), device=self.mesh.device)
-        for batch in micro_batches:
-            with self.optimizer.accumulate():
-                part = (self._losses(batch, step) / counted_K.float()).sum()
-                part.backward()
-            total += part.detach()
-        faults = comm.all_gather_objects(self._fault(float(total)), self.mesh.world)
+        total = float(self._forward_backward(micro_batches, counted_K, last=False).sum())
+        faults = comm.all_gather_objects(self._fault(total), self.mesh.world)
         found = sorted((order, rank, text) for rank, (*order, text) in enumerate(faults) if text)
         where = f"on rank {found[0][1]}, {found[0][2]}" if found else "each rank's own part is: their sum overflowed"
         raise RunError(

@@ -126,3 +126,86 @@ def test_how_many_checkpoints_time_makes_is_not_known() -> None:
     settings = CheckpointConfig(every_minutes=5.0, keep=None)
     found = rows(config().model_copy(update={"checkpoint": settings}))["disk"]
     assert found.endswith("for each checkpoint, all of them kept (checkpoint.keep=null)")
+
+
+# ---- a pipeline
+
+
+def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
+    changed = {"steps": 10, "global_batch": 8, "micro_batch": 1, "sequence_length": 64, **train}
+    return config_from(
+        {
+            "model": {"family": "gpt", **SIZES, "num_hidden_layers": 8},
+            "parallel": {"pipeline": pipeline, "schedule": schedule, "tensor": 2},
+            "train": changed,
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ("gpipe", "gpipe, 2 stages, 8 micro-batches: bubble 11.1% where stages are equal, (p-1) / (m+p-1)"),
+        ("1f1b", "1f1b, 2 stages, 8 micro-batches: bubble 11.1% where stages are equal, (p-1) / (m+p-1)"),
+        (
+            "interleaved",
+            "interleaved, 4 stages, 8 micro-batches: bubble 5.9% where stages are equal, (p-1) / (v·m+p-1)",
+        ),
+        (
+            "zbv",
+            "zbv, 4 stages, 8 micro-batches: bubble 2.0% by its order of work, where stages are equal and a forward "
+            "pass takes as long as each half of a backward pass",
+        ),
+    ],
+)
+def test_the_schedule_is_told_with_its_bubble(schedule: str, said: str) -> None:
+    chosen = piped(schedule=schedule)
+    assert rows(chosen, chosen.check(4))["pipeline"] == said
+
+
+def test_the_stages_are_told_with_what_they_have_and_need() -> None:
+    chosen = piped(schedule="1f1b")
+    layout = chosen.check(4)
+    found, memory, shares = (
+        rows(chosen, layout),
+        cost.memory_by_rank(chosen, layout),
+        cost.compute_shares(chosen, layout),
+    )
+    assert memory is not None
+    for stage, blocks in ((0, "blocks 0-3, embedding"), (1, "blocks 4-7, head")):
+        plan = [cost.stage_plan(chosen, layout)[stage]]
+        count = cost.local_parameter_count(chosen.model, 2, stages=plan)
+        assert count is not None
+        assert found[f"  rank {stage}"] == (
+            f"stage {stage} ({blocks}): {units.count(count)} parameters, {shares[stage]:.1%} of the compute, "
+            f"{units.size(memory[stage].activations)} of activations, {units.size(memory[stage].total)} in all"
+        )
+
+
+def test_several_stages_of_a_rank_are_told_together() -> None:
+    chosen = piped(schedule="zbv")
+    found = rows(chosen, chosen.check(4))
+    assert found["  rank 0"].startswith("stages 0 and 3 (blocks 0-1 and 6-7, embedding, head): ")
+    assert found["  rank 1"].startswith("stages 1 and 2 (blocks 2-3 and 4-5): ")
+
+
+def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:
+    chosen = piped(schedule="1f1b")
+    layout = chosen.check(4)
+    found, memory = rows(chosen, layout), cost.memory_by_rank(chosen, layout)
+    assert memory is not None
+    totals = [one.total for one in memory]
+    most = totals.index(max(totals))
+    wire = cost.bytes_per_step(chosen, layout, pipeline_rank=most)
+    assert wire is not None
+    assert found["memory"] == (
+        f"{units.size(max(totals))} expected on pipeline rank {most}, which needs most, beside Python and torch"
+    )
+    assert found["  pipeline"] == units.size(memory[most].pipeline)
+    assert found["communication"] == f"{units.size(sum(wire.values()))} sent by pipeline rank {most} per step"
+    assert "held by a rank at most" in found["parameters"]
+
+
+def test_without_a_pipeline_none_is_told() -> None:
+    assert not {"pipeline", "  rank 0", "  pipeline"} & set(rows(config()))

@@ -66,6 +66,8 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
         (("nvidia", 8), [], 8),
         (("nvidia", 7), ["train.global_batch=48"], 6),
         (("neuron", 2), [], 2),
+        (("cpu", 0), ["parallel.pipeline=2"], 4),
+        (("nvidia", 7), ["parallel.pipeline=2"], 4),
     ],
 )
 def test_default_number_of_ranks(
@@ -104,6 +106,11 @@ def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -
         ),
         (("cpu", 0), ["--nproc", "0"], "the number of ranks (0) must be at least 1"),
         (("nvidia", 1), [], "parallel.tensor (2) must be at most the number of accelerators (1)"),
+        (
+            ("nvidia", 3),
+            ["parallel.pipeline=2", "train.micro_batch=1"],
+            "parallel.tensor × parallel.pipeline (2 × 2 = 4) must be at most the number of accelerators (3): lower one",
+        ),
         (
             ("nvidia", 2),
             ["--nproc", "4", "train.micro_batch=1"],

@@ -109,7 +109,7 @@ def test_rope_scaling_allows_longer_sequences() -> None:
 
 def test_a_layout_checks_itself() -> None:
     assert Layout(32, tensor=4, pipeline=2).data == 4
-    with pytest.raises(ConfigError, match=r"number of ranks \(6\) must be a multiple of .*\(8\): nearest 8"):
+    with pytest.raises(ConfigError, match=r"number of ranks \(6\) must be a multiple of .*\(4 × 2 = 8\): nearest 8"):
         Layout(6, tensor=4, pipeline=2)
     with pytest.raises(ConfigError) as caught:
         Layout(0, tensor=0)

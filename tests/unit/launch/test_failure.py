@@ -31,11 +31,17 @@ def test_a_report_that_was_cut_off_is_none(tmp_path: Path) -> None:
 REPORT = Failure(0, "connection closed by peer", 1)
 
 
+WAITED = Failure(
+    0, "rank 0 waited for x of micro-batch 3 from stage 1 (rank 1), and lost the connection", 1, waited=True
+)
+
+
 @pytest.mark.parametrize(
     ("reported", "exit_codes", "text"),
     [
         (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGKILL}, "rank 1 was killed by SIGKILL (often: out of memory)"),
+        (WAITED, {0: 1, 1: -signal.SIGKILL}, f"rank 1 was killed by SIGKILL (often: out of memory); {WAITED.text}"),
         (REPORT, {0: -signal.SIGSEGV, 1: 1}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGABRT}, REPORT.text),
         (None, {1: -signal.SIGBUS, 0: 1}, "rank 1 was killed by SIGBUS (often: shared memory or a disk is full)"),

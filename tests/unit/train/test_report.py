@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, config_from
 from shardwise.cost import expected_memory, flops_per_token, parameter_count
+from shardwise.pipeline import StageSeconds, StepTiming
 from shardwise.runlog import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord, Throughput
@@ -146,6 +147,29 @@ def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> No
     assert lines(tmp_path / "run/ranks/rank-0003.jsonl") == [
         {"step": 1, "step_seconds": 0.5, "peak_memory_bytes": 1000}
     ]
+
+
+def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
+    stages = (StageSeconds(1, 0.125, 0.25), StageSeconds(2, 0.0625, 0.125))
+    made, stream = reporter(tmp_path)
+    with made:
+        made.start()
+        made.step(record(1, timing=StepTiming(stages, bubble=0.25, mean_bubble=0.375)))
+    assert lines(tmp_path / "run/ranks/rank-0000.jsonl")[0] == {
+        "step": 1,
+        "step_seconds": 0.5,
+        "peak_memory_bytes": 1000,
+        "stage_seconds": [
+            {"stage": 1, "forward": 0.125, "backward": 0.25},
+            {"stage": 2, "forward": 0.0625, "backward": 0.125},
+        ],
+        "bubble": 0.25,
+    }
+    assert list(lines(tmp_path / "run/metrics.jsonl")[1]) == [*STEP_FIELDS, "bubble"]
+    assert lines(tmp_path / "run/metrics.jsonl")[1]["bubble"] == 0.375
+    assert "8 samples  bubble 37.5%" in stream.getvalue()
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    assert events.Scalars("train/bubble")[0].value == 0.375
 
 
 def test_log_every_thins_files_but_keeps_the_last_step(tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""Whether a model and its micro-batches suit a pipeline and its schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.config.model import OwnConfig
+from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, ParallelConfig
+from shardwise.errors import listing, nearest_numbers
+
+if TYPE_CHECKING:
+    from shardwise.config.root import Config
+
+
+def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
+    """Every reason why the model cannot be cut into these stages, or the schedule cannot run with `micro_batches`.
+
+    `micro_batches`: of a step, on each rank; None where they are no whole number.
+    """
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return []
+    if isinstance(config.model, OwnConfig):
+        return [
+            f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own "
+            f"(model.family {config.model.family}): nothing is known of how to cut it into stages"
+        ]
+    problems = _stage_count_problems(parallel)
+    if not problems:
+        problems = _layer_problems(parallel, config.model.num_hidden_layers)
+    if not problems and micro_batches is not None:
+        problems = _micro_batch_problems(config, micro_batches)
+    return problems
+
+
+def _stage_count_problems(parallel: ParallelConfig) -> list[str]:
+    schedule, given = parallel.schedule, parallel.virtual_stages
+    if given is None:
+        return []
+    must = f"parallel.virtual_stages ({given}) must be"
+    if schedule in SINGLE_STAGE and given > 1:
+        return [
+            f"{must} 1 with parallel.schedule {schedule}, which has one stage on each rank: set "
+            "parallel.schedule=interleaved, or leave parallel.virtual_stages out"
+        ]
+    if schedule in V_SHAPED and given != 2:
+        return [
+            f"{must} 2 with parallel.schedule {schedule}, whose stages go to the last rank and back: leave "
+            "parallel.virtual_stages out"
+        ]
+    if schedule not in SINGLE_STAGE and given == 1:
+        return [
+            f"{must} at least 2 with parallel.schedule {schedule}: leave parallel.virtual_stages out, or set "
+            "parallel.schedule=1f1b, which has one stage on each rank"
+        ]
+    return []
+
+
+def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
+    each, schedule = parallel.stages_per_rank, parallel.schedule
+    stages = parallel.pipeline * each
+    product = f"parallel.pipeline ({parallel.pipeline})"
+    if each > 1:
+        product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {each} = {stages})"
+    if stages > layers:
+        most = layers // each
+        fix = f"set parallel.pipeline={most} or less" if most > 1 else "set parallel.pipeline=1"
+        return [f"{product} must be at most model.num_hidden_layers ({layers}), as each stage has a block: {fix}"]
+    if parallel.stages is not None:
+        return _named_problems(parallel.stages, stages, product, layers)
+    if each == 1 or layers % stages == 0:
+        return []
+    valid = [degree for degree in range(2, layers // each + 1) if layers % (degree * each) == 0]
+    degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, " if valid else ""
+    return [
+        f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {schedule}, which has equal "
+        f"stages: {degrees}name unequal ones by parallel.stages, or set parallel.schedule=1f1b"
+    ]
+
+
+def _named_problems(named: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:
+    shown, problems = list(named), []
+    if len(named) != stages:
+        problems.append(f"the length of parallel.stages {shown} ({len(named)}) must be {product}")
+    if min(named, default=1) < 1:
+        problems.append(f"each number of parallel.stages {shown} must be at least 1: a stage has a block")
+    if sum(named) != layers:
+        problems.append(f"the sum of parallel.stages {shown} ({sum(named)}) must be model.num_hidden_layers ({layers})")
+    if problems:
+        equal, more = divmod(layers, stages)
+        example = [equal + (stage >= stages - more) for stage in range(stages)]
+        problems = [f"{problem}, such as {example}" for problem in problems]
+    return problems
+
+
+def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
+    """Whether the schedule can run with that many micro-batches in a step.
+
+    Interleaved schedules deal them out in equal rounds, of as many as there are ranks or more; fewer are one round.
+    """
+    degree = parallel.pipeline
+    match parallel.schedule:
+        case "gpipe" | "zbv":
+            return True
+        case "1f1b":
+            return micro_batches >= degree
+        case "dualpipev":
+            return micro_batches >= 2 * degree
+        case "interleaved" | "interleaved_zero_bubble":
+            return micro_batches % max(1, micro_batches // degree) == 0
+
+
+def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
+    parallel, train = config.parallel, config.train
+    if fits_schedule(parallel, micro_batches):
+        return []
+    degree, schedule = parallel.pipeline, parallel.schedule
+    fitting = (n for n in range(1, micro_batches + 2 * degree + 1) if fits_schedule(parallel, n))
+    near = nearest_numbers(micro_batches, fitting)
+    match schedule:
+        case "1f1b":
+            needs = f"at least parallel.pipeline ({degree})"
+        case "dualpipev":
+            needs = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
+        case _:
+            needs = (
+                f"a multiple of the {micro_batches // degree} rounds that parallel.pipeline ({degree}) takes them in"
+            )
+    batches = listing((n * (train.global_batch // micro_batches) for n in near), "or")
+    smaller = f", or lower train.micro_batch ({train.micro_batch})" if train.micro_batch > 1 else ""
+    return [
+        f"the micro-batches of a step on each rank ({micro_batches}) must be {needs} with parallel.schedule "
+        f"{schedule}: set train.global_batch={batches}{smaller}"
+    ]

@@ -1,0 +1,58 @@
+"""The forward pass alone, through all stages: for evaluation and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import comm
+from shardwise.config import ParallelConfig
+from shardwise.cost.stages import rank_of
+from shardwise.mesh import Mesh
+from shardwise.models import Stages
+
+Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
+"""(a stage's model, what the stage before gave, micro-batch) → what the stage gives: x, or of the last stage losses."""
+
+
+@torch.no_grad()
+def relay(
+    stages: Stages,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    compute: Compute,
+    micro_batches: int,
+    empty: Callable[[int], Tensor],
+) -> None:
+    """Run `compute` on every stage and micro-batch, each stage with what the one before gave; collective.
+
+    As many micro-batches as there are pipeline ranks go through a rank's first stage, then through its next: all ranks
+    work at once, and little is held.
+
+    Args:
+        compute: as in `Pipeline.step`. empty: a tensor like what a stage gives for a micro-batch.
+    """
+    degree = parallel.pipeline
+    for first in range(0, micro_batches, degree):
+        round_ = range(first, min(first + degree, micro_batches))
+        sent: list[comm.Pending] = []
+        here: dict[int, Tensor] = {}
+        for stage, model in stages.pairs():
+            before, after = (rank_of(parallel, stage.index + step) for step in (-1, 1))
+            for number in round_:
+                x = None
+                if not stage.is_first:
+                    is_here = before == mesh.pp.rank
+                    x = here.pop(number) if is_here else comm.receive(empty(number), mesh.pp, before)
+                out = compute(model, x, number)
+                if stage.is_last:
+                    continue
+                if after == mesh.pp.rank:
+                    here[number] = out
+                else:
+                    sent.append(comm.send(out, mesh.pp, after))
+        for each in sent:
+            each.wait()

@@ -1,0 +1,230 @@
+"""A step through a pipeline: torch's schedules (`torch.distributed.pipelining`) over the stages of one rank.
+
+Stages are told beforehand what comes and goes (`input_args`, `output_args`): no extra forward pass finds it out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from shardwise.config import ParallelConfig, Schedule
+from shardwise.config.sections import SINGLE_STAGE
+from shardwise.cost.stages import Stage
+from shardwise.errors import LostPeerError
+from shardwise.mesh import Group, Mesh
+from shardwise.models import Stages
+from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, name_messages
+from shardwise.pipeline.relay import Compute
+from shardwise.pipeline.timing import StepTiming, measure
+
+_SCHEDULES: dict[Schedule, Any] = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
+}
+
+
+def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
+    """torch's, over a rank's stages."""
+    single = parallel.schedule in SINGLE_STAGE
+    return _SCHEDULES[parallel.schedule](
+        stages[0] if single else stages, micro_batches, loss_fn=_sum, scale_grads=False
+    )
+
+
+class Pipeline:
+    """The stages of one rank under a schedule, for steps of always as many micro-batches.
+
+    Args:
+        stages: of this rank. x: a tensor like those that go from stage to stage, on any device. losses: how many the
+        last stage gives.
+
+    Attributes:
+        clock: when this rank worked, in the last step. schedule: torch's, over `stages`.
+    """
+
+    def __init__(
+        self, stages: Stages, parallel: ParallelConfig, mesh: Mesh, micro_batches: int, x: Tensor, losses: int
+    ) -> None:
+        self.clock = Clock(mesh.device)
+        self._micro_batches, self._mesh = micro_batches, mesh
+        self._submodules = [_Submodule(stage, model) for stage, model in stages.pairs()]
+        self.stages = [_Stage(each, mesh, x, losses, self.clock, self._on_reduction) for each in self._submodules]
+        self._has_first = any(each.stage.is_first for each in self._submodules)
+        self._has_last = any(each.stage.is_last for each in self._submodules)
+        self._waiting: Counter[nn.Parameter] = Counter()
+        self._ready: Callable[[nn.Parameter], None] = _ignore
+        self.schedule = make_schedule(parallel, self.stages, micro_batches)
+
+    def step(self, compute: Compute, ready: Callable[[nn.Parameter], None] | None = None) -> None:
+        """Forward and backward of all micro-batches; gradients add up in the parameters. Collective.
+
+        compute: the work of one stage on one micro-batch. The sum of the last stage's losses is what is differentiated.
+        ready: is told of each parameter whose gradient is complete, as soon as its stage's last backward is done.
+
+        Raises:
+            LostPeerError: a message did not come, or could not be sent: another rank has ended. What `compute` raises
+            goes through as it is.
+        """
+        self.clock.begin()
+        self._ready = ready or _ignore
+        self._waiting = Counter(p for each in self._submodules for p in each.parameters())
+        for each in self._submodules:
+            each.compute = compute
+        numbers = torch.arange(self._micro_batches)
+        try:
+            self.schedule.step(
+                *([numbers] if self._has_first else []),
+                target=numbers if self._has_last else None,
+                return_outputs=False,
+            )
+            self.clock.end()
+        except Exception as error:
+            raised = next((each.raised for each in self._submodules if each.raised is not None), None)
+            if raised is not None:  # torch wraps it in a text of its own
+                raise raised from None
+            raise self._lost(error) from error
+        finally:
+            for each in self._submodules:
+                each.compute = None
+
+    def _lost(self, error: Exception) -> Exception:
+        """What this rank was waiting for, if messages are what failed."""
+        if not isinstance(error, RuntimeError):
+            return error
+        awaited = [text for stage in self.stages for text in stage.awaited]
+        what = awaited[0] if awaited else "another stage to take what was sent"
+        return LostPeerError(f"rank {self._mesh.world.rank} waited for {what}, and lost the connection")
+
+    def timing(self) -> StepTiming:
+        """Of the last step. Collective over the pipeline."""
+        return measure(self.clock, [each.stage.index for each in self._submodules], self._mesh)
+
+    def _on_reduction(self, model: nn.Module) -> None:
+        """A stage's gradients are complete; what another stage of this rank has too (a tied weight) waits for it."""
+        for parameter in model.parameters():
+            self._waiting[parameter] -= 1
+            if not self._waiting[parameter] and parameter.requires_grad:
+                self._ready(parameter)
+
+
+class _Submodule(nn.Module):
+    """What torch takes for a stage's module: it computes what the step's `compute` says."""
+
+    def __init__(self, stage: Stage, model: nn.Module) -> None:
+        super().__init__()
+        self.stage, self.model = stage, model
+        self.compute: Compute | None = None
+        self.micro_batch = 0
+        self.raised: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.compute is not None, "only a step of the pipeline runs it"
+        try:
+            return self.compute(self.model, None if self.stage.is_first else x, self.micro_batch)
+        except Exception as error:
+            self.raised = error
+            raise
+
+
+class _Stage(PipelineStage):
+    """Tells the module which micro-batch comes, times the work, counts bytes, and says when gradients are complete."""
+
+    def __init__(
+        self,
+        module: _Submodule,
+        mesh: Mesh,
+        x: Tensor,
+        losses: int,
+        clock: Clock,
+        on_reduction: Callable[[nn.Module], None],
+    ) -> None:
+        stage = module.stage
+        like_x = torch.empty_like(x, device="meta", requires_grad=True)
+        first, last = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(losses, device="meta")
+        super().__init__(
+            module,
+            stage.index,
+            stage.stages,
+            mesh.device,
+            input_args=first if stage.is_first else like_x,
+            output_args=last if stage.is_last else like_x,
+            group=mesh.pp.process_group,
+        )
+        self._module, self._pp, self._clock = module, mesh.pp, clock
+        self._x_bytes = x.numel() * x.element_size()
+        self._on_reduction = on_reduction
+        self.awaited: list[str] = []
+        """What was asked of other ranks and has not been used yet, the oldest first."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._module.micro_batch = fwd_chunk_id
+        self._arrived(self._name("x", fwd_chunk_id, -1))
+        with self._clock.time(FORWARD, self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._arrived(self._name("the gradient of x", bwd_chunk_id, 1))
+        kind = BACKWARD if options.get("full_backward", True) else INPUT
+        with self._clock.time(kind, self.stage_index, bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **options)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        receives = name_messages(super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id)
+        return self._awaiting(receives, self._name("x", fwd_chunk_id, -1))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        receives = name_messages(ops, "receive of the gradient", self.stage_index, bwd_chunk_id)
+        return self._awaiting(receives, self._name("the gradient of x", bwd_chunk_id, 1))
+
+    def _name(self, what: str, micro_batch: int, step: int) -> str:
+        stage = self.stage_index + step
+        rank = self.stage_index_to_group_rank.get(stage)
+        where = "" if rank is None else f" (rank {self._pp.ranks[rank]})"
+        return f"{what} of micro-batch {micro_batch} from stage {stage}{where}"
+
+    def _awaiting(self, receives: list[Any], what: str) -> list[Any]:
+        self.awaited += [what] * bool(receives)
+        return receives
+
+    def _arrived(self, what: str) -> None:
+        if what in self.awaited:
+            self.awaited.remove(what)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        sends = name_messages(super().get_fwd_send_ops(fwd_chunk_id), "send", self.stage_index, fwd_chunk_id)
+        return self._counted(sends, self._pp)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._counted(name_messages(ops, "send of the gradient", self.stage_index, bwd_chunk_id), self._pp)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self._on_reduction(self._module.model)
+
+    def _counted(self, sends: list[Any], group: Group) -> list[Any]:
+        for _ in sends:
+            group.count("send", self._x_bytes)
+        return sends
+
+
+def _sum(losses_K: Tensor, _target: Tensor) -> Tensor:
+    return losses_K.sum()
+
+
+def _ignore(_parameter: nn.Parameter) -> None:
+    pass

@@ -1,0 +1,57 @@
+"""What a rank does in some steps, as a Chrome trace: for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch.profiler import profile, record_function
+
+from shardwise._torch_private import named_messages
+from shardwise.pipeline.clock import message_name
+
+
+class Trace:
+    """Records the steps of `log.trace` by torch's profiler, kernels included where there are any.
+
+    Args:
+        steps: which; None: none. path: of the file. pipelined: whether the model is cut into stages, whose messages
+        are then named.
+    """
+
+    def __init__(self, steps: range | None, path: Path, *, pipelined: bool) -> None:
+        self._steps, self._path, self._pipelined = steps or range(0), path, pipelined
+        self._running: tuple[profile, ExitStack] | None = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around a step: the first that is wanted begins the recording, the last one ends it."""
+        if step not in self._steps:
+            yield
+            return
+        if self._running is None:
+            self._start()
+        with record_function(f"step {step}"):
+            yield
+        if step == self._steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, where nothing is yet written."""
+        if self._running is None:
+            return
+        profiler, named = self._running
+        self._running = None
+        named.close()
+        profiler.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._path))
+
+    def _start(self) -> None:
+        named = ExitStack()
+        if self._pipelined:
+            named.enter_context(named_messages(message_name))
+        profiler = profile()  # of all that torch can see here
+        profiler.start()
+        self._running = profiler, named

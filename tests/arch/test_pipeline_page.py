@@ -1,0 +1,126 @@
+"""The tables of docs/pipeline.md are what `cost` computes; run as a script, this writes them into the page."""
+
+import re
+from collections.abc import Callable
+
+from shardwise import cost, units
+from shardwise.config import Config, ParallelConfig, load_config
+from shardwise.cost import MemoryEstimate
+from shardwise.cost.simulation import simulate
+from tests.arch.source import ROOT
+
+PAGE = ROOT / "docs" / "pipeline.md"
+WORLD = 128
+SHAPES = ((4, 8), (4, 32), (8, 64))
+
+
+def recipe(*overrides: str) -> Config:
+    return load_config("gpt3-23b", list(overrides))
+
+
+def needed(*overrides: str) -> list[MemoryEstimate]:
+    """Memory of each pipeline rank of gpt3-23b on accelerators."""
+    chosen = recipe(*overrides)
+    found = cost.memory_by_rank(chosen, chosen.check(WORLD), accelerator=True)
+    assert found is not None
+    return found
+
+
+def lines(head: str, rows: list[list[str]]) -> str:
+    columns = head.split(" | ")
+    rule = "|".join(["---", *["---:"] * (len(columns) - 1)])
+    body = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return f"| {head} |\n|{rule}|\n{body}"
+
+
+def stages() -> str:
+    """What each stage of gpt3-23b has."""
+    chosen = recipe()
+    layout = chosen.check(WORLD)
+    shares, memory = cost.compute_shares(chosen, layout), needed()
+    rows = []
+    for stage in cost.stage_plan(chosen, layout):
+        multiple = chosen.parallel.vocab_multiple
+        count = cost.local_parameter_count(chosen.model, layout.tensor, vocab_multiple=multiple, stages=[stage])
+        assert count is not None
+        ends = ", embedding" * stage.is_first + ", head" * stage.is_last
+        rows.append(
+            [
+                str(stage.index),
+                f"{stage.layers[0]}-{stage.layers[-1]}{ends}",
+                units.count(count),
+                f"{shares[stage.index]:.1%}",
+                units.size(memory[stage.rank].activations),
+            ]
+        )
+    return lines("stage | blocks | parameters on each of its ranks | compute | activations", rows)
+
+
+def schedules() -> str:
+    """Bubbles at a few shapes, and activations of the rank that has most."""
+    rows = []
+    for schedule in ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"):
+        row = [f"`{schedule}`"]
+        for degree, micro_batches in SHAPES:
+            parallel = ParallelConfig.model_validate({"pipeline": degree, "schedule": schedule})
+            row.append(f"{simulate(parallel, micro_batches).bubble:.1%}")
+        virtual = schedule not in ("gpipe", "1f1b")
+        overrides = [f"parallel.schedule={schedule}", *(["parallel.stages=[4,3,4,3,4,3,4,3]"] if virtual else [])]
+        row.append(units.size(max(one.activations for one in needed(*overrides))))
+        rows.append(row)
+    shapes = " | ".join(f"p {degree}, m {micro_batches}" for degree, micro_batches in SHAPES)
+    return lines(f"`parallel.schedule` | {shapes} | activations of gpt3-23b", rows)
+
+
+def memory() -> str:
+    """With state on every rank, and shared out over DP 4, which changes nothing else."""
+    every = [needed(f"optimizer.zero={zero}") for zero in (0, 1)]
+    rows = []
+    for kind in (*(kind for kind, _ in every[0][0].rows()), "total"):
+        for zero in (0, 1) if kind in ("optimizer", "total") else (None,):
+            what = kind if zero is None else f"{kind}, `optimizer.zero={zero}`"
+            rows.append([what, *(units.size(getattr(estimate, kind)) for estimate in every[zero or 0])])
+    return lines("kind | stage 0 | stage 1 | stage 2 | stage 3", rows)
+
+
+def wire() -> str:
+    """Bytes that a rank of each stage sends in a step, by axis."""
+    chosen = recipe()
+    layout, rows = chosen.check(WORLD), []
+    for rank in range(layout.pipeline):
+        sent = cost.bytes_per_step(chosen, layout, accelerator=True, pipeline_rank=rank)
+        assert sent is not None
+        by_axis = {
+            axis: sum(size for (name, _), size in sent.items() if name == axis)
+            for axis in ("tp", "dp", "pp", "pp/ends")
+        }
+        rows.append([str(rank), *(units.size(size) for size in by_axis.values())])
+    return lines("stage | over TP | over DP | to other stages | tied embedding", rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"stages": stages, "schedules": schedules, "memory": memory, "wire": wire}
+
+
+def written(page: str) -> str:
+    """The page with the tables of today: each stands behind a comment that names it."""
+    for name, table in TABLES.items():
+        pattern = rf"(<!-- table: {name} -->\n).*?(?=\n(?!\|))"
+        assert re.search(pattern, page, re.DOTALL), f"the page has no table {name}"
+        page = re.sub(pattern, r"\g<1>" + table(), page, count=1, flags=re.DOTALL)
+    return page
+
+
+def test_the_tables_are_what_cost_computes() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page), "run `.venv/bin/python -m tests.arch.test_pipeline_page`"
+
+
+def test_zero_shares_out_state_and_nothing_else() -> None:
+    for without, with_zero in zip(needed("optimizer.zero=0"), needed("optimizer.zero=1"), strict=True):
+        assert with_zero.optimizer * 4 == without.optimizer
+        rest = [(kind, size) for kind, size in without.rows() if kind != "optimizer"]
+        assert rest == [(kind, size) for kind, size in with_zero.rows() if kind != "optimizer"]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,179 @@
+"""What a pipeline measures of itself: the bubble with stages that sleep, what it holds, that nothing runs twice."""
+
+import json
+import re
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import ParallelConfig, Schedule
+from shardwise.cost.simulation import simulate
+from shardwise.cost.stages import Stage, bubble, rank_of
+from shardwise.models import Stages
+from shardwise.pipeline import StepTiming
+from shardwise.pipeline.schedule import Pipeline
+from shardwise.train.trace import Trace
+from tests.dist.dense import mesh as shared_mesh
+
+FORWARD_SECONDS, BACKWARD_SECONDS = 0.05, 0.1
+CLOSE = 0.04
+
+
+class Kept:
+    """Stands for what a stage keeps of a micro-batch: it lives as long as the graph that holds it."""
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: tuple[float, float], kept: Kept) -> Tensor:
+        ctx.seconds, ctx.kept = seconds, kept
+        time.sleep(seconds[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds[1])
+        return grads[0], None, None
+
+
+@dataclass
+class Found:
+    """On one rank."""
+
+    timings: list[StepTiming]
+    most_held: int
+    calls: Counter[tuple[int, int]]
+    gradients: list[float]
+
+
+def parallel_config(schedule: Schedule, degree: int) -> ParallelConfig:
+    return ParallelConfig(pipeline=degree, schedule=schedule)
+
+
+def make_pipeline(schedule: Schedule, degree: int, micro_batches: int) -> tuple[Pipeline, Stages]:
+    parallel, mesh = parallel_config(schedule, degree), shared_mesh(1, degree)
+    count = degree * parallel.stages_per_rank
+    stages = Stages()
+    for index in range(count):
+        if rank_of(parallel, index) == mesh.pp.rank:
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.ones(4))
+            stages.add(Stage(index, mesh.pp.rank, range(index, index + 1), count), model)
+    return Pipeline(stages, parallel, mesh, micro_batches, torch.empty(4), losses=1), stages
+
+
+def run_steps(schedule: Schedule, degree: int, micro_batches: int, steps: int, seconds: tuple[float, float]) -> Found:
+    pipeline, stages = make_pipeline(schedule, degree, micro_batches)
+    stage_of = {id(model): stage for stage, model in stages.pairs()}
+    live: weakref.WeakSet[Kept] = weakref.WeakSet()
+    found = Found([], 0, Counter(), [])
+
+    def compute(model: nn.Module, x: Tensor | None, number: int) -> Tensor:
+        stage, kept = stage_of[id(model)], Kept()
+        live.add(kept)
+        found.most_held = max(found.most_held, len(live))
+        found.calls[stage.index, number] += not found.timings
+        out: Tensor = Slow.apply((torch.ones(4) if x is None else x) * model.weight, seconds, kept)
+        return out.sum().reshape(1) if stage.is_last else out
+
+    for _ in range(steps):
+        pipeline.step(compute)
+        found.timings.append(pipeline.timing())
+    found.gradients = [float(model.weight.grad.sum()) for _, model in stages.pairs()]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degree"),
+    [
+        pytest.param(schedule, degree, marks=() if degree == 2 else pytest.mark.slow)
+        for degree in (2, 4)
+        for schedule in ("gpipe", "1f1b", "interleaved")
+    ],
+)
+def test_the_measured_bubble_is_the_formula(schedule: Schedule, degree: int, ranks: Any) -> None:
+    """The best of a few steps: a machine that does other things lets ranks wait for it, too."""
+    micro_batches = 2 * degree
+    expected = bubble(parallel_config(schedule, degree), micro_batches)
+    assert expected is not None
+    seconds = FORWARD_SECONDS, BACKWARD_SECONDS
+    for _ in range(3):
+        everyone: list[Found] = ranks(degree).run(run_steps, schedule, degree, micro_batches, 3, seconds)
+        for steps in zip(*(found.timings for found in everyone), strict=True):
+            assert len({timing.mean_bubble for timing in steps}) == 1, "all ranks tell the same"
+            assert sum(timing.bubble for timing in steps) / degree == pytest.approx(steps[0].mean_bubble)
+            for stage in (each for timing in steps for each in timing.stages):
+                assert stage.forward >= micro_batches * FORWARD_SECONDS
+                assert stage.backward >= micro_batches * BACKWARD_SECONDS
+        best = min(abs(timing.mean_bubble - expected) for timing in everyone[0].timings)
+        if best < CLOSE:
+            return
+    pytest.fail(f"{[timing.mean_bubble for timing in everyone[0].timings]} in place of {expected}")
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_each_stage_runs_once_and_holds_what_the_schedule_says(schedule: Schedule, degree: int, ranks: Any) -> None:
+    """No extra forward pass in the first step; and of 1F1B's first stage at most p micro-batches are held."""
+    parallel, micro_batches = parallel_config(schedule, degree), 2 * degree + 2
+    if schedule.startswith("interleaved"):
+        micro_batches = 2 * degree
+    everyone: list[Found] = ranks(degree).run(run_steps, schedule, degree, micro_batches, 2, (0.0, 0.0))
+    simulated = simulate(parallel, micro_batches)
+    calls: Counter[tuple[int, int]] = Counter()
+    for rank, found in enumerate(everyone):
+        calls += found.calls
+        assert found.gradients == [2.0 * 4 * micro_batches] * parallel.stages_per_rank, "two steps' gradients of ones"
+        if rank_of(parallel, degree * parallel.stages_per_rank - 1) != rank:  # the last stage's losses stay to the end
+            assert found.most_held <= simulated.held(rank)
+    stages = degree * parallel.stages_per_rank
+    assert calls == {(stage, number): 1 for stage in range(stages) for number in range(micro_batches)}
+    if schedule == "1f1b":
+        assert everyone[0].most_held == degree
+    if schedule == "gpipe":
+        assert everyone[0].most_held == micro_batches
+
+
+def traced(schedule: Schedule, degree: int, micro_batches: int, folder: str) -> str:
+    pipeline, stages = make_pipeline(schedule, degree, micro_batches)
+    last = {id(model): stage.is_last for stage, model in stages.pairs()}
+
+    def compute(model: nn.Module, x: Tensor | None, number: int) -> Tensor:
+        out = (torch.ones(4) if x is None else x) * model.weight
+        return out.sum().reshape(1) if last[id(model)] else out
+
+    path = Path(folder) / f"rank-{shared_mesh(1, degree).pp.rank:04}.json"
+    trace = Trace(range(2, 4), path, pipelined=True)
+    for step in range(1, 6):
+        with trace.step(step):
+            pipeline.step(compute)
+    trace.close()
+    return path.read_text()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_trace_names_the_work_and_the_messages(schedule: Schedule, ranks: Any, tmp_path: Path) -> None:
+    degree, micro_batches = 2, 4
+    parallel = parallel_config(schedule, degree)
+    for rank, text in enumerate(ranks(degree).run(traced, schedule, degree, micro_batches, str(tmp_path))):
+        names = Counter(event["name"] for event in json.loads(text)["traceEvents"] if event.get("ph") == "X")
+        assert {name for name in names if name.startswith("step ")} == {"step 2", "step 3"}
+        kinds = {"forward", "backward"} if schedule == "1f1b" else {
+            "forward", "backward of the input", "backward of the weights"
+        }  # fmt: skip
+        mine = [s for s in range(degree * parallel.stages_per_rank) if rank_of(parallel, s) == rank]
+        for kind in kinds:
+            for stage in mine:
+                for number in range(micro_batches):
+                    assert names[f"{kind}, stage {stage}, micro-batch {number}"] == 2, kind
+        messages = {re.sub(r", stage.*", "", name) for name in names if re.match(r"(send|receive)\b.*, stage", name)}
+        first = {"send", "receive of the gradient"} if rank == 0 else {"receive", "send of the gradient"}
+        assert messages == (first if schedule == "1f1b" else {*first, "send", "receive", "send of the gradient",
+                                                              "receive of the gradient"})  # fmt: skip

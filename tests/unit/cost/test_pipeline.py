@@ -1,0 +1,311 @@
+"""Parameters, memory and bytes on the wire of pipeline ranks, against sums made by hand and against models' stages."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwise import cost
+from shardwise.config import Config, Layout, load_config
+from shardwise.cost import MemoryEstimate, Stage
+from shardwise.cost.case import Case
+from shardwise.cost.flight import Pass, peak
+from shardwise.cost.order import work_order
+from shardwise.cost.params import local_parameters
+from shardwise.mesh import Group
+from shardwise.models import build_model
+from shardwise.models.blocks import Part
+from shardwise.placement import placements
+from tests.unit.cost.families import MODELS, family, make_config, section
+
+S, B, H, LAYERS, M = 16, 1, 32, 4, 8
+X = 4 * S * B * H
+"""Bytes of what goes from stage to stage, in float32."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def config(name: str = "gpt", p: float = 0.0, *, schedule: str = "1f1b", pipeline: int = 2, **sections: Any) -> Config:
+    """Of 4 blocks, with 8 micro-batches of one sequence on each rank of one replica."""
+    train = {"micro_batch": 1, "global_batch": M} | sections.pop("train", {})
+    parallel = {"pipeline": pipeline, "schedule": schedule} | sections.pop("parallel", {})
+    return make_config(section(name, p, num_hidden_layers=LAYERS), train=train, parallel=parallel, **sections)
+
+
+def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
+    found = cost.memory_by_rank(chosen, chosen.check(world or chosen.parallel.pipeline))
+    assert found is not None
+    return found
+
+
+def sent(chosen: Config, layout: Layout, **place: int) -> dict[tuple[str, str], float]:
+    found = cost.bytes_per_step(chosen, layout, **place)
+    assert found is not None
+    return found
+
+
+# ---- parameters
+
+
+def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[tuple[int, bool]]:
+    """What the model's stages of one rank store, each parameter once: elements, and whether it is a matrix."""
+    chosen = config(name)
+    group = Group(dist.new_group(list(range(tensor)))) if tensor > 1 else Group()
+    ends = Group() if whole else Group(dist.new_group([0, 1]))
+    stored, seen, embeddings = [], set[int](), dict[str, Any]()
+    for stage in stages:
+        part = Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)
+        model = build_model(chosen, group, sequence_parallel=False, device="meta", part=part)
+        for _, parameter, record in placements(model):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                stored.append((parameter.numel(), len(record.pieces[0].shape) > 1))
+    return stored
+
+
+STAGES = {
+    "first": [Stage(0, 0, range(2), 4)],
+    "middle": [Stage(1, 1, range(2, 3), 4)],
+    "last": [Stage(3, 3, range(3, 4), 4)],
+    "first and middle": [Stage(0, 0, range(1), 4), Stage(2, 0, range(2, 3), 4)],
+    "first and last": [Stage(0, 0, range(1), 4), Stage(3, 0, range(3, 4), 4)],
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_ranks_parameters_are_its_stages(name: str, stages: str, tensor: int) -> None:
+    dist.init_process_group("fake", rank=1, world_size=4)
+    try:
+        stored = as_stored(name, tensor, STAGES[stages], whole=stages == "first and last")
+    finally:
+        dist.destroy_process_group()
+    found = list(local_parameters(family(config(name)), tensor, stages=STAGES[stages]))
+    assert [(one.elements, one.matrix) for one in found] == stored
+    assert cost.local_parameter_count(config(name).model, tensor, stages=STAGES[stages]) == sum(n for n, _ in stored)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_the_ranks_hold_the_model_and_a_tied_embedding_twice(name: str, schedule: str) -> None:
+    chosen = config(name, schedule=schedule)
+    plan = cost.stage_plan(chosen, chosen.check(2))
+    held = [
+        cost.local_parameter_count(chosen.model, 1, stages=[stage for stage in plan if stage.rank == rank])
+        for rank in range(2)
+    ]
+    twice = 50 * H if family(chosen).tie_word_embeddings and schedule != "zbv" else 0
+    assert sum(count or 0 for count in held) == (cost.parameter_count(chosen.model) or 0) + twice
+
+
+def test_the_vocabularys_multiple_is_padding() -> None:
+    chosen = config("llama", parallel={"vocab_multiple": 16})
+    rows = {multiple: cost.local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
+    assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
+    assert rows[64] - rows[1] == 2 * (64 - 25) * H  # type: ignore[operator]
+    assert cost.checkpoint_bytes(chosen) == cost.checkpoint_bytes(config("llama"))
+
+
+# ---- memory
+
+
+def test_a_pipeline_of_one_is_none() -> None:
+    chosen = config(pipeline=1, schedule="gpipe")
+    (found,) = memory(chosen)
+    assert found.pipeline == 0
+    assert found == cost.expected_memory(config(pipeline=1, train={"global_batch": 1}), Layout(1))
+    assert "pipeline" not in dict(found.rows())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flying"),
+    [("gpipe", [M, M, M, M]), ("1f1b", [4, 3, 2, 1])],
+)
+def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[int]) -> None:
+    """Between first and last a stage keeps what its block saves, but for its input, and its output: as many bytes."""
+    found = memory(config(schedule=schedule, pipeline=4))
+    block = cost.expected_memory(config(pipeline=1), Layout(1))
+    assert block is not None
+    norm = 4 * S * (H + 2)
+    each = (block.activations - norm - X) // LAYERS
+    assert [one.activations for one in found[:3]] == [
+        flying[0] * (each + X),
+        flying[1] * each,
+        flying[2] * each,
+    ]
+    assert found[3].activations == flying[3] * (each - X + norm + X)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_messages_have_memory_of_their_own(schedule: str) -> None:
+    """x and its gradient, of every micro-batch and boundary; with several stages on a rank what is sent stays, too."""
+    found = memory(config(schedule=schedule))
+    received = {"interleaved": (3, 3), "interleaved_zero_bubble": (3, 3), "zbv": (2, 4), "dualpipev": (2, 4)}
+    sends = {"interleaved": (3, 3), "interleaved_zero_bubble": (3, 3), "zbv": (2, 2), "dualpipev": (2, 2)}
+    expected = [
+        M * X * (into + out)
+        for into, out in zip(received.get(schedule, (1, 1)), sends.get(schedule, (0, 0)), strict=True)
+    ]
+    assert [one.pipeline for one in found] == expected
+
+
+def test_the_loss_is_the_last_ranks() -> None:
+    for schedule, last in (("1f1b", 3), ("zbv", 0)):
+        found = memory(config(schedule=schedule, pipeline=4 if schedule == "1f1b" else 2))
+        assert [one.loss > 0 for one in found] == [rank == last for rank in range(len(found))]
+
+
+def test_gpipe_keeps_the_heads_gradients_of_all_micro_batches() -> None:
+    """The loss makes them in its forward pass, [V, H] in float32 each."""
+    gpipe, alternating = (memory(config(schedule=schedule))[1] for schedule in ("gpipe", "1f1b"))
+    assert gpipe.loss - alternating.loss == (M - 1) * (4 * 50 * H + X)
+
+
+def test_the_rank_that_needs_most_is_what_is_expected() -> None:
+    chosen = config(pipeline=4)
+    layout, by_rank = chosen.check(4), memory(chosen)
+    assert cost.expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
+    assert [cost.expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
+
+
+def test_zero_shares_out_a_stages_state() -> None:
+    chosen = config(train={"global_batch": 4 * M})
+    one, four = memory(config()), memory(chosen, 8)
+    for alone, shared in zip(one, four, strict=True):
+        assert 0 <= 4 * shared.optimizer - alone.optimizer < 4 * 8 * 32 * 3 * 4  # a bucket's padding
+        assert shared.activations == alone.activations
+
+
+def test_a_walk_through_an_order() -> None:
+    """Two stages of a rank: 10 and 1 bytes a pass, and 100 while the second makes its loss, of which 5 stay."""
+    passes = {
+        0: Pass(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0),
+        3: Pass(kept=1, loss=100, loss_kept=5, backward=2, last=0, waiting=7, reduction=30),
+    }
+    parallel = config(schedule="zbv").parallel
+    found = peak(work_order(parallel, 4, 0), passes, 4)
+    assert found.in_flight == 4
+    assert found.activations == 4 * 10
+    assert found.forward == found.whole == 3 * 10 + 1 + 100
+    passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
+    assert peak(work_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
+
+
+def test_invariant_masks_are_held_for_all_in_flight() -> None:
+    masks = {}
+    for pipeline in (1, 2):
+        chosen = config("gpt", 0.1, pipeline=pipeline, train={"dropout_mode": "invariant"})
+        masks[pipeline] = [
+            cost.invariant_dropout(chosen, chosen.check(pipeline), pipeline_rank=rank) for rank in range(pipeline)
+        ]
+    (whole,), (first, last) = masks[1], masks[2]
+    assert whole is not None
+    assert first is not None
+    assert last is not None
+    assert first.elements_hashed + last.elements_hashed == whole.elements_hashed
+    assert first.bytes_held == whole.bytes_held + S * H  # two passes through half of the blocks, and the embedding's
+    assert last.bytes_held == (whole.bytes_held - S * H) // 2
+
+
+# ---- bytes on the wire
+
+
+@pytest.mark.parametrize(
+    ("schedule", "messages"),
+    [("gpipe", (1, 1)), ("1f1b", (1, 1)), ("interleaved", (3, 3)), ("zbv", (2, 2)), ("dualpipev", (2, 2))],
+)
+def test_messages_cross_once_there_and_once_back(schedule: str, messages: tuple[int, int]) -> None:
+    chosen = config("llama", schedule=schedule)
+    layout = chosen.check(2)
+    for rank, count in enumerate(messages):
+        assert sent(chosen, layout, pipeline_rank=rank) == {
+            ("pp", "send"): count * M * X,
+            ("pp", "all_reduce"): 2 * 4 / 2,
+            ("world", "all_reduce"): 2 * 8 / 2,
+        }
+
+
+def test_messages_are_cut_as_the_sequence_is() -> None:
+    whole, cut = (config("llama", parallel={"tensor": 2, "sequence": sequence}) for sequence in (False, True))
+    key = ("pp", "send")
+    assert sent(whole, whole.check(4))[key] == 2 * sent(cut, cut.check(4))[key] == M * X
+
+
+def test_evaluation_sends_onwards_only() -> None:
+    chosen = config("llama", pipeline=4)
+    found = [cost.bytes_per_evaluation_batch(chosen, chosen.check(4), pipeline_rank=rank) for rank in range(4)]
+    assert found == [{("pp", "send"): M * X}] * 3 + [{}]
+
+
+def test_only_the_ends_look_up_and_predict() -> None:
+    chosen = config("llama", pipeline=4, parallel={"tensor": 2})
+    layout = chosen.check(8)
+    whats = []
+    for rank in range(4):
+        transfers = cost.step_transfers(chosen, layout, pipeline_rank=rank)
+        assert transfers is not None
+        whats.append({one.what for one in transfers if one.axis == "tp"})
+    blocks = {"outputs of attention and MLP", "gradients of the inputs of attention and MLP"}
+    head = {"largest logit of each token", "sum of exponentials and target logit", "gradient of the head's input"}
+    assert whats == [blocks | {"embedding output"}, blocks, blocks, blocks | head]
+
+
+@pytest.mark.parametrize(("pipeline", "axis"), [(2, "pp"), (4, "pp/ends")])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_tied_embeddings_gradient_is_summed_over_both_ends(zero: int, pipeline: int, axis: str) -> None:
+    chosen = config(pipeline=pipeline, optimizer={"zero": zero}, train={"global_batch": 2 * M})
+    layout = chosen.check(2 * pipeline)
+    for rank in range(pipeline):
+        summed = 0
+        for data_rank in range(2):
+            transfers = cost.step_transfers(chosen, layout, pipeline_rank=rank, data_rank=data_rank)
+            assert transfers is not None
+            ends = [one for one in transfers if one.what == "gradient of the tied embedding"]
+            assert [(one.axis, one.kind, one.ranks) for one in ends] in ([], [(axis, "all_reduce", 2)])
+            summed += sum(one.bytes for one in ends)
+        copies = 1 if zero else 2
+        assert summed == (4 * copies * 50 * H if rank in (0, pipeline - 1) else 0)
+
+
+def test_where_one_rank_has_both_ends_there_is_nothing_to_sum() -> None:
+    chosen = config(schedule="zbv")
+    for rank in range(2):
+        transfers = cost.step_transfers(chosen, chosen.check(2), pipeline_rank=rank)
+        assert transfers is not None
+        assert "gradient of the tied embedding" not in {one.what for one in transfers}
+
+
+def test_padding_at_the_ends_is_not_sent() -> None:
+    chosen = config(parallel={"tensor": 2, "vocab_multiple": 32})
+    found = []
+    for tensor_rank in range(2):
+        transfers = cost.step_transfers(chosen, chosen.check(4), tensor_rank=tensor_rank)
+        assert transfers is not None
+        found += [one.bytes for one in transfers if one.what == "gradient of the tied embedding"]
+    assert found == [4 * 32 * H, 4 * 18 * H]
+
+
+def test_a_case_has_the_stages_of_its_rank() -> None:
+    chosen = config(schedule="zbv")
+    cases = [Case.of(chosen, chosen.check(2), False, rank) for rank in range(2)]
+    assert [[stage.index for stage in case.stages] for case in cases if case] == [[0, 3], [1, 2]]
+    assert [(case.has_first, case.has_last, case.layers) for case in cases if case] == [
+        (True, True, 2),
+        (False, False, 2),
+    ]
+
+
+def test_the_175b_layout_is_computed() -> None:
+    """Each rank has a 32nd of an eighth of the blocks; the ends have the padded vocabulary too."""
+    recipe = load_config("gpt3-175b")
+    layout = recipe.check(256)
+    plan = cost.stage_plan(recipe, layout)
+    held = [
+        cost.local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan
+    ]  # fmt: skip
+    hidden = 12288
+    block = (12 * hidden**2 + 3 * hidden + 4 * hidden) // 32 + 6 * hidden
+    assert held[1:-1] == [12 * block] * 6
+    assert held[0] == 12 * block + (1664 + 2048) * hidden
+    assert held[-1] == 12 * block + (1664 + 2) * hidden

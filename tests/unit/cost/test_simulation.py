@@ -1,0 +1,87 @@
+"""Schedules with stages that are all alike: the bubble is that of the papers, and each rank holds what it should."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from shardwise.config import ParallelConfig, Schedule
+from shardwise.config.pipeline import fits_schedule
+from shardwise.cost.simulation import Simulation, simulate
+from shardwise.cost.stages import bubble
+
+MICRO_BATCHES = range(1, 13)
+ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def simulated(micro_batches: int, **parallel: Any) -> tuple[ParallelConfig, Simulation]:
+    config = ParallelConfig(**parallel)
+    return config, simulate(config, micro_batches)
+
+
+def cases(schedule: Schedule, virtual: tuple[int | None, ...] = (None,)) -> list[tuple[int, int | None, int]]:
+    return [
+        (p, v, m)
+        for p, v, m in itertools.product((2, 3, 4), virtual, MICRO_BATCHES)
+        if fits_schedule(ParallelConfig(pipeline=p, schedule=schedule, virtual_stages=v), m)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_of_one_stage_on_each_rank_is_the_formula(schedule: Schedule) -> None:
+    for p, _, m in cases(schedule):
+        config, found = simulated(m, pipeline=p, schedule=schedule)
+        assert found.bubble == pytest.approx(bubble(config, m)), f"p {p}, m {m}"
+        assert found.makespan == 3 * (m + p - 1)
+        assert {found.busy(rank) for rank in range(p)} == {3 * m}
+
+
+def test_the_interleaved_bubble_is_the_formula() -> None:
+    """Where micro-batches come in whole rounds of p, as the paper wants them; else the last round is longer."""
+    for p, v, m in cases("interleaved", (2, 3)):
+        config, found = simulated(m, pipeline=p, schedule="interleaved", virtual_stages=v)
+        formula = bubble(config, m)
+        assert formula is not None
+        if m % p == 0:
+            assert found.bubble == pytest.approx(formula), f"p {p}, v {v}, m {m}"
+        else:
+            assert found.bubble >= formula - 1e-9, f"p {p}, v {v}, m {m}"
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_everything_is_done_once_and_in_order(schedule: Schedule) -> None:
+    for p, _, m in cases(schedule):
+        config, found = simulated(m, pipeline=p, schedule=schedule)
+        stages = p * config.stages_per_rank
+        work = {(each.work.kind, each.work.stage, each.work.micro_batch): each for row in found.ranks for each in row}
+        assert len(work) == sum(map(len, found.ranks)), "something is done twice"
+        for stage, micro_batch in itertools.product(range(stages), range(m)):
+            forward = work["forward", stage, micro_batch]
+            backward = work.get(("backward", stage, micro_batch)) or work["input", stage, micro_batch]
+            assert forward.end <= backward.start
+            assert backward.work.kind == "backward" or work["weight", stage, micro_batch].start >= backward.end
+            if stage:
+                assert work["forward", stage - 1, micro_batch].end <= forward.start
+        for row in found.ranks:
+            assert all(one.end <= other.start for one, other in itertools.pairwise(row)), "a rank does two things"
+        assert 0 <= found.bubble < 1
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_weight_gradients_fill_gaps(schedule: Schedule) -> None:
+    """Beside a second stage on each rank: from 2p micro-batches on, (p-1) / (6m+p-1) is left."""
+    for p, _, m in cases(schedule):
+        _, found = simulated(m, pipeline=p, schedule=schedule)
+        _, plain = simulated(m, pipeline=p, schedule="1f1b")
+        if m >= p:
+            assert found.bubble < plain.bubble or (schedule, m) == ("zbv", p), f"p {p}, m {m}"
+        if m >= 2 * p:
+            assert found.bubble == pytest.approx((p - 1) / (6 * m + p - 1)), f"p {p}, m {m}"
+
+
+def test_what_the_ranks_hold() -> None:
+    for p, _, m in cases("1f1b"):
+        _, found = simulated(m, pipeline=p, schedule="1f1b")
+        assert [found.held(rank) for rank in range(p)] == [min(m, p - rank) for rank in range(p)]
+        _, all_first = simulated(m, pipeline=p, schedule="gpipe")
+        assert [all_first.held(rank) for rank in range(p)] == [m] * p

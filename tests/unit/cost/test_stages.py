@@ -1,0 +1,93 @@
+"""The plan of stages: balanced by cost, equal or by name; on which ranks they are, and what that costs."""
+
+import itertools
+
+import pytest
+
+from shardwise.config import Config, ParallelConfig, load_config
+from shardwise.cost import compute_shares, stage_plan
+from shardwise.cost.stages import balanced, rank_of, sends
+
+
+def sizes(config: Config) -> list[int]:
+    layout = config.check(config.parallel.tensor * config.parallel.pipeline)
+    return [len(stage.layers) for stage in stage_plan(config, layout)]
+
+
+def tiny(*overrides: str) -> Config:
+    return load_config("gpt-tiny", ["train.micro_batch=1", *(f"parallel.{one}" for one in overrides)])
+
+
+@pytest.mark.parametrize("head", [0.0, 0.4, 1.0, 1.7, 3.2, 40.0])
+@pytest.mark.parametrize(("layers", "stages"), [(8, 1), (8, 2), (7, 3), (12, 4), (9, 5), (5, 5)])
+def test_no_other_cut_has_a_cheaper_dearest_stage(layers: int, stages: int, head: float) -> None:
+    def dearest(cut: list[int]) -> float:
+        return max(cut[-1] + head, *cut[:-1], 0)
+
+    cuts = [
+        [stop - start for start, stop in itertools.pairwise((0, *inner, layers))]
+        for inner in itertools.combinations(range(1, layers), stages - 1)
+    ]
+    found = balanced(layers, stages, head)
+    assert found in cuts
+    assert dearest(found) == min(map(dearest, cuts))
+    assert found[:-1] == sorted(found[:-1]), "an earlier stage holds more micro-batches: it has not more blocks"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"), [("gpt3-23b", [7] * 4), ("gpt3-46b", [7] * 8), ("gpt3-175b", [12] * 8)]
+)
+def test_gpt3s_stages_are_equal(recipe: str, expected: list[int]) -> None:
+    assert sizes(load_config(recipe)) == expected
+
+
+def test_a_dear_head_makes_the_last_stage_short() -> None:
+    wide = load_config("gpt-tiny", ["train.micro_batch=1", "parallel.pipeline=2", "model.vocab_size=4096"])
+    shares = compute_shares(wide, wide.check(2))
+    assert sizes(wide) == [6, 2]
+    assert shares[1] > shares[0]
+    assert sizes(tiny("pipeline=2")) == [4, 4]
+
+
+def test_stages_are_consecutive_and_know_their_place() -> None:
+    config = tiny("pipeline=2", "schedule=interleaved", "virtual_stages=4")
+    plan = stage_plan(config, config.check(2))
+    assert [list(stage.layers) for stage in plan] == [[block] for block in range(8)]
+    assert [stage.index for stage in plan] == list(range(8))
+    assert [stage.is_first for stage in plan] == [True] + [False] * 7
+    assert [stage.is_last for stage in plan] == [False] * 7 + [True]
+
+
+def test_stages_by_name_are_those() -> None:
+    assert sizes(tiny("pipeline=3", "stages=[2,4,2]")) == [2, 4, 2]
+    assert sizes(tiny("pipeline=2", "schedule=zbv", "stages=[1,2,3,2]")) == [1, 2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [("1f1b", [0, 1, 2]), ("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])],
+)
+def test_ranks_of_stages(schedule: str, ranks: list[int]) -> None:
+    parallel = ParallelConfig.model_validate({"pipeline": 3, "schedule": schedule})
+    assert [rank_of(parallel, stage) for stage in range(len(ranks))] == ranks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "messages"),
+    [("gpipe", [1, 2, 2, 1]), ("interleaved", [1, 2, 2, 2, 2, 2, 2, 1]), ("dualpipev", [1, 2, 2, 1, 1, 2, 2, 1])],
+)
+def test_messages_of_stages(schedule: str, messages: list[int]) -> None:
+    """Each boundary has one there and one back, but not where both its sides are on one rank."""
+    config = tiny("pipeline=4", f"schedule={schedule}")
+    plan = stage_plan(config, config.check(4))
+    assert [sends(config.parallel, stage) for stage in plan] == messages
+
+
+def test_shares_of_the_compute_add_up() -> None:
+    for recipe in ("gpt3-23b", "gpt-neox-20b-pp4"):
+        config = load_config(recipe)
+        shares = compute_shares(config, config.check(128))
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares[0] == shares[1] < shares[-1]
+    whole = load_config("gpt-tiny")
+    assert compute_shares(whole, whole.check(1)) == (1.0,)
