@@ -29,7 +29,8 @@ class Meter:
     """Bytes that each kind of collective puts on this rank's wire, by the ring formulas, with calls and seconds.
 
     With n ranks and a whole tensor of b bytes: all-reduce 2·b·(n-1)/n; all-gather, reduce-scatter and all-to-all
-    b·(n-1)/n; broadcast b·(n-1)/n; send b. Seconds are kept only while `timed` is set, for a synchronous view of the cost.
+    b·(n-1)/n; broadcast b·(n-1)/n; send b. Seconds are kept only while `timed` is set, for a synchronous view of the
+    cost.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)

@@ -109,9 +109,9 @@ def rows(
 ) -> Piece:
     """The piece of a canonical tensor cut along dim 0, the rest whole, at row `at` of the local tensor.
 
-    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows, or
-    `per_rank` of them where that is more. The last runs may hold fewer, down to none: the local tensor is padded there.
-    The gradient of a box with copies is partial.
+    The g ranks form g / `copies` runs of neighbours; each run's members hold the same `ceil(rows · copies / g)` rows,
+    or `per_rank` of them where that is more. The last runs may hold fewer, down to none: the local tensor is padded
+    there. The gradient of a box with copies is partial.
     """
     parts = group.size // copies
     per_rank = per_rank or -(-shape[0] // parts)

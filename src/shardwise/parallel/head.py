@@ -20,8 +20,9 @@ from shardwise.placement import Init
 class ParallelLMHead(placement.PlacedModule):
     """`logits = x Wᵀ + b` with W `[V, H]` cut along the vocabulary: rank r holds `ceil(V/g)` rows, the last padded.
 
-    `row_multiple`: rounded up to a multiple of this. `tied_weight`: the embedding's local weight, which has the same rows, instead of a weight of its own. `bias_name`:
-    canonical name of the bias (whole, such as `cls.predictions.bias`); None: the head has none.
+    `row_multiple`: rounded up to a multiple of this. `tied_weight`: the embedding's local weight, which has the same
+    rows, instead of a weight of its own. `bias_name`: canonical name of the bias (whole, such as
+    `cls.predictions.bias`); None: the head has none.
     """
 
     def __init__(
