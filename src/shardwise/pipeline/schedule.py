@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from shardwise._torch_private import open_connections_to_others
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.cost.stages import Stage
@@ -63,6 +64,7 @@ class Pipeline:
         self._has_last = any(each.stage.is_last for each in self._submodules)
         self._waiting: Counter[nn.Parameter] = Counter()
         self._ready: Callable[[nn.Parameter], None] = _ignore
+        open_connections_to_others(self.stages)
         self.schedule = make_schedule(parallel, self.stages, micro_batches)
 
     def step(self, compute: Compute, ready: Callable[[nn.Parameter], None] | None = None) -> None:
@@ -163,6 +165,9 @@ class _Stage(PipelineStage):
         self._module, self._pp, self._clock = module, mesh.pp, clock
         self._x_bytes = x.numel() * x.element_size()
         self._on_reduction = on_reduction
+        # torch lets go of the outputs between the two parts of a backward pass. An autograd function in Python that the
+        # second part begins at (the loss) is then gone in torch 2.11, unless what follows it is held.
+        self._graphs: dict[int, list[Any]] = {}
         self.awaited: list[str] = []
         """What was asked of other ranks and has not been used yet, the oldest first."""
 
@@ -175,12 +180,16 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._arrived(self._name("the gradient of x", bwd_chunk_id, 1))
         kind = BACKWARD if options.get("full_backward", True) else INPUT
+        if kind == INPUT:
+            outputs = self.fwd_cache[bwd_chunk_id][0] if options.get("loss") is None else (options["loss"],)
+            self._graphs[bwd_chunk_id] = [each.grad_fn for each in outputs]
         with self._clock.time(kind, self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+        del self._graphs[bwd_chunk_id]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         receives = name_messages(super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id)
