@@ -87,8 +87,7 @@ def expected_memory(
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
     """Peak bytes of each pipeline rank. None for a model of your own."""
-    cases = [Case.of(config, layout, accelerator, rank) for rank in range(layout.pipeline)]
-    return [_memory(case) for case in cases if case is not None] or None
+    return [_memory(case) for case in Case.of_ranks(config, layout, accelerator)] or None
 
 
 def _memory(case: Case) -> MemoryEstimate:
