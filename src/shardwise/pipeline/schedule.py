@@ -161,6 +161,8 @@ class _Stage(PipelineStage):
             input_args=first if stage.is_first else like_x,
             output_args=last if stage.is_last else like_x,
             group=mesh.pp.process_group,
+            # Each weight's gradient by itself would compute a block that is recomputed again for each of its weights.
+            dw_builder=_nothing_left if _recomputes_blocks(module.model) else None,
         )
         self._module, self._pp, self._clock = module, mesh.pp, clock
         self._x_bytes = x.numel() * x.element_size()
@@ -229,6 +231,15 @@ class _Stage(PipelineStage):
         for _ in sends:
             group.count("send", self._x_bytes)
         return sends
+
+
+def _recomputes_blocks(model: nn.Module) -> bool:
+    return getattr(model, "recompute", None) == "full"
+
+
+def _nothing_left() -> Callable[[], None]:
+    """What remains of a backward pass that was done in one part."""
+    return lambda: None
 
 
 def _sum(losses_K: Tensor, _target: Tensor) -> Tensor:
