@@ -1,7 +1,7 @@
 """GPT-3's layouts on 256 and 128 ranks, one at a time: every pipeline rank builds its stages and makes a step.
 
 Fake tensors have shapes and no numbers, and the fake process group delivers nothing. What a rank sends is compared with
-`cost`. Widths, vocabulary and layout are the recipes' own; two blocks on each rank stand for all, and as few
+`cost`. Widths, vocabulary and layout are the recipes' own; one block in each stage stands for all, and as few
 micro-batches as each schedule takes.
 """
 
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from shardwise import cost
 from shardwise._torch_private import skip_pipeline_warm_up
 from shardwise.config import Config, Layout, Schedule, load_config
+from shardwise.config.sections import SINGLE_STAGE
 from shardwise.data import PreparedData
 from shardwise.mesh import Mesh
 from shardwise.models import gives_losses
@@ -50,7 +51,7 @@ def config_of(recipe: str, schedule: Schedule) -> tuple[Config, Layout]:
     micro_batches = 2 * pipeline if schedule == "dualpipev" else pipeline
     overrides = {
         "parallel.schedule": schedule,
-        "model.num_hidden_layers": 2 * pipeline,
+        "model.num_hidden_layers": pipeline * (1 if schedule in SINGLE_STAGE else 2),
         "train.global_batch": micro_batches * data,
     }
     config = load_config(recipe, [f"{key}={value}" for key, value in overrides.items()])
