@@ -99,6 +99,20 @@ class _NamedWork:
             self._work.wait()
 
 
+def open_connections_to_others(stages: Iterable[Any]) -> None:
+    """Let a rank with two neighbouring stages not send to itself as a schedule opens connections, which gloo refuses.
+
+    Releases before torch 2.13 send from each stage to the next, whether another rank has it or not.
+    """
+    for stage in stages:
+        plain = stage._get_init_p2p_neighbors_ops
+
+        def to_others(plain: Callable[[], list[Any]] = plain, here: int = stage.group_rank) -> list[Any]:
+            return [each for each in plain() if each.group_peer != here]
+
+        stage._get_init_p2p_neighbors_ops = to_others
+
+
 def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
     """Let a pipeline schedule's first step go without the messages that open its connections.
 

@@ -34,6 +34,9 @@ CASES: list[Case] = [
     ("bert", "gpipe", 2, 1, 1, "full", "adamw"),
     ("bert", "interleaved", 2, 2, 0, "none", "adamw"),
     ("bert", "zbv", 2, 1, 0, "selective", "lamb"),
+    ("llama", "zbv", 2, 2, 0, "full", "adamw"),
+    ("gpt", "interleaved_zero_bubble", 2, 2, 0, "full", "adamw"),
+    ("neox", "dualpipev", 2, 2, 0, "full", "adamw"),
 ]
 
 

@@ -103,7 +103,7 @@ def _schedule(config: Config, layout: Layout) -> str:
     shown = f"{parallel.schedule}, {layout.stages} stages, {micro_batches} micro-batches: bubble"
     formula = cost.bubble(parallel, micro_batches)
     if formula is None:
-        simulated = cost.simulate(parallel, micro_batches).bubble
+        simulated = cost.simulate(parallel, micro_batches, config.train.recompute).bubble
         return (
             f"{shown} {simulated:.1%} by its order of work, where stages are equal and a forward pass takes as long as "
             "each half of a backward pass"

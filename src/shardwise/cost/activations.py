@@ -170,16 +170,18 @@ def block_activations(case: Case) -> Block:
     )
 
 
-def waiting_gradients(case: Case) -> int:
-    """What a block holds from the gradient of its input until those of its weights, where these come later.
+def waiting_bytes(case: Case) -> int:
+    """What a block holds on top from the gradient of its input until those of its weights, where these come later.
 
     The gradient of what each matrix product and norm gives: of QKV, [T·(q + 2kv)/t], of both outputs, [2·T·H], of the
-    first layer of the MLP, [T·F/t] (Llama: twice), and of both norms, [2·T/s·H].
+    first layer of the MLP, [T·F/t] (Llama: twice), and of both norms, [2·T/s·H]. And the inside of the core, where it
+    was computed again.
     """
     hidden, local = case.model.hidden_size, case.local
     first = (2 if isinstance(case.model, LlamaConfig) else 1) * local.intermediate
     wide = case.tokens * (local.query + 2 * local.key_value + 2 * hidden + first)
-    return case.a * (wide + 2 * case.tokens_between * hidden)
+    again = block_activations(case).core if case.config.train.recompute == "selective" else 0
+    return case.a * (wide + 2 * case.tokens_between * hidden) + again
 
 
 def layer_norm_bytes(case: Case) -> int:

@@ -37,13 +37,30 @@ class Case:
     @staticmethod
     def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> Case | None:
         """None for a model of your own, of which nothing is known before it is built."""
+        found = Case.of_ranks(config, layout, accelerator)
+        return found[pipeline_rank] if found else None
+
+    @staticmethod
+    def of_ranks(config: Config, layout: Layout, accelerator: bool) -> list[Case]:
+        """Of each pipeline rank; none for a model of your own."""
         model = config.model
         if isinstance(model, OwnConfig):
-            return None
+            return []
         local = LocalWidths.of(model, layout.tensor, config.parallel.vocab_multiple)
-        precision = config.precision.resolved(accelerator)
-        stages = tuple(stage for stage in stage_plan(config, layout) if stage.rank == pipeline_rank)
-        return Case(config, layout, model, precision, local, accelerator, pipeline_rank, stages)
+        precision, plan = config.precision.resolved(accelerator), stage_plan(config, layout)
+        return [
+            Case(
+                config,
+                layout,
+                model,
+                precision,
+                local,
+                accelerator,
+                pipeline_rank=rank,
+                stages=tuple(stage for stage in plan if stage.rank == rank),
+            )
+            for rank in range(layout.pipeline)
+        ]
 
     @property
     def layers(self) -> int:

@@ -16,12 +16,12 @@ from shardwise.cost.activations import (
     invariant_masks,
     layer_norm_bytes,
     rms_norm_bytes,
-    waiting_gradients,
+    waiting_bytes,
 )
 from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, Peak, peak
-from shardwise.cost.order import work_order
+from shardwise.cost.order import in_one_pass, work_order
 from shardwise.cost.params import DTYPE_BYTES, parameter_count
 from shardwise.cost.stages import Stage, sends
 
@@ -87,8 +87,7 @@ def expected_memory(
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
     """Peak bytes of each pipeline rank. None for a model of your own."""
-    cases = [Case.of(config, layout, accelerator, rank) for rank in range(layout.pipeline)]
-    return [_memory(case) for case in cases if case is not None] or None
+    return [_memory(case) for case in Case.of_ranks(config, layout, accelerator)] or None
 
 
 def _memory(case: Case) -> MemoryEstimate:
@@ -109,6 +108,8 @@ def _memory(case: Case) -> MemoryEstimate:
 
 def _step_peak(case: Case) -> Peak:
     order = work_order(case.config.parallel, case.micro_batches, case.pipeline_rank)
+    if case.config.train.recompute == "full":
+        order = in_one_pass(order)
     reduction = _reduction(case)
     return peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
 
@@ -137,7 +138,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         loss_kept=_loss_gradients(case) if stage.is_last else 0,
         backward=blocks.peak + embedding + head - received,
         last=_embedding_gradient(case) + head if stage.is_first else 0,
-        waiting=len(stage.layers) * waiting_gradients(case),
+        waiting=len(stage.layers) * waiting_bytes(case),
         reduction=reduction,
     )
 

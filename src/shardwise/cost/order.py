@@ -9,7 +9,8 @@ Legend: p pipeline ranks, r the rank, v stages on each rank, m micro-batches of 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -35,6 +36,16 @@ def work_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple
     """The work of a rank in one step; without a pipeline one micro-batch after the other."""
     schedule: Schedule = "1f1b" if parallel.pipeline == 1 else parallel.schedule
     return _order(schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
+
+
+def in_one_pass(order: Iterable[Work]) -> tuple[Work, ...]:
+    """The order where backward passes are not parted: all is done where the gradient of the input has its place.
+
+    So it is with full recompute, which would compute a block again for the gradient of each of its weights.
+    """
+    return tuple(
+        replace(work, kind="backward") if work.kind == "input" else work for work in order if work.kind != "weight"
+    )
 
 
 def rounds(degree: int, micro_batches: int) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import ParallelConfig
-from shardwise.cost.order import TIME, Work, work_order
+from shardwise.config import ParallelConfig, Recompute
+from shardwise.cost.order import TIME, Work, in_one_pass, work_order
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Simulation:
         return most
 
 
-def simulate(parallel: ParallelConfig, micro_batches: int) -> Simulation:
-    """A step of the schedule."""
-    return run_orders([work_order(parallel, micro_batches, rank) for rank in range(parallel.pipeline)])
+def simulate(parallel: ParallelConfig, micro_batches: int, recompute: Recompute = "none") -> Simulation:
+    """A step of the schedule. Full recompute leaves backward passes in one part."""
+    orders = [work_order(parallel, micro_batches, rank) for rank in range(parallel.pipeline)]
+    return run_orders([in_one_pass(order) for order in orders] if recompute == "full" else orders)
 
 
 def run_orders(orders: Sequence[Sequence[Work]]) -> Simulation:

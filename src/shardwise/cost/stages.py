@@ -74,9 +74,10 @@ def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
     """How many blocks cost as much as what follows the last one."""
     length = config.train.sequence_length
     predictions = config.data.predictions(length)
-    head, total = head_flops_per_token(model, length, predictions), flops_per_token(model, length, predictions)
+    one = model.model_copy(update={"num_hidden_layers": 1})
+    head, total = head_flops_per_token(one, length, predictions), flops_per_token(one, length, predictions)
     assert total is not None
-    return head / ((total - head) / model.num_hidden_layers)
+    return head / (total - head)
 
 
 def rank_of(parallel: ParallelConfig, stage: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from shardwise._torch_private import open_connections_to_others
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.cost.stages import Stage
@@ -63,6 +64,7 @@ class Pipeline:
         self._has_last = any(each.stage.is_last for each in self._submodules)
         self._waiting: Counter[nn.Parameter] = Counter()
         self._ready: Callable[[nn.Parameter], None] = _ignore
+        open_connections_to_others(self.stages)
         self.schedule = make_schedule(parallel, self.stages, micro_batches)
 
     def step(self, compute: Compute, ready: Callable[[nn.Parameter], None] | None = None) -> None:
@@ -159,10 +161,15 @@ class _Stage(PipelineStage):
             input_args=first if stage.is_first else like_x,
             output_args=last if stage.is_last else like_x,
             group=mesh.pp.process_group,
+            # Each weight's gradient by itself would compute a block that is recomputed again for each of its weights.
+            dw_builder=_nothing_left if _recomputes_blocks(module.model) else None,
         )
         self._module, self._pp, self._clock = module, mesh.pp, clock
         self._x_bytes = x.numel() * x.element_size()
         self._on_reduction = on_reduction
+        # torch lets go of the outputs between the two parts of a backward pass. An autograd function in Python that the
+        # second part begins at (the loss) is then gone in torch 2.11, unless what follows it is held.
+        self._graphs: dict[int, list[Any]] = {}
         self.awaited: list[str] = []
         """What was asked of other ranks and has not been used yet, the oldest first."""
 
@@ -175,12 +182,16 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._arrived(self._name("the gradient of x", bwd_chunk_id, 1))
         kind = BACKWARD if options.get("full_backward", True) else INPUT
+        if kind == INPUT:
+            outputs = self.fwd_cache[bwd_chunk_id][0] if options.get("loss") is None else (options["loss"],)
+            self._graphs[bwd_chunk_id] = [each.grad_fn for each in outputs]
         with self._clock.time(kind, self.stage_index, bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+        del self._graphs[bwd_chunk_id]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         receives = name_messages(super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id)
@@ -220,6 +231,15 @@ class _Stage(PipelineStage):
         for _ in sends:
             group.count("send", self._x_bytes)
         return sends
+
+
+def _recomputes_blocks(model: nn.Module) -> bool:
+    return getattr(model, "recompute", None) == "full"
+
+
+def _nothing_left() -> Callable[[], None]:
+    """What remains of a backward pass that was done in one part."""
+    return lambda: None
 
 
 def _sum(losses_K: Tensor, _target: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
     """The picture, what it means and its bubble, in lines of at most `width` characters as far as that can be."""
     micro_batches = layout.accumulation(config.train)
-    simulation = simulate(config.parallel, micro_batches)
+    simulation = simulate(config.parallel, micro_batches, config.train.recompute)
     ranks, omitted_ranks = _ends(list(range(layout.pipeline)), _MOST_ROWS)
     cell = len(str(micro_batches - 1)) + 1
     rows = {rank: _row(simulation, rank, cell) for rank in ranks}

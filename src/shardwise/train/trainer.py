@@ -81,10 +81,10 @@ class Trainer:
             return self._run(trace)
 
     def _trace(self) -> Trace:
-        if self.reporter is None:
+        steps = self.config.log.trace_steps
+        if self.reporter is None or steps is None:
             return Trace(None, Path(), pipelined=False)
-        path = self.reporter.run.trace(self.mesh.world.rank)
-        return Trace(self.config.log.trace_steps, path, pipelined=self.mesh.pp.size > 1)
+        return Trace(steps, self.reporter.run.trace(self.mesh.world.rank), pipelined=self.mesh.pp.size > 1)
 
     def _run(self, trace: Trace) -> str | None:
         every = self.config.train.eval_every

@@ -11,7 +11,7 @@ from shardwise.config import Config, Layout, load_config
 from shardwise.cost import MemoryEstimate, Stage
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, peak
-from shardwise.cost.order import work_order
+from shardwise.cost.order import in_one_pass, work_order
 from shardwise.cost.params import local_parameters
 from shardwise.mesh import Group
 from shardwise.models import build_model
@@ -190,6 +190,17 @@ def test_a_walk_through_an_order() -> None:
     assert found.forward == found.whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
     assert peak(work_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_full_recompute_leaves_backward_passes_in_one_part(schedule: str) -> None:
+    parallel = config(schedule=schedule).parallel
+    for rank in range(2):
+        order = in_one_pass(work_order(parallel, M, rank))
+        assert {work.kind for work in order} == {"forward", "backward"}
+        assert len(order) == 2 * 2 * M
+    waits = [cost.simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]
+    assert waits[0] == waits[1] < waits[2]
 
 
 def test_invariant_masks_are_held_for_all_in_flight() -> None:

@@ -1,0 +1,51 @@
+"""What a step through a pipeline holds at its peak, tensor by tensor, against `cost`."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.config import Config
+from shardwise.cost import memory_by_rank
+from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.test_memory import DROPOUT, SIZES, LiveTensors
+from tests.dist.training import FAMILIES, make_config, make_data
+
+TOLERANCE = 0.04
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
+
+
+def measure_step(config: Config) -> tuple[int, int]:
+    """The pipeline rank, and its bytes at the peak of a step that is not the first."""
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
+    length, pairs = config.train.sequence_length, "nsp" in config.model.objectives
+    data = make_data(config.model.vocab_size, length=length, pairs=pairs)
+    with LiveTensors() as live:
+        trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+        trainer.step()
+        live.peak = 0
+        trainer.step()
+    return mesh.pp.rank, live.peak
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        ("gpt", "none"),
+        pytest.param("llama", "full", marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "none", marks=pytest.mark.slow),
+        pytest.param("bert", "selective", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_a_pipeline_holds_what_cost_has(model: str, recompute: str, schedule: str, ranks: Any) -> None:
+    config = make_config(
+        model=SIZES | FAMILIES[model] | dict.fromkeys(DROPOUT[model], 0.0),
+        parallel={"pipeline": 2, "schedule": schedule},
+        train={"micro_batch": 2, "global_batch": 8, "sequence_length": 64, "recompute": recompute},
+    )
+    memory = memory_by_rank(config, config.check(2))
+    assert memory is not None
+    for rank, peak in ranks(2).run(measure_step, config):
+        off = memory[rank].total / peak - 1
+        assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory[rank].total:,} ({off:+.1%})"

@@ -1,0 +1,127 @@
+"""GPT-3's layouts on 256 and 128 ranks, one at a time: every pipeline rank builds its stages and makes a step.
+
+Fake tensors have shapes and no numbers, and the fake process group delivers nothing. What a rank sends is compared with
+`cost`. Widths, vocabulary and layout are the recipes' own; one block in each stage stands for all, and as few
+micro-batches as each schedule takes.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardwise import cost
+from shardwise._torch_private import skip_pipeline_warm_up
+from shardwise.config import Config, Layout, Schedule, load_config
+from shardwise.config.sections import SINGLE_STAGE
+from shardwise.data import PreparedData
+from shardwise.mesh import Mesh
+from shardwise.models import gives_losses
+from shardwise.train.build import build_trainer
+from shardwise.train.execution import Pipelined
+from tests.dist.test_costs import compare, count
+
+WORLD = {"gpt3-175b": 256, "gpt3-23b": 128}
+DEGREES = {"gpt3-175b": (32, 8, 1), "gpt3-23b": (8, 4, 4)}
+MOST_BYTES = 8 * 2**30
+
+ROLES = [
+    (recipe, schedule, rank)
+    for recipe in WORLD
+    for schedule in get_args(Schedule)
+    for rank in range(DEGREES[recipe][1])
+]
+ALWAYS = {
+    ("gpt3-175b", "1f1b", 0), ("gpt3-175b", "zbv", 0), ("gpt3-175b", "dualpipev", 7), ("gpt3-23b", "gpipe", 3),
+    ("gpt3-23b", "interleaved", 2), ("gpt3-23b", "interleaved_zero_bubble", 1), ("gpt3-23b", "1f1b", 3),
+}  # fmt: skip
+"""Both recipes, every schedule, both ends and ranks between."""
+
+
+def config_of(recipe: str, schedule: Schedule) -> tuple[Config, Layout]:
+    _, pipeline, data = DEGREES[recipe]
+    micro_batches = 2 * pipeline if schedule == "dualpipev" else pipeline
+    overrides = {
+        "parallel.schedule": schedule,
+        "model.num_hidden_layers": pipeline * (1 if schedule in SINGLE_STAGE else 2),
+        "train.global_batch": micro_batches * data,
+    }
+    config = load_config(recipe, [f"{key}={value}" for key, value in overrides.items()])
+    layout = config.check(WORLD[recipe])
+    assert (layout.tensor, layout.pipeline, layout.data) == DEGREES[recipe]
+    return config, layout
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave out what reads numbers or addresses of tensors that have none, and drawing weights."""
+    monkeypatch.setattr("shardwise.placement.initialize_", lambda *_: None)
+    monkeypatch.setattr("shardwise.optim.zero.require_elementwise", lambda *_: None)
+    monkeypatch.setattr("shardwise.parallel.ParallelEmbedding._check", lambda *_: None)
+    monkeypatch.setattr("shardwise.parallel.loss._Shard.check", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
+    monkeypatch.setattr(FakeTensor, "tolist", lambda self: [1.0] * self.numel())
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: self.storage_offset() * self.element_size())
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "schedule", "rank"),
+    [pytest.param(*role, marks=() if role in ALWAYS else pytest.mark.slow) for role in ROLES],
+)
+@pytest.mark.usefixtures("nothing_is_read")
+def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int) -> None:
+    config, layout = config_of(recipe, schedule)
+    dist.init_process_group("fake", rank=rank * layout.tensor * layout.data, world_size=layout.world)
+    mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device="cpu")
+    assert mesh.pp.rank == rank
+    row = np.zeros(config.train.sequence_length * config.train.global_batch + 1, dtype=np.uint16)
+    data = PreparedData(Path(), row, row[:0], "zeros", config.model.vocab_size, "zeros")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        trainer = build_trainer(config, layout, mesh, data)
+        execution = trainer.execution
+        assert isinstance(execution, Pipelined)
+        skip_pipeline_warm_up(execution.pipeline.schedule, execution.pipeline.stages)
+        forward = _counting(trainer)
+        count(mesh)
+        trainer.step()
+        micro_batches = layout.accumulation(config.train)
+        plan = [each for each in cost.stage_plan(config, layout) if each.rank == rank]
+        assert forward == {(each.index, number): 1 for each in plan for number in range(micro_batches)}, (
+            "each stage runs once for each micro-batch, in the first step as in any"
+        )
+    sent, calls = count(mesh)
+    expected = cost.bytes_per_step(config, layout, pipeline_rank=rank)
+    assert expected is not None
+    compare(sent, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
+    losses = [gives_losses(part) for part in trainer._parts]
+    assert any(losses) == any(each.is_last for each in plan)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < MOST_BYTES
+
+
+def _counting(trainer: Any) -> dict[tuple[int, int], int]:
+    """How often each stage works on each micro-batch, from now on."""
+    found: dict[tuple[int, int], int] = {}
+    pipeline, plain = trainer.execution.pipeline, trainer.execution.pipeline.step
+    index = {id(model): stage.index for stage, model in trainer.model.pairs()}
+
+    def step(compute: Any, *rest: Any) -> None:
+        def counted(part: torch.nn.Module, x: Any, number: int) -> Any:
+            key = index[id(part)], number
+            found[key] = found.get(key, 0) + 1
+            return compute(part, x, number)
+
+        plain(counted, *rest)
+
+    pipeline.step = step
+    return found
