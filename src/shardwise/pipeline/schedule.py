@@ -6,7 +6,8 @@ Stages are told beforehand what comes and goes (`input_args`, `output_args`): no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,8 +132,14 @@ class _Submodule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.compute is not None, "only a step of the pipeline runs it"
-        try:
+        with self.remembering():
             return self.compute(self.model, None if self.stage.is_first else x, self.micro_batch)
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Around the work of this stage, whose errors are no other rank's."""
+        try:
+            yield
         except Exception as error:
             self.raised = error
             raise
@@ -185,11 +192,11 @@ class _Stage(PipelineStage):
         if kind == INPUT:
             outputs = self.fwd_cache[bwd_chunk_id][0] if options.get("loss") is None else (options["loss"],)
             self._graphs[bwd_chunk_id] = [each.grad_fn for each in outputs]
-        with self._clock.time(kind, self.stage_index, bwd_chunk_id):
+        with self._clock.time(kind, self.stage_index, bwd_chunk_id), self._module.remembering():
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id):
+        with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id), self._module.remembering():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
         del self._graphs[bwd_chunk_id]
 

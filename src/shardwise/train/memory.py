@@ -19,7 +19,8 @@ def out_of_memory_text(
 ) -> str:
     """Phase, rank, bytes by kind, and the settings that would help, the most effective first."""
     accelerator = device.type != "cpu"
-    expected = expected_memory(config, layout, accelerator, pipeline_rank=rank // (layout.data * layout.tensor))
+    stage = rank // (layout.data * layout.tensor) % layout.pipeline
+    expected = expected_memory(config, layout, accelerator, pipeline_rank=stage)
     known = "not known for a model of your own"
     if expected is not None:
         parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
