@@ -93,8 +93,11 @@ def build_stages(
     plan = stage_plan(config, layout)
     ends, embeddings = Group(), dict[str, ParallelEmbedding]()
     outer = (plan[0].rank, plan[-1].rank)
-    if config.model.tie_word_embeddings and outer[0] != outer[1] and mesh.pp.rank in outer:
-        ends = mesh.pp.pick(outer, "ends")
+    if config.model.tie_word_embeddings and outer[0] != outer[1]:
+        # torch names a group by how many its members have: all ranks make one, those between the ends too.
+        between = tuple(rank for rank in range(mesh.pp.size) if rank not in outer)
+        made = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
+        ends = made if mesh.pp.rank in outer else Group()
     stages = Stages()
     for stage in plan:
         if stage.rank == mesh.pp.rank:
