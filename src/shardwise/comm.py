@@ -38,6 +38,13 @@ def _call(meter: Meter, operation: Callable[_P, _R], /, *args: _P.args, **kwargs
         meter.seconds += time.perf_counter() - start
 
 
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone, whichever library carries the messages."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "ncclRemoteError"))
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 

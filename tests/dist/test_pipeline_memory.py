@@ -30,22 +30,29 @@ def measure_step(config: Config) -> tuple[int, int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    ("model", "recompute"),
+    ("model", "recompute", "dropout", "degree"),
     [
-        ("gpt", "none"),
-        pytest.param("llama", "full", marks=pytest.mark.slow),
-        pytest.param("gpt_neox", "none", marks=pytest.mark.slow),
-        pytest.param("bert", "selective", marks=pytest.mark.slow),
+        ("gpt", "none", 0.0, 2),
+        pytest.param("llama", "full", 0.0, 2, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", "none", 0.0, 2, marks=pytest.mark.slow),
+        pytest.param("bert", "selective", 0.0, 2, marks=pytest.mark.slow),
+        pytest.param("gpt", "none", 0.1, 2, marks=pytest.mark.slow),
+        pytest.param("bert", "full", 0.1, 2, marks=pytest.mark.slow),
+        pytest.param("gpt", "none", 0.0, 4, marks=pytest.mark.slow),
+        pytest.param("llama", "selective", 0.0, 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_of_a_pipeline_holds_what_cost_has(model: str, recompute: str, schedule: str, ranks: Any) -> None:
+def test_a_step_of_a_pipeline_holds_what_cost_has(
+    model: str, recompute: str, dropout: float, degree: int, schedule: str, ranks: Any
+) -> None:
+    sizes = SIZES | FAMILIES[model] | dict.fromkeys(DROPOUT[model], dropout)
     config = make_config(
-        model=SIZES | FAMILIES[model] | dict.fromkeys(DROPOUT[model], 0.0),
-        parallel={"pipeline": 2, "schedule": schedule},
-        train={"micro_batch": 2, "global_batch": 8, "sequence_length": 64, "recompute": recompute},
+        model=sizes | {"num_hidden_layers": max(2 * degree, SIZES["num_hidden_layers"])},
+        parallel={"pipeline": degree, "schedule": schedule},
+        train={"micro_batch": 2, "global_batch": 4 * degree, "sequence_length": 64, "recompute": recompute},
     )
-    memory = memory_by_rank(config, config.check(2))
+    memory = memory_by_rank(config, config.check(degree))
     assert memory is not None
-    for rank, peak in ranks(2).run(measure_step, config):
+    for rank, peak in ranks(degree).run(measure_step, config):
         off = memory[rank].total / peak - 1
         assert abs(off) <= TOLERANCE, f"rank {rank}: held {peak:,}, cost has {memory[rank].total:,} ({off:+.1%})"

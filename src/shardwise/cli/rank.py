@@ -86,8 +86,8 @@ def _leave(code: int) -> NoReturn:
 class _Failure:
     """Text for the user and exit code.
 
-    at_once: a signal ended the rank without a checkpoint. waited: the text says what it was waiting for when another
-    rank ended.
+    at_once: a signal ended the rank without a checkpoint. waited: the text says what it was doing when it lost another
+    rank.
     """
 
     text: str

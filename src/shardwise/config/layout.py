@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.config.composition import composition_problems
 from shardwise.config.families import GPTNeoXConfig, LlamaConfig
 from shardwise.config.model import ModelConfig
 from shardwise.config.pipeline import pipeline_problems
@@ -111,7 +112,7 @@ def check_layout(config: Config, world: int) -> Layout:
         data = world // (tensor * pipeline)
         problems += batch_problems(train, data)
         micro_batches = None if problems else train.global_batch // (train.micro_batch * data)
-    problems += pipeline_problems(config, micro_batches)
+    problems += composition_problems(config) + pipeline_problems(config, micro_batches)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
     problems += _resume_problems(config) + _trace_problems(config)
     if problems:

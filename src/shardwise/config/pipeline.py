@@ -15,16 +15,11 @@ if TYPE_CHECKING:
 def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """Every reason why the model cannot be cut into these stages, or the schedule cannot run with `micro_batches`.
 
-    `micro_batches`: of a step, on each rank; None where they are no whole number.
+    A model of your own is not cut: `composition` refuses it. `micro_batches`: of a step, on each rank; None where they are no whole number.
     """
     parallel = config.parallel
-    if parallel.pipeline == 1:
+    if parallel.pipeline == 1 or isinstance(config.model, OwnConfig):
         return []
-    if isinstance(config.model, OwnConfig):
-        return [
-            f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own "
-            f"(model.family {config.model.family}): nothing is known of how to cut it into stages"
-        ]
     problems = _stage_count_problems(parallel)
     if not problems:
         problems = _layer_problems(parallel, config.model.num_hidden_layers)

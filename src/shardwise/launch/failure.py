@@ -27,7 +27,7 @@ _OWN_DEATHS: dict[int, str] = {
 class Failure:
     """Why a run failed: the rank at fault, the text for the user, and the exit code.
 
-    waited: the text says only what this rank was waiting for when another ended.
+    waited: the text says only what this rank was doing when it lost another.
     """
 
     rank: int
@@ -83,9 +83,14 @@ def root_cause(reported: Failure | None, exit_codes: Mapping[int, int], logs: Pa
     cause. The launcher itself ends ranks by SIGTERM, so a death by SIGKILL or a crash is never its doing.
     """
     own_deaths = [rank for rank, code in exit_codes.items() if -code in _OWN_DEATHS]
-    if reported is not None and (not own_deaths or reported.rank in own_deaths):
+    suspects = own_deaths
+    if reported is None:
+        suspects = own_deaths or list(exit_codes)
+    elif reported.waited:  # others that lost a rank end with 1, and those that the launcher ends by SIGTERM
+        suspects = own_deaths or [rank for rank, code in exit_codes.items() if code not in (1, -signal.SIGTERM)]
+    if reported is not None and (not suspects or reported.rank in suspects):
         return reported
-    rank = (own_deaths or list(exit_codes))[0]
+    rank = suspects[0]
     then = f"; {reported.text}" if reported is not None and reported.waited else ""
     return Failure(rank, _ending(rank, exit_codes[rank], logs) + then, 1)
 

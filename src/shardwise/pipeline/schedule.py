@@ -5,6 +5,7 @@ Stages are told beforehand what comes and goes (`input_args`, `output_args`): no
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from shardwise import comm
 from shardwise._torch_private import open_connections_to_others
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
@@ -85,25 +87,29 @@ class Pipeline:
             each.compute = compute
         numbers = torch.arange(self._micro_batches)
         try:
-            self.schedule.step(
-                *([numbers] if self._has_first else []),
-                target=numbers if self._has_last else None,
-                return_outputs=False,
-            )
+            with _unlogged():
+                self.schedule.step(
+                    *([numbers] if self._has_first else []),
+                    target=numbers if self._has_last else None,
+                    return_outputs=False,
+                )
             self.clock.end()
         except Exception as error:
             raised = next((each.raised for each in self._submodules if each.raised is not None), None)
             if raised is not None:  # torch wraps it in a text of its own
                 raise raised from None
-            raise self._lost(error) from error
+            lost = self._lost(error)
+            if lost is None:
+                raise
+            raise lost from error
         finally:
             for each in self._submodules:
                 each.compute = None
 
-    def _lost(self, error: Exception) -> Exception:
+    def _lost(self, error: Exception) -> LostPeerError | None:
         """What this rank was waiting for, if messages are what failed."""
-        if not isinstance(error, RuntimeError):
-            return error
+        if not comm.is_lost_connection(error):
+            return None
         awaited = [text for stage in self.stages for text in stage.awaited]
         what = awaited[0] if awaited else "another stage to take what was sent"
         return LostPeerError(f"rank {self._mesh.world.rank} waited for {what}, and lost the connection")
@@ -238,6 +244,17 @@ class _Stage(PipelineStage):
         for _ in sends:
             group.count("send", self._x_bytes)
         return sends
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without what torch writes of an error on each rank, the whole schedule among it: the error itself is raised."""
+    logger = logging.getLogger(schedules.__name__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _recomputes_blocks(model: nn.Module) -> bool:

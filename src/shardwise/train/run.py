@@ -19,7 +19,7 @@ from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
 from shardwise.cost.stages import stage_plan
 from shardwise.data import PreparedData, Tokenizer, prepare
-from shardwise.errors import ConfigError, RunError, StoppedError
+from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import joined
@@ -68,6 +68,9 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
         opened = _open_directory(config, run_path, recipe, mesh)
         _train(config, layout, mesh, data, weights, opened, progress)
     except Exception as error:
+        if comm.is_lost_connection(error):
+            text = f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
+            raise LostPeerError(text) from error
         if not devices.is_out_of_memory(error):
             raise
         text = out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)

@@ -42,6 +42,8 @@ WAITED = Failure(
         (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGKILL}, "rank 1 was killed by SIGKILL (often: out of memory)"),
         (WAITED, {0: 1, 1: -signal.SIGKILL}, f"rank 1 was killed by SIGKILL (often: out of memory); {WAITED.text}"),
+        (WAITED, {0: 1, 1: 1, 2: 3}, f"rank 2 ended with exit code 3 and named no reason; {WAITED.text}"),
+        (WAITED, {0: 1, 1: 1, 2: -signal.SIGTERM}, WAITED.text),
         (REPORT, {0: -signal.SIGSEGV, 1: 1}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGABRT}, REPORT.text),
         (None, {1: -signal.SIGBUS, 0: 1}, "rank 1 was killed by SIGBUS (often: shared memory or a disk is full)"),

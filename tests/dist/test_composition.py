@@ -1,0 +1,83 @@
+"""Each combination of `config.composition` trains like one process: schedule, recompute, tying, dropout mode."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config import Config
+from shardwise.config.composition import CHOICES
+from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_config, make_data
+
+STEPS = 4
+MODEL: dict[str, Any] = {
+    "family": "gpt", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "max_position_embeddings": 16,
+}  # fmt: skip
+Cell = tuple[str, str, str]
+"""Recompute, tying, dropout."""
+
+
+def cells(schedule: str) -> tuple[list[Cell], list[Cell]]:
+    """Of a schedule: some that together with those of the others have each pair of choices, and the rest."""
+    names = ("recompute", "tying", "dropout")
+    everything = list(itertools.product(*(CHOICES[name] for name in names)))
+    place = CHOICES["schedule"].index(schedule)
+    few = [
+        tuple(CHOICES[name][(i + turn) % len(CHOICES[name])] for name, turn in zip(names, (0, place, place), strict=True))
+        for i in range(len(CHOICES["recompute"]))
+    ]
+    return few, [cell for cell in everything if cell not in few]  # type: ignore[return-value]
+
+
+def config_of(schedule: str, cell: Cell) -> Config:
+    recompute, tying, dropout = cell
+    probability = 0.0 if dropout == "none" else 0.1
+    pipelined = {"pipeline": 2, "schedule": schedule} if schedule != "none" else {}
+    mode = {} if dropout == "none" else {"dropout_mode": dropout}
+    return make_config(
+        model=MODEL
+        | {"tie_word_embeddings": tying == "tied"}
+        | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), probability),
+        parallel=pipelined,
+        train={"recompute": recompute, "micro_batch": 1 if pipelined else 2, "global_batch": 8, **mode},
+    )
+
+
+def losses(configs: list[Config]) -> list[list[float]]:
+    found = []
+    for config in configs:
+        mesh = shared_mesh(1, config.parallel.pipeline)
+        trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(length=16))
+        found.append([trainer.step().loss for _ in range(STEPS)])
+    return found
+
+
+@functools.cache
+def alone(tying: str, dropout: str) -> list[float]:
+    torch.set_num_threads(1)
+    return losses([config_of("none", ("none", tying, dropout))])[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "which"),
+    [
+        pytest.param(schedule, which, marks=pytest.mark.slow if which else (), id=f"{schedule}-{name}")
+        for schedule in CHOICES["schedule"]
+        for which, name in enumerate(("some", "rest"))
+    ],
+)
+def test_each_combination_trains_like_one_process(schedule: str, which: int, ranks: Any) -> None:
+    """Masks that no layout changes give one process's losses; other masks those of the same layout without recompute."""
+    here = cells(schedule)[which]
+    plain = [("none", tying, dropout) for _, tying, dropout in here]  # of the same layout
+    ran = ranks(2 if schedule != "none" else 1).run(losses, [config_of(schedule, cell) for cell in [*here, *plain]])[0]
+    for cell, found, without in zip(here, ran, ran[len(here) :], strict=False):
+        recompute, tying, dropout = cell
+        assert found == without, f"{schedule}, {cell}: recompute changes the losses"
+        if dropout != "fast":
+            assert found == pytest.approx(alone(tying, dropout), rel=1e-5), f"{schedule}, {cell}"
