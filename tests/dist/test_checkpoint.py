@@ -156,7 +156,8 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, {"tensor": 2, "sequence": True}),
     "pp2": (2, {"pipeline": 2, "stages": [3, 1]}),
     "pp2-dp2-interleaved": (4, {"pipeline": 2, "schedule": "interleaved"}),
-    "pp2-tp2-zbv": (4, {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True}),
+    # With other padding of the vocabulary than all others.
+    "pp2-tp2-zbv": (4, {"pipeline": 2, "schedule": "zbv", "tensor": 2, "sequence": True, "vocab_multiple": 16}),
     "pp2-tp2-dp2": (8, {"pipeline": 2, "tensor": 2}),
     "pp2-dualpipev-zero0": (4, {"pipeline": 2, "schedule": "dualpipev", "zero": 0}),
     "pp4": (4, {"pipeline": 4}),

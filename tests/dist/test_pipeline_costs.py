@@ -39,6 +39,9 @@ CASES: list[Case] = [
     ("neox", "dualpipev", 2, 2, 0, "full", "adamw"),
 ]
 
+UNEQUAL: dict[Case, list[int]] = {("untied", "1f1b", 4, 1, 0, "selective", "lamb"): [3, 1, 2, 2]}
+"""Blocks of the stages, where these are named."""
+
 
 def case_config(case: Case) -> Config:
     model, schedule, pipeline, tensor, zero, recompute, optimizer = case
@@ -48,6 +51,7 @@ def case_config(case: Case) -> Config:
         parallel={
             "pipeline": pipeline,
             "schedule": schedule,
+            "stages": UNEQUAL.get(case),
             "tensor": tensor,
             "sequence": tensor > 1,
             "vocab_multiple": 16 if tensor > 1 else 1,

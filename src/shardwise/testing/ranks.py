@@ -18,6 +18,9 @@ import torch.multiprocessing as mp
 from shardwise import device as devices
 from shardwise.launch.guard import die_with_parent
 
+_LOADED_ONCE = [__name__, "shardwise.pipeline.schedule"]
+"""Ranks are forked from a process that has imported these, and with them torch and its compiler, and no more."""
+
 
 class RankError(AssertionError):
     """A function failed on a rank; the message holds that rank's traceback."""
@@ -61,7 +64,8 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_LOADED_ONCE)
         self._results = context.Queue()
         rendezvous = str(Path(tempfile.mkdtemp(prefix="shardwise-ranks-")) / "rendezvous")
         for rank in range(self.size):
