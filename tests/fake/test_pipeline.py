@@ -1,8 +1,8 @@
 """GPT-3's layouts on 256 and 128 ranks, one at a time: every pipeline rank builds its stages and makes a step.
 
 Fake tensors have shapes and no numbers, and the fake process group delivers nothing. What a rank sends is compared with
-`cost`. Widths, vocabulary and layout are the recipes' own; one block in each stage stands for all, and as few
-micro-batches as each schedule takes.
+`cost`. Widths, vocabulary and layout are the recipes' own, with as few micro-batches as each schedule takes. Few roles,
+in which one block of each stage stands for all, always run; all of them, with all blocks, are slow.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ ALWAYS = {
 """Both recipes, every schedule, both ends and ranks between."""
 
 
-def config_of(recipe: str, schedule: Schedule) -> tuple[Config, Layout]:
+def config_of(recipe: str, schedule: Schedule, whole: bool) -> tuple[Config, Layout]:
     _, pipeline, data = DEGREES[recipe]
     micro_batches = 2 * pipeline if schedule == "dualpipev" else pipeline
-    overrides = {
-        "parallel.schedule": schedule,
-        "model.num_hidden_layers": pipeline * (1 if schedule in SINGLE_STAGE else 2),
-        "train.global_batch": micro_batches * data,
-    }
+    stages = pipeline * (1 if schedule in SINGLE_STAGE else 2)
+    overrides = {"parallel.schedule": schedule, "train.global_batch": micro_batches * data}
+    if not whole:
+        overrides["model.num_hidden_layers"] = stages
+    elif (recipe, stages) == ("gpt3-23b", 8):  # its 28 blocks are no equal stages
+        overrides["parallel.stages"] = [4, 3] * 4
     config = load_config(recipe, [f"{key}={value}" for key, value in overrides.items()])
     layout = config.check(WORLD[recipe])
     assert (layout.tensor, layout.pipeline, layout.data) == DEGREES[recipe]
@@ -76,12 +77,15 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "schedule", "rank"),
-    [pytest.param(*role, marks=() if role in ALWAYS else pytest.mark.slow) for role in ROLES],
+    ("recipe", "schedule", "rank", "whole"),
+    [
+        *(pytest.param(*role, False, id="-".join(map(str, role))) for role in sorted(ALWAYS)),
+        *(pytest.param(*role, True, id="-".join(map(str, (*role, "whole"))), marks=pytest.mark.slow) for role in ROLES),
+    ],
 )
 @pytest.mark.usefixtures("nothing_is_read")
-def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int) -> None:
-    config, layout = config_of(recipe, schedule)
+def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, whole: bool) -> None:
+    config, layout = config_of(recipe, schedule, whole)
     dist.init_process_group("fake", rank=rank * layout.tensor * layout.data, world_size=layout.world)
     mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device="cpu")
     assert mesh.pp.rank == rank

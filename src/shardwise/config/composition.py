@@ -31,8 +31,8 @@ class Hole:
     """What does not go together: any of these choices with any of the others.
 
     Attributes:
-        of: the choices by what they choose. must: which key must have another value, a format of `model` and `parallel`.
-        reason: why.
+        of: the choices by what they choose. must: which key must have another value, a format of `model` and
+        `parallel`. reason: why.
     """
 
     of: Mapping[str, tuple[str, ...]]

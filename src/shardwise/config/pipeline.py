@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """Every reason why the model cannot be cut into these stages, or the schedule cannot run with `micro_batches`.
 
-    A model of your own is not cut: `composition` refuses it. `micro_batches`: of a step, on each rank; None where they are no whole number.
+    A model of your own is not cut: `composition` refuses it. `micro_batches`: of a step, on each rank; None where they
+    are no whole number.
     """
     parallel = config.parallel
     if parallel.pipeline == 1 or isinstance(config.model, OwnConfig):

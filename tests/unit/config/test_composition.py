@@ -35,7 +35,7 @@ def possible(cell: dict[str, str]) -> bool:
     return cell["model"] == "family" or (cell["tying"], cell["dropout"]) == ("untied", "none")
 
 
-@pytest.mark.parametrize("cell", filter(possible, CELLS), ids=lambda cell: "-".join(cell.values()))
+@pytest.mark.parametrize("cell", list(filter(possible, CELLS)), ids=lambda cell: "-".join(cell.values()))
 def test_a_hole_is_refused_with_its_reason_and_nothing_else_is(cell: dict[str, str]) -> None:
     config = config_of(cell)
     assert chosen(config) == cell, "the cell is another than the one that is tested"
