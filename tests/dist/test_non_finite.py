@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from shardwise.errors import RunError
+from shardwise.models import Stages
 from shardwise.testing import RankPool
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
+DEEP = "model.layers.{}.mlp.down_proj.weight"
+"""Of a block of a pipeline's stage."""
 
 
 def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool]:
@@ -68,3 +71,37 @@ def test_all_ranks_stop_before_the_update(where: str, sections: dict[str, Any], 
         assert "model.layers.1.mlp.down_proj.weight is the first parameter" in text
         # Under sequence parallelism the gradient is gathered before it meets a weight: both ranks see it at once.
         assert f"on rank {0 if sections.get('parallel', {}).get('sequence') else 1}, " in text
+
+
+def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
+    """What a step says after these blocks were poisoned, each on the rank that has it."""
+    config = make_config(
+        model={"num_hidden_layers": 8},
+        parallel={"pipeline": 2, "schedule": schedule},
+        train={"micro_batch": 1, "global_batch": 4},
+    )
+    mesh = shared_mesh(1, 2)
+    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    trainer.step()
+    assert isinstance(trainer.model, Stages)
+    for stage, part in trainer.model.pairs():
+        for number, block in zip(stage.layers, part.layers, strict=True):
+            if number in poisoned and where == "weight":
+                block.mlp.down_proj.weight.data[3, 3] = math.nan
+            elif number in poisoned:
+                block.register_forward_hook(lambda _, __, out: out.register_hook(lambda g: g * math.inf) and None)
+    try:
+        trainer.step()
+    except RunError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_a_pipeline_names_the_first_fault_of_all_stages(schedule: str, ranks: Any) -> None:
+    """A later stage's gradient spoils those of all earlier stages."""
+    pool: RankPool = ranks(2)
+    for where, poisoned, named in (("weight", (3, 6), 3), ("weight", (5,), 5), ("gradient", (2, 5), 5)):
+        said = pool.run(stop_pipeline, schedule, where, poisoned)
+        assert len(set(said)) == 1, said
+        assert f", {DEEP.format(named)} is the first parameter" in said[0], f"{where} of blocks {poisoned}: {said[0]}"

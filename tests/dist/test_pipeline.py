@@ -118,6 +118,19 @@ def check(
     return errors
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_mixed_precision_gives_one_process_s_gradients(schedule: str, ranks: Any) -> None:
+    """Schedules that part the backward pass add the weights' gradients by another path than autograd does."""
+    torch.set_num_threads(1)  # as on ranks: sums over tokens in bfloat16 depend on it
+    sections: dict[str, dict[str, Any]] = {"precision": {"mode": "mixed"}, "train": {"micro_batch": 1}}
+    one = train(configuration("gpt tied", 4, 4, **sections), 0)
+    parallel = {"pipeline": 2, "schedule": schedule}
+    found = whole(ranks(2).run(train, configuration("gpt tied", 4, 4, parallel=parallel, **sections), 0))
+    errors = gradient_errors(found.gradients, one.gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
+
+
 EMBEDDING = "transformer.wte.weight"
 
 

@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise import comm
+from shardwise import device as devices
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.cost.simulation import simulate
+from shardwise.cost.flight import Pass, peak
+from shardwise.cost.order import work_order
 from shardwise.cost.stages import Stage, bubble, rank_of
+from shardwise.errors import RunError
 from shardwise.models import Stages
 from shardwise.pipeline import StepTiming
 from shardwise.pipeline.schedule import Pipeline
@@ -126,19 +130,74 @@ def test_each_stage_runs_once_and_holds_what_the_schedule_says(schedule: Schedul
     if schedule.startswith("interleaved"):
         micro_batches = 2 * degree
     everyone: list[Found] = ranks(degree).run(run_steps, schedule, degree, micro_batches, 2, (0.0, 0.0))
-    simulated = simulate(parallel, micro_batches)
+    one = dict.fromkeys(range(degree * parallel.stages_per_rank), Pass(1, 0, 0, 0, 0, 0, 0))
     calls: Counter[tuple[int, int]] = Counter()
     for rank, found in enumerate(everyone):
         calls += found.calls
         assert found.gradients == [2.0 * 4 * micro_batches] * parallel.stages_per_rank, "two steps' gradients of ones"
         if rank_of(parallel, degree * parallel.stages_per_rank - 1) != rank:  # the last stage's losses stay to the end
-            assert found.most_held <= simulated.held(rank)
+            assert found.most_held <= peak(work_order(parallel, micro_batches, rank), one, micro_batches).activations
     stages = degree * parallel.stages_per_rank
     assert calls == {(stage, number): 1 for stage in range(stages) for number in range(micro_batches)}
     if schedule == "1f1b":
         assert everyone[0].most_held == degree
     if schedule == "gpipe":
         assert everyone[0].most_held == micro_batches
+
+
+GONE = "[third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: Exception) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
+        raise ctx.error
+
+
+class OtherRankError(Exception):
+    """Of the rank without the last stage, which would wait for ever."""
+
+
+def failing_step(schedule: Schedule, where: str, error: Exception) -> Exception:
+    """What a step raises on this rank; on that of the last stage it is the error."""
+    pipeline, stages = make_pipeline(schedule, 2, 4)
+    last = {id(model) for stage, model in stages.pairs() if stage.is_last}
+    fails = None if last else id(stages[-1])
+
+    def compute(model: nn.Module, x: Tensor | None, number: int) -> Tensor:
+        if number == 1 and id(model) == fails:
+            raise OtherRankError
+        out = (torch.ones(4) if x is None else x) * model.weight
+        if id(model) not in last:
+            return out
+        if where == "forward":
+            raise error from MemoryError("no room")
+        failing: Tensor = Failing.apply(out, error)
+        return failing.sum().reshape(1)
+
+    with pytest.raises((type(error), OtherRankError)) as caught:
+        pipeline.step(compute)
+    assert where == "backward" or not last or isinstance(caught.value.__cause__, MemoryError), "the cause is lost"
+    return caught.value
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
+def test_what_a_stage_raises_is_heard_as_it_is(schedule: Schedule, ranks: Any) -> None:
+    """torch wraps it in a text of its own, which would hide that memory ran out, or that a rank was lost."""
+    for where, error, is_it in (
+        ("forward", RunError("no room for the masks"), lambda heard: str(heard) == "no room for the masks"),
+        ("backward", torch.OutOfMemoryError("CUDA out of memory"), devices.is_out_of_memory),
+        ("backward", RuntimeError(GONE), comm.is_lost_connection),
+    ):
+        heard = ranks(2).run(failing_step, schedule, where, error)
+        ranks(2).close()  # what was sent is under way
+        assert sum(type(each) is type(error) and is_it(each) for each in heard) == 1, f"{where}: {heard}"
+        assert sum(isinstance(each, OtherRankError) for each in heard) == 1, f"{where}: {heard}"
 
 
 def traced(schedule: Schedule, degree: int, micro_batches: int, folder: str) -> str:

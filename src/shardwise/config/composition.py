@@ -56,12 +56,12 @@ HOLES = (
 def chosen(config: Config) -> dict[str, str]:
     """The combination of a configuration."""
     model, train = config.model, config.train
-    own = isinstance(model, OwnConfig)
+    tied = not isinstance(model, OwnConfig) and model.tie_word_embeddings
     return {
-        "model": "own" if own else "family",
+        "model": "own" if isinstance(model, OwnConfig) else "family",
         "schedule": config.parallel.schedule if config.parallel.pipeline > 1 else NONE,
         "recompute": train.recompute,
-        "tying": "tied" if not own and model.tie_word_embeddings else "untied",
+        "tying": "tied" if tied else "untied",
         "dropout": train.dropout_mode if model.has_dropout else NONE,
     }
 

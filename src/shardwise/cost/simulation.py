@@ -47,18 +47,6 @@ class Simulation:
         busy = sum(self.busy(rank) for rank in range(len(self.ranks)))
         return 1 - busy / (self.makespan * len(self.ranks))
 
-    def held(self, rank: int) -> int:
-        """Most micro-batches that a rank keeps for their backward pass at once; each of its stages counts by itself."""
-        most, held = 0, set[tuple[int, int]]()
-        for each in self.ranks[rank]:
-            key = each.work.stage, each.work.micro_batch
-            if each.work.kind == "forward":
-                held.add(key)
-                most = max(most, len(held))
-            elif each.work.kind != "input":
-                held.remove(key)
-        return most
-
 
 def simulate(parallel: ParallelConfig, micro_batches: int, recompute: Recompute = "none") -> Simulation:
     """A step of the schedule. Full recompute leaves backward passes in one part."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.config import ParallelConfig
+from shardwise.config.sections import V_SHAPED
 from shardwise.cost.stages import rank_of
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
@@ -30,14 +31,16 @@ def relay(
     """Run `compute` on every stage and micro-batch, each stage with what the one before gave; collective.
 
     As many micro-batches as there are pipeline ranks go through a rank's first stage, then through its next: all ranks
-    work at once, and little is held.
+    work at once, and little is held. Where the last rank sends to the first it is one less: a message may have to wait
+    until it is received (NCCL), and the first rank receives these once it is rid of its own.
 
     Args:
         compute: as in `Pipeline.step`. empty: a tensor like what a stage gives for a micro-batch.
     """
-    degree = parallel.pipeline
-    for first in range(0, micro_batches, degree):
-        round_ = range(first, min(first + degree, micro_batches))
+    wraps = parallel.stages_per_rank > 1 and parallel.schedule not in V_SHAPED
+    at_once = max(1, parallel.pipeline - wraps)
+    for first in range(0, micro_batches, at_once):
+        round_ = range(first, min(first + at_once, micro_batches))
         sent: list[comm.Pending] = []
         here: dict[int, Tensor] = {}
         for stage, model in stages.pairs():

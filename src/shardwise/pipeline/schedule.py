@@ -21,7 +21,7 @@ from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.cost.stages import Stage
 from shardwise.errors import LostPeerError
-from shardwise.mesh import Group, Mesh
+from shardwise.mesh import Mesh
 from shardwise.models import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, name_messages
 from shardwise.pipeline.relay import Compute
@@ -86,6 +86,7 @@ class Pipeline:
         for each in self._submodules:
             each.compute = compute
         numbers = torch.arange(self._micro_batches)
+        failure: Exception | None = None
         try:
             with _unlogged():
                 self.schedule.step(
@@ -94,17 +95,14 @@ class Pipeline:
                     return_outputs=False,
                 )
             self.clock.end()
-        except Exception as error:
-            raised = next((each.raised for each in self._submodules if each.raised is not None), None)
-            if raised is not None:  # torch wraps it in a text of its own
-                raise raised from None
-            lost = self._lost(error)
-            if lost is None:
-                raise
-            raise lost from error
+        except Exception as error:  # noqa: BLE001  torch wraps what a stage raised in a text of its own
+            failure = next((each.raised for each in self._submodules if each.raised is not None), None)
+            failure = failure or self._lost(error) or error
         finally:
             for each in self._submodules:
                 each.compute = None
+        if failure is not None:
+            raise failure
 
     def _lost(self, error: Exception) -> LostPeerError | None:
         """What this rank was waiting for, if messages are what failed."""
@@ -112,7 +110,9 @@ class Pipeline:
             return None
         awaited = [text for stage in self.stages for text in stage.awaited]
         what = awaited[0] if awaited else "another stage to take what was sent"
-        return LostPeerError(f"rank {self._mesh.world.rank} waited for {what}, and lost the connection")
+        lost = LostPeerError(f"rank {self._mesh.world.rank} waited for {what}, and lost the connection")
+        lost.__cause__ = error
+        return lost
 
     def timing(self) -> StepTiming:
         """Of the last step. Collective over the pipeline."""
@@ -147,7 +147,8 @@ class _Submodule(nn.Module):
         try:
             yield
         except Exception as error:
-            self.raised = error
+            cause, wrapped = error.__cause__, "Failed to run stage backward" in str(error)
+            self.raised = cause if wrapped and isinstance(cause, Exception) else error
             raise
 
 
@@ -195,7 +196,7 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._arrived(self._name("the gradient of x", bwd_chunk_id, 1))
         kind = BACKWARD if options.get("full_backward", True) else INPUT
-        if kind == INPUT:
+        if kind == INPUT and self.dw_builder is None:
             outputs = self.fwd_cache[bwd_chunk_id][0] if options.get("loss") is None else (options["loss"],)
             self._graphs[bwd_chunk_id] = [each.grad_fn for each in outputs]
         with self._clock.time(kind, self.stage_index, bwd_chunk_id), self._module.remembering():
@@ -204,7 +205,7 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         with self._clock.time(WEIGHTS, self.stage_index, bwd_chunk_id), self._module.remembering():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
-        del self._graphs[bwd_chunk_id]
+        self._graphs.pop(bwd_chunk_id, None)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         receives = name_messages(super().get_fwd_recv_ops(fwd_chunk_id), "receive", self.stage_index, fwd_chunk_id)
@@ -231,18 +232,18 @@ class _Stage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         sends = name_messages(super().get_fwd_send_ops(fwd_chunk_id), "send", self.stage_index, fwd_chunk_id)
-        return self._counted(sends, self._pp)
+        return self._counted(sends)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         ops = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._counted(name_messages(ops, "send of the gradient", self.stage_index, bwd_chunk_id), self._pp)
+        return self._counted(name_messages(ops, "send of the gradient", self.stage_index, bwd_chunk_id))
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         self._on_reduction(self._module.model)
 
-    def _counted(self, sends: list[Any], group: Group) -> list[Any]:
+    def _counted(self, sends: list[Any]) -> list[Any]:
         for _ in sends:
-            group.count("send", self._x_bytes)
+            self._pp.count("send", self._x_bytes)
         return sends
 
 

@@ -26,7 +26,7 @@ def out_of_memory_text(
         parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
         known = f"{size(expected.total)} beside Python and torch: {parts}"
     cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    remedies = _remedies(config, layout, accelerator) or ["a smaller model"]
+    remedies = _remedies(config, layout, accelerator, stage) or ["a smaller model"]
     return (
         f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after step "
         f"{progress.step:,}\nheld at most so far: {size(devices.peak_memory(device))}\n"
@@ -35,16 +35,18 @@ def out_of_memory_text(
     )
 
 
-def _remedies(config: Config, layout: Layout, accelerator: bool) -> list[str]:
+def _remedies(config: Config, layout: Layout, accelerator: bool, stage: int) -> list[str]:
     """Settings under which the same model and batch would need less, with how much less, by the formulas of `cost`.
 
-    Of a model of the user's own no formula knows how much.
+    Of a model of the user's own no formula knows how much. stage: the pipeline rank that needs less; with another
+    pipeline it is the one that then needs most.
     """
-    now = expected_memory(config, layout, accelerator)
+    now = expected_memory(config, layout, accelerator, pipeline_rank=stage)
     found = []
     for setting, other, world in _alternatives(config, layout, accelerator):
         try:
-            then = expected_memory(other, other.check(world), accelerator)
+            same = other.parallel.pipeline == layout.pipeline
+            then = expected_memory(other, other.check(world), accelerator, pipeline_rank=stage if same else None)
         except ConfigError:
             continue
         if now is None or then is None:
@@ -72,6 +74,12 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         yield "optimizer.zero=1", changed("optimizer", zero=1), world
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
+    if layout.pipeline > 1 and config.parallel.schedule != "1f1b":
+        simple = changed("parallel", schedule="1f1b", virtual_stages=None, stages=None)
+        yield "parallel.schedule=1f1b", simple, world
+    if not isinstance(config.model, OwnConfig):
+        deeper = changed("parallel", pipeline=2 * layout.pipeline, stages=None)
+        yield f"parallel.pipeline={2 * layout.pipeline} on {2 * world} ranks", deeper, 2 * world
     yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
     if config.optimizer.zero:
         yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

@@ -267,27 +267,32 @@ class Trainer:
         self.optimizer.zero_grad()
         total = float(self._forward_backward(micro_batches, counted_K, last=False).sum())
         faults = comm.all_gather_objects(self._fault(total), self.mesh.world)
-        found = sorted((order, rank, text) for rank, (*order, text) in enumerate(faults) if text)
+        found = sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)
         where = f"on rank {found[0][1]}, {found[0][2]}" if found else "each rank's own part is: their sum overflowed"
         raise RunError(
             f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {where}. "
             "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
         )
 
-    def _fault(self, loss: float) -> tuple[int, int, str]:
+    def _fault(self, loss: float) -> tuple[tuple[int, int, int], str]:
         """What is not finite on this rank, after how near to the cause that is.
 
-        A weight (0) before the loss (1) before a gradient (2); then the earlier in forward's or backward's order.
+        A weight (0) before the loss (1) before a gradient (2); then the earlier in forward's or backward's order, which
+        is that of the stages, and within one that of its parameters.
         """
+        stages = [stage.index for stage in self.model.plan] if isinstance(self.model, Stages) else [0]
         pieces = [
-            (p, piece.name, piece.local.slices) for _, p, record in placements(self.model) for piece in record.pieces
+            (stage, order, p, piece.name, piece.local.slices)
+            for stage, part in zip(stages, self._parts, strict=True)
+            for order, (_, p, record) in enumerate(placements(part))
+            for piece in record.pieces
         ]
-        for order, (parameter, name, where) in enumerate(pieces):
+        for stage, order, parameter, name, where in pieces:
             if not torch.isfinite(parameter[where]).all():
-                return 0, order, f"{name} is the first parameter with a value that is not finite"
+                return (0, stage, order), f"{name} is the first parameter with a value that is not finite"
         text = "" if math.isfinite(loss) else f"its loss is {loss}"
-        for order, (parameter, name, where) in enumerate(reversed(pieces)):
+        for stage, order, parameter, name, where in reversed(pieces):
             if parameter.grad is not None and not torch.isfinite(parameter.grad[where]).all():
                 first = f"{name} is the first parameter, in backward's order, with a gradient that is not finite"
-                return (1, order, f"{text} and {first}") if text else (2, order, first)
-        return 1, 0, text
+                return (1 if text else 2, -stage, -order), f"{text} and {first}" if text else first
+        return (1, 0, 0), text

@@ -77,11 +77,3 @@ def test_weight_gradients_fill_gaps(schedule: Schedule) -> None:
             assert found.bubble < plain.bubble or (schedule, m) == ("zbv", p), f"p {p}, m {m}"
         if m >= 2 * p:
             assert found.bubble == pytest.approx((p - 1) / (6 * m + p - 1)), f"p {p}, m {m}"
-
-
-def test_what_the_ranks_hold() -> None:
-    for p, _, m in cases("1f1b"):
-        _, found = simulated(m, pipeline=p, schedule="1f1b")
-        assert [found.held(rank) for rank in range(p)] == [min(m, p - rank) for rank in range(p)]
-        _, all_first = simulated(m, pipeline=p, schedule="gpipe")
-        assert [all_first.held(rank) for rank in range(p)] == [m] * p

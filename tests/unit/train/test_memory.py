@@ -85,7 +85,20 @@ def test_a_smaller_micro_batch_still_divides_the_batch() -> None:
 
 def test_nothing_invalid_is_advised() -> None:
     said = remedies(config(parallel={"tensor": 4, "sequence": True}), Layout(4, tensor=4, sequence=True))
-    assert not [one for one in said if "parallel." in one], "TP 8 does not divide 4 heads, and sequence is on already"
+    refused = [one for one in said if one.startswith(("parallel.tensor", "parallel.sequence"))]
+    assert not refused, "TP 8 does not divide 4 heads, and sequence is on already"
+    assert not [one for one in said if one.startswith("parallel.pipeline=4")], "two layers are no four stages"
+    assert [one for one in said if one.startswith("parallel.pipeline=2 on 8 ranks")]
+
+
+def test_a_pipeline_is_advised_what_its_own_rank_saves() -> None:
+    parallel = {"pipeline": 2, "schedule": "gpipe"}
+    chosen = config(parallel=parallel, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
+    layout = Layout(4, pipeline=2)
+    now = expected_memory(chosen, layout, pipeline_rank=1).total  # the tests' rank is 3 of [pipeline 2, data 2]
+    other = config(parallel=parallel | {"schedule": "1f1b"}, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
+    saved = now - expected_memory(other, layout, pipeline_rank=1).total
+    assert f"parallel.schedule=1f1b ({units.size(saved)} less)" in remedies(chosen, layout)
     odd = remedies(config(train={"global_batch": 15}), Layout(1))
     assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
 
