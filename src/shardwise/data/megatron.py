@@ -177,10 +177,11 @@ def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> l
             found = shortage(config, len(documents), documents.sentences if in_pairs(config) else None)
             if found is not None:
                 held, least = found
+                held += f" in {documents.count:,} document{'' if documents.count == 1 else 's'}"
                 short.append(
-                    f"the {_PARTS[part]} part of {config.data.key} {documents.file.prefix} ({held} of "
-                    f"{documents.count:,} documents at data.split={config.data.split}) must be at least {least}: give "
-                    "more documents, a shorter sequence or another split"
+                    f"the {_PARTS[part]} part of {config.data.key} {documents.file.prefix} ({held} at "
+                    f"data.split={config.data.split}) must be at least {least}: give more documents, a shorter "
+                    "sequence or another split"
                 )
         if part == "train" or len(short) == len(parts[part]):
             problems += short

@@ -75,6 +75,8 @@ class PreparedText:
         return [int(token) for token in self._row(part)[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+        if part == "test":
+            return None
         row = self._row(part)
         if self.pair_tokens is not None:
             return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size)
