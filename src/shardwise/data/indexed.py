@@ -57,9 +57,9 @@ def prefix_of(path: str | Path) -> Path:
 def is_indexed(path: str | Path) -> bool:
     """Whether `path` is a .bin or a .idx, or a prefix of either and nothing else."""
     found = Path(path).expanduser()
-    return found.suffix in (".bin", ".idx") or (
-        not found.exists() and any(_beside(found, suffix).is_file() for suffix in (".bin", ".idx"))
-    )
+    if found.suffix in (".bin", ".idx"):
+        return not found.is_dir()
+    return not found.exists() and any(_beside(found, suffix).is_file() for suffix in (".bin", ".idx"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -224,8 +224,9 @@ def test_paths_that_name_a_data_set(tmp_path: Path) -> None:
     assert is_indexed(f"{prefix}.idx")
     assert is_indexed("nowhere.bin")
     assert not is_indexed("nowhere")
-    prefix.mkdir()
-    assert not is_indexed(prefix), "a folder of text stays one"
+    for folder in (prefix, tmp_path / "folder.bin"):
+        folder.mkdir()
+        assert not is_indexed(folder), "a folder of text stays one"
 
 
 def test_opening_reads_nothing_of_the_tokens(tmp_path: Path) -> None:
