@@ -63,7 +63,7 @@ class Documents:
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents, 0 … count, counted from `start`."""
-        found: IntArray = self.file.starts(documents + self.first) - self.start
+        found: IntArray = self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start
         return found
 
     def lengths(self) -> IntArray:

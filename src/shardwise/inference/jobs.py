@@ -76,8 +76,8 @@ def run_evaluation(
         if batches is None:
             least = "2 samples" if config.model.objectives != ("lm",) else "2 tokens"
             raise DataError(
-                f"the {part} part of the data ({data.count(part):,} tokens at data.split={config.data.split}) must hold "
-                f"at least {least}: give more text, another data.split, or --part all"
+                f"the {part} part of the data ({data.count(part):,} tokens at data.split={config.data.split}) must "
+                f"hold at least {least}: give more text, another data.split, or --part all"
             )
         model = _load(config, weights, mesh)
         return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel)
