@@ -101,7 +101,7 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
     """A trainer on random tokens, for what does not depend on the text. Sentence pairs where the model takes pairs."""
     import numpy as np
 
-    from shardwise.data import PreparedData
+    from shardwise.data import PreparedText
     from shardwise.data.sentences import Sentences
     from shardwise.data.tokenizer import PairTokens
     from shardwise.train.build import build_trainer
@@ -114,7 +114,7 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
         pairs = Sentences(bounds, np.arange(0, len(bounds), 16))
         special = PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
         parts = {"sentences": {"train": pairs, "eval": pairs}, "pair_tokens": special}
-    data = PreparedData(Path(), tokens, tokens, "random", vocabulary, "random", **parts)
+    data = PreparedText(Path(), tokens, tokens, "random", vocabulary, "random", **parts)
     return build_trainer(config, config.check(mesh.world.size), mesh, data)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.config import Config
-from shardwise.data import PreparedData, make_evaluation
+from shardwise.data import PreparedText, make_evaluation
 from shardwise.inference import Evaluation, evaluate
 from shardwise.models import CausalLM, build_model, build_stages
 from tests.dist.dense import fill, mesh, run
@@ -53,7 +53,7 @@ def config(
     )
 
 
-def data(chosen: Config, tokens: int) -> PreparedData:
+def data(chosen: Config, tokens: int) -> PreparedText:
     """Of which the evaluation part holds so many tokens; for BERT all sentences of some more."""
     pairs = "nsp" in chosen.model.objectives
     whole = make_data(VOCABULARY, samples=1 + tokens // LENGTH, length=LENGTH, pairs=pairs)

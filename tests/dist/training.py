@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shardwise.config import Config, config_from
-from shardwise.data import IGNORE, Batch, PreparedData
+from shardwise.data import IGNORE, Batch, PreparedText
 from shardwise.data.sentences import Sentences
 from shardwise.data.split import Part
 from shardwise.data.tokenizer import PairTokens
@@ -52,7 +52,7 @@ def make_config(**sections: dict[str, Any]) -> Config:
     return config_from(base)
 
 
-def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedData:
+def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
     """Tokens with structure to learn: each follows from its predecessor, with noise. `pairs`: in sentences."""
     generator = np.random.default_rng(0)
     tokens = [1]
@@ -60,7 +60,7 @@ def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pai
         tokens.append((tokens[-1] * 7 + 3) % vocabulary if noise < 0.8 else int(noise * 1000) % vocabulary)
     row = np.asarray(tokens, dtype=np.uint16)
     evaluation = row[: 8 * length + 1]
-    data = PreparedData(Path(), row, evaluation, "test", vocabulary, "test")
+    data = PreparedText(Path(), row, evaluation, "test", vocabulary, "test")
     if not pairs:
         return data
     parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))

@@ -22,7 +22,7 @@ from shardwise import cost
 from shardwise._torch_private import skip_pipeline_warm_up
 from shardwise.config import Config, Layout, Schedule, load_config
 from shardwise.config.sections import SINGLE_STAGE
-from shardwise.data import PreparedData
+from shardwise.data import PreparedText
 from shardwise.mesh import Mesh
 from shardwise.models import gives_losses
 from shardwise.train.build import build_trainer
@@ -90,7 +90,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
     mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device="cpu")
     assert mesh.pp.rank == rank
     row = np.zeros(config.train.sequence_length * config.train.global_batch + 1, dtype=np.uint16)
-    data = PreparedData(Path(), row, row[:0], "zeros", config.model.vocab_size, "zeros")
+    data = PreparedText(Path(), row, row[:0], "zeros", config.model.vocab_size, "zeros")
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer = build_trainer(config, layout, mesh, data)
         execution = trainer.execution

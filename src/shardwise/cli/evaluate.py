@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.cli import job, output
 from shardwise.cli.folder import (
@@ -33,6 +33,7 @@ from shardwise.launch.environment import Rank, is_launched
 from shardwise.units import count
 
 if TYPE_CHECKING:
+    from shardwise.data.split import Part
     from shardwise.inference import Evaluation
 
 _KEYS = (
@@ -47,8 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as data.path=FILE or parallel.tensor=2")
     parser.add_argument(
         "--part",
-        choices=("train", "eval", "all"),
-        help="of the text (default: what data.split holds out; all of data.path where no data.split is given)",
+        choices=("train", "eval", "test", "all"),
+        help="of the data (default: what data.split holds out; all of data.path where no data.split is given)",
     )
     parser.add_argument(
         "--nproc",
@@ -87,7 +88,7 @@ def _evaluate(
         talks = place is None or place.rank == 0
         with folder, argument_named():
             found = run_evaluation(
-                config, folder.weights, "eval" if part == "eval" else "train", _progress if talks else None
+                config, folder.weights, "train" if part == "all" else part, _progress if talks else None
             )
         if talks:
             facts = _facts(folder, config, layout, part, found)
@@ -105,21 +106,24 @@ def _evaluate(
     return 0
 
 
-def _part(chosen: str | None, values: dict[str, Any], folder: ModelFolder) -> str:
-    """The part of the text that is evaluated, as a user would expect it of what they gave."""
+def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> Part | Literal["all"]:
+    """The part of the data that is evaluated, as a user would expect it of what they gave."""
     given: dict[str, Any] = values.get("data", {})
-    if chosen is None and "path" in given and "split" not in given:
+    if chosen is None and not {"path", "blend"}.isdisjoint(given) and "split" not in given:
         return "all"
-    held_out = evaluation_config(folder, values, 1, "eval").data.split_weights[1] > 0
+    _, held_out, test = evaluation_config(folder, values, 1, "eval").data.split_weights
     if chosen == "eval" and not held_out:
         raise ConfigError("--part eval: data.split holds nothing out; give its second part a weight, or --part all")
+    if chosen == "test" and not test:
+        raise ConfigError("--part test: data.split has no test part; give it a third weight, or --part all")
     return chosen or ("eval" if held_out else "all")
 
 
 def _prepare(config: Config, folder: ModelFolder, announce: Any) -> None:
     from shardwise.data import prepare
 
-    open_tokenizer(config, folder)
+    if config.data.tokenizer is not None:
+        open_tokenizer(config, folder)
     prepare(config, announce=announce, any_size=True)
 
 
@@ -133,7 +137,7 @@ def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found
     facts: dict[str, Any] = {
         "model": folder.name,
         "family": config.model.family,
-        "data": config.data.path or config.data.dataset,
+        "data": config.data.name,
         "part": part,
         "loss": found.loss,
     }
@@ -159,7 +163,12 @@ def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found
     }
 
 
-_PARTS = {"all": "all of it", "eval": "the part that data.split holds out", "train": "the training part"}
+_PARTS = {
+    "all": "all of it",
+    "eval": "the part that data.split holds out",
+    "test": "the test part",
+    "train": "the training part",
+}
 _NAMES = {"mlm": "masked tokens", "nsp": "sentence pairs"}
 
 

@@ -17,7 +17,7 @@ from shardwise.cli.checkpoint import places
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import OwnConfig
-from shardwise.data import Tokenizer
+from shardwise.data import Tokenizer, reads_indexed
 from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.store.chunks import read_whole
 from shardwise.store.manifest import MANIFEST, Manifest
@@ -32,6 +32,8 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "vocab.txt")
 # What `config.json` of a user's own model has beside its `model` section.
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
+# Keys that name the data: those of a command replace those of the run.
+_SOURCES = ("dataset", "path", "blend")
 # Keys of a run that say how its model reads text.
 _RUN_KEYS = {"train": ("sequence_length", "micro_batch", "seed"), "precision": ("mode",)}
 _LONGEST = 1024
@@ -202,11 +204,18 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if part == "all":
         data["split"] = "1,0"
     chosen = values.get("data", {})
-    if "dataset" in chosen and "path" not in chosen:
-        data["path"] = None
+    named = {key for key in _SOURCES if key in chosen}
+    if named:
+        for key in {"path", "blend"} - named:
+            data[key] = None
+        if "format" not in chosen and data.get("format") == "megatron":
+            data["format"] = "auto"
     if chosen.get("tokenizer") is None:
-        data["tokenizer"] = _tokenizer(folder)
-    return config_from(sections)
+        data["tokenizer"] = None if folder.tokenizer is None else str(folder.tokenizer)
+    config = config_from(sections)
+    if config.data.tokenizer is None and not reads_indexed(config.data):
+        raise _without_tokenizer(folder)
+    return config
 
 
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
@@ -261,11 +270,15 @@ def _any_schedule(parallel: Mapping[str, Any]) -> int:
 
 def _tokenizer(folder: ModelFolder) -> str:
     if folder.tokenizer is None:
-        raise ConfigError(
-            f"{folder.name} must hold the model's tokenizer ({listing(_TOKENIZERS, 'or')}), and it holds none: name it "
-            "by data.tokenizer"
-        )
+        raise _without_tokenizer(folder)
     return str(folder.tokenizer)
+
+
+def _without_tokenizer(folder: ModelFolder) -> ConfigError:
+    return ConfigError(
+        f"{folder.name} must hold the model's tokenizer ({listing(_TOKENIZERS, 'or')}), and it holds none: name it "
+        "by data.tokenizer"
+    )
 
 
 def _model_section(text: bytes, file: str, family: str | None) -> dict[str, Any]:

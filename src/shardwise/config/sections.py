@@ -171,18 +171,33 @@ class DataConfig(Section):
 
     dataset: Literal["python", "tiny"] = Field(
         default="python",
-        description="built-in text, used when path is null: python = the standard library's sources and "
+        description="built-in text, used when path and blend are null: python = the standard library's sources and "
         "documentation, tiny = a small corpus in the package",
     )
-    path: str | None = Field(default=None, min_length=1, description="your own text file, directory or .jsonl")
-    format: Literal["auto", "text", "jsonl"] = Field(default="auto", description="of path; auto goes by the file name")
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="your own text file, directory or .jsonl; or the PREFIX of a Megatron PREFIX.bin and PREFIX.idx",
+    )
+    blend: tuple[float | str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="weights and prefixes of several Megatron data sets by turns: [0.7, PREFIX, 0.3, PREFIX2]",
+    )
+    format: Literal["auto", "text", "jsonl", "megatron"] = Field(
+        default="auto", description="of path; auto goes by the file name, and by a .idx of that name"
+    )
     text_key: str = Field(default="text", min_length=1, description="the field of a .jsonl line that holds the text")
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="a tokenizer.json or its folder; null = byte-level BPE of model.vocab_size trained on the data",
+        description="a tokenizer.json or its folder; null = byte-level BPE of model.vocab_size trained on the data, "
+        "and none where the data are tokens",
     )
-    split: str = Field(default="95,5", description="weights of the training and evaluation parts")
+    split: str = Field(
+        default="95,5",
+        description="weights of the training and evaluation parts, and of a test part of Megatron data: 980,10,10",
+    )
     masked_fraction: float = Field(
         default=MASKED_FRACTION, gt=0, le=1, description="part of a sequence's tokens that BERT predicts"
     )
@@ -192,29 +207,85 @@ class DataConfig(Section):
         description="most tokens of a sequence that BERT predicts; null = ⌈masked_fraction × sequence length⌉",
     )
 
+    @field_validator("blend", mode="before")
+    @classmethod
+    def _blend_goes_by_turns(cls, value: object) -> object:
+        """One text for each place that is wrong, instead of pydantic's two on the parts of a union."""
+        if value is None:
+            return value
+        if not isinstance(value, list | tuple) or not value or len(value) % 2:
+            reject([f"data.blend ({value!r}) must hold weights and prefixes by turns: [0.7, PREFIX, 0.3, PREFIX2]"])
+            return value
+        problems = []
+        for place, (weight, prefix) in enumerate(zip(value[::2], value[1::2], strict=True)):
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not number or not 0 < weight < math.inf:
+                problems.append(f"data.blend.{2 * place} ({weight!r}) must be a weight, a number above 0")
+            if not isinstance(prefix, str) or not prefix:
+                problems.append(f"data.blend.{2 * place + 1} ({prefix!r}) must be the prefix of a .bin and a .idx")
+        reject(problems)
+        return value
+
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
+        problems = []
         try:
-            train, evaluation = self.split_weights
-            valid = 0 < train < float("inf") and 0 <= evaluation < float("inf")
+            weights = self.split_weights
+            valid = 0 < weights[0] < math.inf and all(0 <= weight < math.inf for weight in weights)
         except ValueError:
             valid = False
-        reject(
-            []
-            if valid
-            else [f"data.split ({self.split!r}) must be two weights, training (above 0) and evaluation, such as 95,5"]
-        )
+        if not valid:
+            problems.append(
+                f"data.split ({self.split!r}) must be two weights, training (above 0) and evaluation, such as 95,5, or "
+                "three with a test part"
+            )
+        if self.blend is not None and self.path is not None:
+            problems.append(
+                f"data.path ({self.path}) must be left out with data.blend ({self.name}): name the data by one of "
+                "them, and set the other to null"
+            )
+        if self.blend is not None and self.format not in ("auto", "megatron"):
+            problems.append(
+                f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: text comes "
+                "by data.path"
+            )
+        if self.format == "megatron" and self.path is None and self.blend is None:
+            problems.append("data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]")
+        reject(problems)
         return self
+
+    @property
+    def name(self) -> str:
+        """What messages call the data."""
+        if self.blend is not None:
+            return " + ".join(prefix for _, prefix in self.weighted_prefixes)
+        return self.path or self.dataset
+
+    @property
+    def key(self) -> str:
+        """The key that names the data."""
+        if self.blend is not None:
+            return "data.blend"
+        return "data.dataset" if self.path is None else "data.path"
+
+    @property
+    def weighted_prefixes(self) -> list[tuple[float, str]]:
+        """`data.blend` in pairs; `data.path` as the only one, of weight 1."""
+        if self.blend is None:
+            return [] if self.path is None else [(1.0, self.path)]
+        return [(float(w), str(p)) for w, p in zip(self.blend[::2], self.blend[1::2], strict=True)]
 
     def predictions(self, sequence_length: int) -> int:
         """Most tokens of a sequence that BERT predicts."""
         return self.max_predictions or math.ceil(self.masked_fraction * sequence_length)
 
     @property
-    def split_weights(self) -> tuple[float, float]:
-        """Weights of the training and the evaluation part."""
-        train, evaluation = self.split.split(",")
-        return float(train), float(evaluation)
+    def split_weights(self) -> tuple[float, float, float]:
+        """Weights of the training, the evaluation and the test part; the last is 0 where only two are given."""
+        train, evaluation, *test = map(float, self.split.split(","))
+        if len(test) > 1:
+            raise ValueError(self.split)
+        return train, evaluation, test[0] if test else 0.0
 
 
 class CheckpointConfig(Section):

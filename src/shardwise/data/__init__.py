@@ -1,9 +1,14 @@
 """Data: text becomes tokens once, and tokens become the same batches at any layout. numpy and tokenizers only."""
 
 from shardwise.data.batch import IGNORE, Batch, Batches
+from shardwise.data.blend import BlendedBatches
 from shardwise.data.build import make_batches, make_evaluation
+from shardwise.data.documents import DocumentBatches
+from shardwise.data.indexed import IndexedFile, IndexedWriter
+from shardwise.data.megatron import PreparedDocuments, reads_indexed
 from shardwise.data.pairs import SentencePairBatches
-from shardwise.data.preparation import PreparedData, prepare
+from shardwise.data.preparation import prepare
+from shardwise.data.prepared import PreparedData, PreparedText
 from shardwise.data.sampler import Sampler
 from shardwise.data.sentences import Sentences
 from shardwise.data.tokenizer import PairTokens, Tokenizer, special_token_ids
@@ -13,8 +18,14 @@ __all__ = [
     "IGNORE",
     "Batch",
     "Batches",
+    "BlendedBatches",
+    "DocumentBatches",
+    "IndexedFile",
+    "IndexedWriter",
     "PairTokens",
     "PreparedData",
+    "PreparedDocuments",
+    "PreparedText",
     "Sampler",
     "SentencePairBatches",
     "Sentences",
@@ -23,5 +34,6 @@ __all__ = [
     "make_batches",
     "make_evaluation",
     "prepare",
+    "reads_indexed",
     "special_token_ids",
 ]

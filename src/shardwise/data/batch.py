@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,16 @@ IGNORE = -100
 """The target of a position that is not counted."""
 
 TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
+
+
+class Tokens(Protocol):
+    """A row of tokens: an array, or one that looks at what it gives."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, places: IntArray, /) -> npt.NDArray[Any]:
+        """The tokens at `places`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,8 @@ class Batches(Protocol):
 class SampledBatches(ABC):
     """`Batches` over `num_samples` samples that are shuffled anew each epoch."""
 
+    objectives: tuple[str, ...]
+
     def __init__(self, num_samples: int, seed: int) -> None:
         self.sampler = Sampler(num_samples, seed)
 
@@ -118,32 +130,32 @@ class SampledBatches(ABC):
     def local_batch(
         self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> list[Batch]:
-        _check_division(global_batch, dp_rank, dp_size, micro_batch)
+        check_division(global_batch, dp_rank, dp_size, micro_batch)
         indices = self.sampler.indices(consumed, global_batch)
         samples = np.arange(consumed, consumed + global_batch)
         return [
             self.collate(indices[rows], samples[rows] // self.num_samples, samples[rows])
-            for rows in _rows(global_batch, dp_rank, dp_size, micro_batch)
+            for rows in rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
         ]
 
     def eval_batches(
         self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> Iterator[Batch]:
-        _check_division(global_batch, dp_rank, dp_size, micro_batch)
+        check_division(global_batch, dp_rank, dp_size, micro_batch)
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
-        for rows in _rows(-(-real // portion) * portion, dp_rank, dp_size, micro_batch):
+        for rows in rows_of_rank(-(-real // portion) * portion, dp_rank, dp_size, micro_batch):
             samples = np.arange(rows.start, rows.stop)
             # Epoch 0 each time: every evaluation sees the same samples.
             yield self.collate(np.where(samples < real, samples, -1), np.zeros_like(samples), samples)
 
 
-def _rows(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
+def rows_of_rank(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
     portion = dp_size * micro_batch
     return [slice(start, start + micro_batch) for start in range(dp_rank * micro_batch, total, portion)]
 
 
-def _check_division(global_batch: int, dp_rank: int, dp_size: int, micro_batch: int) -> None:
+def check_division(global_batch: int, dp_rank: int, dp_size: int, micro_batch: int) -> None:
     if not 0 <= dp_rank < dp_size:
         raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
     if global_batch < 1 or global_batch % (dp_size * micro_batch):

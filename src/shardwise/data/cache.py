@@ -3,6 +3,7 @@
     ROOT/sources/STAMP.json     what a text that has not changed since contains
     ROOT/tokens/KEY/            tokenizer/, train.bin, eval.bin, manifest.json; for sentence pairs also
                                 {train,eval}.{sentences,documents}.bin
+    ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
     ROOT/locks/KEY.lock         one process builds an entry, the others wait
 
 Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) as int64.
@@ -18,7 +19,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -99,7 +100,7 @@ class ArrayWriter:
         return {
             "length": self.length,
             "sha256": self._digest.hexdigest(),
-            "checked": _check_digest(Path(self.file.name)),
+            "checked": spread_digest(Path(self.file.name)),
         }
 
 
@@ -145,8 +146,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
-def entry_path(root: Path, key: str) -> Path:
-    return root / "tokens" / key
+def entry_path(root: Path, key: str, kind: str = "tokens") -> Path:
+    return root / kind / key
 
 
 def open_entry(root: Path, key: str) -> Entry | None:
@@ -159,20 +160,20 @@ def open_entry(root: Path, key: str) -> Entry | None:
         for part in PARTS:
             file, facts = path / f"{part}.bin", manifest[part]
             sound = sound and file.stat().st_size == facts["tokens"] * itemsize
-            sound = sound and _check_digest(file) == facts["checked"]
+            sound = sound and spread_digest(file) == facts["checked"]
             for name, row in facts.get("bounds", {}).items():
                 file = path / f"{part}.{name}.bin"
                 sound = sound and file.stat().st_size == row["length"] * BOUNDS_DTYPE.itemsize
-                sound = sound and _check_digest(file) == row["checked"]
+                sound = sound and spread_digest(file) == row["checked"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Entry(path, manifest) if sound else None
 
 
 @contextlib.contextmanager
-def building(root: Path, key: str, exclusive: bool) -> Iterator[Path]:
+def building(root: Path, key: str, exclusive: bool, kind: str = "tokens") -> Iterator[Path]:
     """A folder to fill, which becomes the entry when the block ends without an error, and vanishes otherwise."""
-    target = entry_path(root, key)
+    target = entry_path(root, key, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     if exclusive:
         for leftover in target.parent.glob(f".*-{key}-*"):
@@ -204,6 +205,26 @@ def tokenizer_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def kept_tokenizer(root: Path, key: str, export: Callable[[Path], None]) -> Path:
+    """The folder of a tokenizer in the cache, filled by `export` where it is absent or altered."""
+    folder = entry_path(root, key, "tokenizers")
+    if not _is_sound_tokenizer(folder):
+        with locked(root, key) as exclusive:
+            if not _is_sound_tokenizer(folder):
+                with writing(root), building(root, key, exclusive, "tokenizers") as unfinished:
+                    export(unfinished / "tokenizer")
+                    write_manifest(unfinished, {"tokenizer": tokenizer_digest(unfinished / "tokenizer")})
+    return folder / "tokenizer"
+
+
+def _is_sound_tokenizer(folder: Path) -> bool:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return bool(manifest["format"] == FORMAT and manifest["tokenizer"] == tokenizer_digest(folder / "tokenizer"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def known_content(root: Path, stamp: str | None) -> str | None:
     """The content digest that a text with this stamp had."""
     if stamp is None:
@@ -227,7 +248,7 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
         temporary.replace(path)
 
 
-def _check_digest(path: Path) -> str:
+def spread_digest(path: Path) -> str:
     """A digest of the whole file up to 16 MiB, of 256 blocks spread evenly over a larger one, first and last included.
 
     A start must not read 100 GB; truncation and lost pages are found all the same.

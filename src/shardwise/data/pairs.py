@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from shardwise.data.batch import IGNORE, Batch, SampledBatches, TokenArray
+from shardwise.data.batch import IGNORE, Batch, SampledBatches, Tokens
 from shardwise.data.hashing import Draws
 from shardwise.data.masking import MAX_SEQUENCE_LENGTH, Masking
 from shardwise.data.sampler import IntArray
@@ -72,7 +72,7 @@ class SentencePairBatches(SampledBatches):
 
     def __init__(
         self,
-        tokens: TokenArray,
+        tokens: Tokens,
         sentences: Sentences,
         sequence_length: int,
         seed: int,
@@ -94,7 +94,7 @@ class SentencePairBatches(SampledBatches):
                 "of a pair may come from another one"
             )
         super().__init__(self.chunks.num_chunks, seed)
-        self.tokens = np.asarray(tokens)
+        self.tokens = tokens
         self.sequence_length = sequence_length
         self.special = special
         ordinary_ids = np.setdiff1d(np.arange(vocab_size), list(asdict(special).values()))
@@ -116,7 +116,7 @@ class SentencePairBatches(SampledBatches):
         ids_BS[(place_S == middle_B1) | (place_S == end_B1)] = self.special.sep
         source_BS = np.where(in_a_BS, (pair.a_start - 1)[:, None], pair.b_start[:, None] - middle_B1 - 1) + place_S
         candidates_BS = in_a_BS | in_b_BS
-        ids_BS[candidates_BS] = self.tokens[source_BS[candidates_BS]]
+        ids_BS[candidates_BS] = self.tokens.take(source_BS[candidates_BS])
         ids_BS, positions_BP, targets_BP = self.masking.apply(ids_BS, candidates_BS, draws)
         inputs = {
             "ids_SB": ids_BS.T.copy(),

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import Config
-from shardwise.data import cache, sentences
-from shardwise.data.batch import TokenArray
+from shardwise.data import cache
 from shardwise.data.encoding import ContentDigest, encode_documents, encode_sentences
 from shardwise.data.hashing import mix_integer
+from shardwise.data.megatron import prepare_indexed, reads_indexed
 from shardwise.data.pairs import chunk_room
-from shardwise.data.sentences import ChunkIndex, Sentences
+from shardwise.data.prepared import PreparedData, PreparedText, in_pairs, padding_problems, shortage
+from shardwise.data.sentences import RULE
 from shardwise.data.sources import Piece, Source, open_source
 from shardwise.data.split import PARTS, Part, Split, plan_split
 from shardwise.data.tokenizer import (
@@ -33,25 +34,6 @@ from shardwise.units import count, size
 
 # More text changes the merges of a small vocabulary little and costs memory and time.
 _TOKENIZER_CHARACTERS = 1 << 25
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """Tokenized text, ready to be read."""
-
-    tokenizer_path: Path
-    """A folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open."""
-    train_tokens: TokenArray
-    eval_tokens: TokenArray
-    fingerprint: str
-    """A digest of the text and of all its tokens: equal data, equal fingerprint, on any machine."""
-    vocab_size: int
-    """Of the tokenizer; at most the model's."""
-    summary: str
-    sentences: Mapping[Part, Sentences] = field(default_factory=dict)
-    """Of each part, where samples are sentence pairs."""
-    pair_tokens: PairTokens | None = None
-    """The ids that pairs are made with, likewise."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +60,22 @@ def prepare(
     Raises:
         DataError: when the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
     """
-    train_weight, eval_weight = config.data.split_weights
+    _, eval_weight, test_weight = config.data.split_weights
     if eval_weight == 0 and config.train.eval_every > 0:
         raise DataError(
             f"data.split ({config.data.split}) holds nothing out, and train.eval_every ({config.train.eval_every}) "
             "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
         )
-    if _in_pairs(config):
+    if in_pairs(config):
         chunk_room(config.train.sequence_length)
     root = cache.cache_root(cache_dir)
+    if reads_indexed(config.data):
+        return prepare_indexed(config, root, any_size=any_size)
+    if test_weight:
+        raise DataError(
+            f"data.split ({config.data.split}) must be two weights, training and evaluation, where {config.data.key} "
+            f"({config.data.name}) is text: only Megatron data have a test part"
+        )
     source = open_source(config.data)
     stamp = source.stamp()
     content = cache.known_content(root, stamp)
@@ -95,7 +84,7 @@ def prepare(
         scan = _scan(source)
         content = scan.content
         cache.remember_content(root, stamp, content)
-    key = _key(content, config, (train_weight, eval_weight))
+    key = _key(content, config)
     entry = cache.open_entry(root, key)
     if entry is None:
         with cache.locked(root, key) as exclusive:
@@ -122,9 +111,9 @@ def _scan(source: Source) -> _Scan:
     return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
-def _key(content: str, config: Config, weights: tuple[float, float]) -> str:
+def _key(content: str, config: Config) -> str:
     """What decides the tokens, as a folder's name."""
-    own = config.data.tokenizer
+    own, weights = config.data.tokenizer, config.data.split_weights
     parts = {
         "format": cache.FORMAT,
         "content": content,
@@ -132,19 +121,14 @@ def _key(content: str, config: Config, weights: tuple[float, float]) -> str:
         "tokenizer": "byte-level BPE" if own is None else user_tokenizer_digest(own),
         "vocab_size": config.model.vocab_size,
     }
-    if _in_pairs(config):
-        parts["sentences"] = sentences.RULE
+    if in_pairs(config):
+        parts["sentences"] = RULE
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _in_pairs(config: Config) -> bool:
-    """Whether samples are pairs of sentences."""
-    return "nsp" in config.model.objectives
 
 
 def _build(root: Path, key: str, exclusive: bool, source: Source, scan: _Scan, config: Config) -> None:
     split = plan_split(scan.characters, config.data.split_weights)
-    own, pairs = config.data.tokenizer, _in_pairs(config)
+    own, pairs = config.data.tokenizer, in_pairs(config)
     if own is None:
         texts = _tokenizer_texts(split, source.pieces(), int(scan.characters.sum()))
         tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
@@ -185,10 +169,10 @@ def _tokenizer_texts(split: Split, pieces: Iterable[Piece], characters: int) -> 
             yield piece.text
 
 
-def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool) -> PreparedData:
+def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool) -> PreparedText:
     facts = entry.manifest
-    special = PairTokens(**facts["pair_tokens"]) if _in_pairs(config) else None
-    problems = _padding_problems(special, config) + ([] if any_size else _too_short(entry, source, config))
+    special = PairTokens(**facts["pair_tokens"]) if in_pairs(config) else None
+    problems = padding_problems(special, config) + ([] if any_size else _too_short(entry, source, config))
     if problems:
         raise DataError(problems)
     train, evaluation = facts["train"]["tokens"], facts["eval"]["tokens"]
@@ -198,7 +182,7 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
         f"{count(evaluation)} evaluation tokens, vocabulary {facts['vocab_size']:,}, "
         f"{facts['bytes'] / max(1, train + evaluation):.2f} bytes per token"
     )
-    return PreparedData(
+    return PreparedText(
         tokenizer_path=entry.tokenizer_path,
         train_tokens=entry.tokens("train"),
         eval_tokens=entry.tokens("eval"),
@@ -210,36 +194,18 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
     )
 
 
-def _padding_problems(special: PairTokens | None, config: Config) -> list[str]:
-    chosen = getattr(config.model, "pad_token_id", None)
-    if special is None or chosen == special.pad:
-        return []
-    return [
-        f"model.pad_token_id ({chosen}) must be the tokenizer's [PAD] ({special.pad}): set "
-        f"model.pad_token_id={special.pad}"
-    ]
-
-
 def _too_short(entry: cache.Entry, source: Source, config: Config) -> list[str]:
-    length = config.train.sequence_length
     needed: list[tuple[Part, str]] = [("train", "training")]
     if config.train.eval_every > 0:
         needed.append(("eval", "evaluation"))
-    key = "data.dataset" if config.data.path is None else "data.path"
     problems = []
     for part, words in needed:
-        tokens = entry.manifest[part]["tokens"]
-        if _in_pairs(config):
-            room = chunk_room(length)
-            chunks = ChunkIndex(entry.sentences(part), room).num_chunks
-            short, held = chunks < 2, f"{tokens:,} tokens in {chunks} samples"
-            least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
-        else:
-            short, held = tokens < length + 1, f"{tokens:,} tokens"
-            least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
-        if short:
+        sentences = entry.sentences(part) if in_pairs(config) else None
+        found = shortage(config, entry.manifest[part]["tokens"], sentences)
+        if found is not None:
+            held, least = found
             problems.append(
-                f"the {words} part of {key} {source.name} ({held} at data.split={config.data.split}) must be at least "
-                f"{least}: give more text, a shorter sequence or another split"
+                f"the {words} part of {config.data.key} {source.name} ({held} at data.split={config.data.split}) must "
+                f"be at least {least}: give more text, a shorter sequence or another split"
             )
     return problems

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +12,9 @@ import numpy.typing as npt
 from shardwise.data.hashing import mix
 from shardwise.data.sources import Piece
 
-Part = Literal["train", "eval"]
-PARTS: tuple[Part, Part] = ("train", "eval")
+Part = Literal["train", "eval", "test"]
+PARTS: tuple[Part, ...] = ("train", "eval")
+"""Of text."""
 _WHOLE_DOCUMENTS_LEAST = 0.75
 
 
@@ -46,8 +47,8 @@ class Split:
             start = end
 
 
-def plan_split(characters: npt.NDArray[np.int64], weights: tuple[float, float]) -> Split:
-    """Holds out the evaluation share of documents of these lengths.
+def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> Split:
+    """Holds out the evaluation share, the second weight's, of documents of these lengths.
 
     Documents are taken in the order of a hash of their index, those above a quarter of the share left out so that
     the last one taken decides little. Where that yields under three quarters of the share (a single long file), the

@@ -74,11 +74,10 @@ def run_evaluation(
         data = prepare(config, any_size=True)
         batches = make_evaluation(config, data, part)
         if batches is None:
-            tokens = len(data.train_tokens if part == "train" else data.eval_tokens)
             least = "2 samples" if config.model.objectives != ("lm",) else "2 tokens"
             raise DataError(
-                f"the {part} part of the data ({tokens:,} tokens at data.split={config.data.split}) must hold at least "
-                f"{least}: give more text, another data.split, or --part all"
+                f"the {part} part of the data ({data.count(part):,} tokens at data.split={config.data.split}) must "
+                f"hold at least {least}: give more text, another data.split, or --part all"
             )
         model = _load(config, weights, mesh)
         return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel)

@@ -293,7 +293,9 @@ def _count_own_model(trainer: Trainer, reporter: Reporter, opened: _Opened, conf
 
 def _tell_of_weights(weights: Root, data: PreparedData, reporter: Reporter) -> None:
     reporter.message(f"weights: those of {weights}")
-    if weights.is_local and differ_in_tokens(weights.local(), data.tokenizer_path):
+    if data.tokenizer_path is None or not weights.is_local:
+        return
+    if differ_in_tokens(weights.local(), data.tokenizer_path):
         reporter.warning(
             f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to go on "
             f"with what they learned, set data.tokenizer={weights}"
@@ -320,21 +322,27 @@ def _finish(
     reporter.message(f"weights: {folder}")
     if sample:
         reporter.message(f"sample: {sample}")
+    elif data.tokenizer_path is None and config.log.sample_tokens and config.model.causal:
+        reporter.message("sample: none, as the data hold tokens alone: data.tokenizer names the one that made them")
 
 
 def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
     """A prompt and its continuation by the trained model.
 
-    None where `log.sample_tokens` is 0, off replica 0, and for a model that gives no logits of the next token.
+    None where `log.sample_tokens` is 0, off replica 0, without a tokenizer, and for a model that gives no logits of the
+    next token.
     """
     log, mesh, model = config.log, trainer.mesh, trainer.model
-    if not log.sample_tokens or mesh.dp.rank or not config.model.causal or not isinstance(model, Generator | Stages):
+    if data.tokenizer_path is None or not log.sample_tokens or mesh.dp.rank:
+        return None
+    if not config.model.causal or not isinstance(model, Generator | Stages):
         return None
     tokenizer = Tokenizer.load(data.tokenizer_path)
     trainer.model.eval()
-    held_out = data.eval_tokens if len(data.eval_tokens) else data.train_tokens
-    prompt = tokenizer.encode(log.sample_prompt) if log.sample_prompt else held_out[:16]
-    ids = [int(token) for token in prompt]
+    if log.sample_prompt:
+        ids = tokenizer.encode(log.sample_prompt).tolist()
+    else:
+        ids = data.beginning("eval" if data.count("eval") else "train", 16)
     window = config.train.sequence_length
     drawn = continue_text(
         model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed, parallel=config.parallel

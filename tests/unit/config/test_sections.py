@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardwise.config import PrecisionConfig, load_config
+from shardwise.config import PrecisionConfig, config_from, dump_yaml, load_config
+from shardwise.config.text import parse_yaml
 from shardwise.errors import ConfigError
 
 
@@ -146,3 +147,32 @@ def test_a_password_has_no_place_in_the_configuration(key: str, login: str) -> N
 )
 def test_a_url_without_a_password_is_taken(url: str) -> None:
     assert load_config("llama2-tiny", [f"checkpoint.path={url}"]).checkpoint.path == url
+
+
+def test_a_blend_as_megatron_writes_it() -> None:
+    config = load_config("gpt-tiny", ["data.blend=[0.7,/data/a,30,b/c]", "data.split=980,10,10"])
+    data = config.data
+    assert data.blend == (0.7, "/data/a", 30.0, "b/c")
+    assert data.weighted_prefixes == [(0.7, "/data/a"), (30.0, "b/c")]
+    assert (data.key, data.name, data.split_weights) == ("data.blend", "/data/a + b/c", (980.0, 10.0, 10.0))
+    stored = parse_yaml(dump_yaml(config.model_dump(mode="json")), "config.yaml")
+    assert config_from(stored) == config
+
+
+def test_what_the_data_are_called() -> None:
+    names = [load_config("gpt-tiny", given).data for given in ([], ["data.path=a.txt"])]
+    assert [(data.key, data.name) for data in names] == [("data.dataset", "tiny"), ("data.path", "a.txt")]
+    assert names[1].weighted_prefixes == [(1.0, "a.txt")]
+    assert names[0].weighted_prefixes == []
+    assert names[0].split_weights == (95.0, 5.0, 0.0)
+
+
+def test_all_that_is_wrong_with_the_data_at_once() -> None:
+    given = ["data.blend=[1,a]", "data.path=b.txt", "data.format=text", "data.split=0,1"]
+    with pytest.raises(ConfigError) as caught:
+        load_config("gpt-tiny", given)
+    assert [text.split(" must ")[0] for text in caught.value.problems] == [
+        "data.split ('0,1')",
+        "data.path (b.txt)",
+        "data.format (text)",
+    ]

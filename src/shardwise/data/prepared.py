@@ -1,0 +1,147 @@
+"""What a run reads, once it is ready to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from shardwise.config import Config
+from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
+from shardwise.data.pairs import SentencePairBatches, chunk_room
+from shardwise.data.sentences import ChunkIndex, Sentences
+from shardwise.data.split import Part
+from shardwise.data.tokenizer import PairTokens
+from shardwise.data.tokens import TokenBatches
+
+
+class PreparedData(Protocol):
+    """Tokens of a training, an evaluation and, where there is one, a test part."""
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """A folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None: only ids."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the data: equal data, equal fingerprint, on any machine."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """One line for the user."""
+        ...
+
+    def count(self, part: Part) -> int:
+        """Tokens of a part."""
+        ...
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        """The first tokens of a part; fewer where it has no more."""
+        ...
+
+    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+        """The batches of a part that the model's family trains on; None where it holds less than one sample.
+
+        evaluation: `eval_batches` alone is called, and gives the same samples whatever `train.seed` is (but for what
+        BERT masks). tail: what is left after the last whole sample is a sample too.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """`PreparedData` of tokenized text, which is one row of tokens a part."""
+
+    tokenizer_path: Path
+    train_tokens: TokenArray
+    eval_tokens: TokenArray
+    fingerprint: str
+    """A digest of the text and of all its tokens."""
+    vocab_size: int
+    """Of the tokenizer; at most the model's."""
+    summary: str
+    sentences: Mapping[Part, Sentences] = field(default_factory=dict)
+    """Of each part, where samples are sentence pairs."""
+    pair_tokens: PairTokens | None = None
+    """The ids that pairs are made with, likewise."""
+
+    def count(self, part: Part) -> int:
+        return len(self._row(part))
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        return [int(token) for token in self._row(part)[:tokens]]
+
+    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+        if part == "test":
+            return None
+        row = self._row(part)
+        if self.pair_tokens is not None:
+            return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size)
+        length = config.train.sequence_length
+        if len(row) <= (1 if tail else length):
+            return None
+        return TokenBatches(row, length, config.train.seed, tail=tail)
+
+    def _row(self, part: Part) -> TokenArray:
+        if part == "test":
+            return self.eval_tokens[:0]
+        return self.train_tokens if part == "train" else self.eval_tokens
+
+
+def in_pairs(config: Config) -> bool:
+    """Whether samples are pairs of sentences."""
+    return "nsp" in config.model.objectives
+
+
+def pair_batches(
+    config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int | None = None
+) -> SampledBatches | None:
+    """Batches of sentence pairs; None of less than two samples, as the second sentence may come from another one.
+
+    seed: `train.seed` where it is None.
+    """
+    length = config.train.sequence_length
+    if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
+        return None
+    return SentencePairBatches(
+        tokens,
+        sentences,
+        length,
+        config.train.seed if seed is None else seed,
+        special=special,
+        vocab_size=vocab_size,
+        masked_fraction=config.data.masked_fraction,
+        max_predictions=config.data.predictions(length),
+    )
+
+
+def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
+    """Whether the model pads with the tokenizer's [PAD], where samples are sentence pairs."""
+    chosen = getattr(config.model, "pad_token_id", None)
+    if special is None or chosen == special.pad:
+        return []
+    return [
+        f"model.pad_token_id ({chosen}) must be the tokenizer's [PAD] ({special.pad}): set "
+        f"model.pad_token_id={special.pad}"
+    ]
+
+
+def shortage(config: Config, tokens: int, sentences: Sentences | None) -> tuple[str, str] | None:
+    """What a part of so many tokens holds, and what a sample needs; None where it holds one.
+
+    sentences: of the part, where samples are pairs of them: then it must hold two.
+    """
+    length = config.train.sequence_length
+    if sentences is not None:
+        room = chunk_room(length)
+        chunks = ChunkIndex(sentences, room).num_chunks
+        if chunks >= 2:
+            return None
+        least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
+        return f"{tokens:,} tokens in {chunks} samples", least
+    if tokens > length:
+        return None
+    return f"{tokens:,} tokens", f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
