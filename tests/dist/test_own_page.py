@@ -39,7 +39,12 @@ def alone(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sequence"), [(2, False), (2, True), (4, True)], ids=["tp2-dp2", "tp2-dp2-sp", "tp4-sp"]
+    ("tensor", "sequence"),
+    [
+        pytest.param(2, False, id="tp2-dp2", marks=pytest.mark.slow),
+        pytest.param(2, True, id="tp2-dp2-sp"),
+        pytest.param(4, True, id="tp4-sp"),
+    ],
 )
 @pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
 def test_every_layout_trains_alike(name: str, tensor: int, sequence: bool, ranks: Any) -> None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tests.e2e import warm
 
@@ -80,21 +80,22 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, **fixed, **variables}
 
 
+Process: TypeAlias = subprocess.Popen[str] | warm.Job
+
+
 def start(
-    *arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, **variables: str
-) -> subprocess.Popen[str]:
-    """The command, under way in the folder `at`."""
+    *arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, cold: bool = False, **variables: str
+) -> Process:
+    """The command, under way in the folder `at`; `cold`: in a Python that is started for it."""
+    command, environment_ = [*program, *map(str, arguments)], environment(**variables)
+    if warm.can_run(program) and not cold:
+        return warm.Job(command, at=at, variables=environment_)
     return subprocess.Popen(
-        [*program, *map(str, arguments)],
-        cwd=at,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=at, env=environment_, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def outcome(process: subprocess.Popen[str], timeout: float = 240.0) -> Outcome:
+def outcome(process: Process, timeout: float = 240.0) -> Outcome:
     """Wait for the command to end."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -102,22 +103,13 @@ def outcome(process: subprocess.Popen[str], timeout: float = 240.0) -> Outcome:
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"the command did not end within {timeout:.0f} s\n{out}\n{err}") from None
+    assert process.returncode is not None
     return Outcome(process.returncode, out, err)
 
 
-def shardwise(
-    *arguments: str | Path,
-    at: Path,
-    program: tuple[str, ...] = ALONE,
-    timeout: float = 240.0,
-    cold: bool = False,
-    **variables: str,
-) -> Outcome:
-    """Run the command to its end; `cold`: in a Python that is started for it, as `start` does it."""
-    if cold or not warm.can_run(program):
-        return outcome(start(*arguments, at=at, program=program, **variables), timeout)
-    command = [*program, *map(str, arguments)]
-    return Outcome(*warm.run(command, at=at, variables=environment(**variables), timeout=timeout))
+def shardwise(*arguments: str | Path, at: Path, timeout: float = 240.0, **options: Any) -> Outcome:
+    """Run the command to its end; options as of `start`."""
+    return outcome(start(*arguments, at=at, **options), timeout)
 
 
 def miniature(folder: Path) -> Path:

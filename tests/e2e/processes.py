@@ -28,9 +28,11 @@ def ranks(pid: int) -> dict[int, int]:
     for child in descendants(pid):
         try:
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            name = Path(f"/proc/{child}/comm").read_text()
         except OSError:
             continue
         numbers = [int(variable[5:]) for variable in variables if variable.startswith(b"RANK=")]
+        numbers += [int(name[5:])] if name.startswith("rank ") else []  # as `warm` calls it
         if numbers:
             found[numbers[0]] = child
     return found

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import processes
-from tests.e2e.command import ALONE, environment, json_lines, metrics, miniature, outcome, shardwise, start
+from tests.e2e.command import ALONE, Process, environment, json_lines, metrics, miniature, outcome, shardwise, start
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "parallel.tensor=2", "--run-dir", "run")
 SECONDS = 20.0
 """More than any failure takes to end a job on a busy machine; collectives would time out after 600."""
 
 
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def started(folder: Path, *arguments: str) -> Process:
     """A long job of two ranks that has taken a step."""
     job = start("train", miniature(folder), *LONG, *arguments, at=folder)
     steps = folder / "run/ranks/rank-0001.jsonl"

@@ -18,6 +18,7 @@ from tests.e2e.command import (
     ALONE,
     UNDER_TORCHRUN,
     Outcome,
+    Process,
     environment,
     json_lines,
     metrics,
@@ -33,16 +34,14 @@ NOTICE = "stopping after the current step; a checkpoint is saved first (Ctrl-C a
 SECONDS = 60.0
 
 
-def wait_for_a_step(job: subprocess.Popen[str], run: Path) -> None:
+def wait_for_a_step(job: Process, run: Path) -> None:
     log = run / "metrics.jsonl"
     if not processes.wait_for(lambda: log.exists() and '"event": "step"' in log.read_text(), 120):
         job.kill()
         raise AssertionError(f"no step within 120 s\n{outcome(job)}")
 
 
-def training(
-    folder: Path, *arguments: str, program: tuple[str, ...] = ALONE, **variables: str
-) -> subprocess.Popen[str]:
+def training(folder: Path, *arguments: str, program: tuple[str, ...] = ALONE, **variables: str) -> Process:
     """A long job that has taken a step."""
     job = start("train", miniature(folder), *LONG, *arguments, at=folder, program=program, **variables)
     wait_for_a_step(job, folder / "run")
@@ -136,7 +135,7 @@ def test_a_run_is_stopped_by_its_folder_while_a_second_one_is_refused(tmp_path: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-@pytest.mark.parametrize("asks", ["signal", "command"])
+@pytest.mark.parametrize("asks", ["signal", pytest.param("command", marks=pytest.mark.slow)])
 def test_inside_torchrun(asks: str, tmp_path: Path) -> None:
     """Nobody of ours stands between; torchrun itself ends with 1 whatever its ranks ended with."""
     job = training(tmp_path, "parallel.tensor=2", program=UNDER_TORCHRUN)
@@ -167,7 +166,9 @@ def test_before_training_a_signal_ends_at_once(tmp_path: Path) -> None:
     assert processes.wait_for(lambda: not any(map(processes.alive, everyone)), 5)
 
 
-@pytest.mark.parametrize("tensor", [1, 2], ids=["alone", "launched"])
+@pytest.mark.parametrize(
+    "tensor", [pytest.param(1, id="alone"), pytest.param(2, id="launched", marks=pytest.mark.slow)]
+)
 def test_a_closed_terminal_stops_the_run_with_a_checkpoint(tensor: int, tmp_path: Path) -> None:
     """What is printed after that goes nowhere, and must not become the error that loses the checkpoint."""
     master, slave = pty.openpty()

@@ -2,14 +2,14 @@
 
 import functools
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from tests.e2e.command import outcome, start
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "zero1.py"
 
@@ -49,19 +49,12 @@ def reference() -> tuple[float, float]:
     [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]],
     ids=["alone", "torchrun-2"],
 )
-def test_trains_as_plain_adamw(launcher: list[str]) -> None:
+def test_trains_as_plain_adamw(launcher: list[str], tmp_path: Path) -> None:
     first, wanted = reference()
     assert wanted < 0.9 * first, "the example does not learn, so its loss shows nothing"
-    done = subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("final loss")]
-    assert len(lines) == 1, done.stdout
+    done = outcome(start(at=tmp_path, program=(sys.executable, *launcher, str(SCRIPT))), timeout=120)
+    assert done.code == 0, done.err
+    lines = [line for line in done.out.splitlines() if line.startswith("final loss")]
+    assert len(lines) == 1, done.out
     assert float(lines[0].split()[-1]) == pytest.approx(wanted, rel=1e-5)
-    assert "Warning" not in done.stderr, done.stderr
+    assert "Warning" not in done.err, done.err

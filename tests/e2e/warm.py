@@ -49,22 +49,51 @@ def can_run(program: Sequence[str]) -> bool:
     return sys.platform == "linux" and program[:1] == (sys.executable,) and _begin(program) is not None
 
 
-def run(program: Sequence[str], *, at: Path, variables: Mapping[str, str], timeout: float) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a program that `can_run`."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as connection:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        connection.connect(_server())
-        connection.settimeout(timeout)
-        with connection.makefile("rw") as stream:
-            print(json.dumps([[*program], str(at), {**variables}, [str(out), str(err)]]), file=stream, flush=True)
-            pid = int(stream.readline())
-            try:
-                code = int(stream.readline())
-            except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                said = f"{out.read_text()}\n{err.read_text()}"
-                raise AssertionError(f"the command did not end within {timeout:.0f} s\n{said}") from None
-        return code, out.read_text(), err.read_text()
+class Job:
+    """A program that `can_run`, under way; what it prints goes into files.
+
+    Has of `subprocess.Popen` what the tests use.
+    """
+
+    def __init__(self, program: Sequence[str], *, at: Path, variables: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        server = _server()
+        folder = tempfile.mkdtemp(dir=Path(server).parent)
+        self._printed = [Path(folder, name) for name in ("out", "err")]
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(server)
+        self._stream = self._connection.makefile("rw")
+        asked = [[*program], str(at), {**variables}, [*map(str, self._printed)]]
+        print(json.dumps(asked), file=self._stream, flush=True)
+        self.pid = int(self._stream.readline())
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        return self._ended_within(0.0)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait until it has ended; standard output and standard error.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not.
+        """
+        if self._ended_within(timeout) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        out, err = (file.read_text() for file in self._printed)
+        return out, err
+
+    def _ended_within(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._connection], [], [], seconds)[0]:
+            self.returncode = int(self._stream.readline())
+            self._stream.close()
+            self._connection.close()
+        return self.returncode
 
 
 @functools.cache
@@ -164,6 +193,8 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         begin = _begin(program)
         assert begin is not None
+        if "RANK" in variables:  # /proc shows the server's variables of whoever it forks
+            Path("/proc/self/comm").write_text(f"rank {variables['RANK']}")
         sys.argv = list(program[begin + (program[begin] == "-m") :])
         own = Path.cwd() if program[begin] == "-m" else Path(program[begin]).resolve().parent
         given = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -84,12 +84,12 @@ def test_curve_is_the_committed_one(recipe: str, layout: str, ranks: Any, cache:
 
 
 COMMANDS = [
-    # Four ranks of the same layout are those of `OFTEN`.
     pytest.param("llama2-tiny", ["parallel.tensor=2", "parallel.sequence=true"], id="llama2-tiny on two ranks"),
-    *(pytest.param(recipe, options, marks=pytest.mark.slow, id=recipe) for recipe, options in RECIPES.items()),
+    *(pytest.param(recipe, options, id=recipe) for recipe, options in RECIPES.items()),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "options"), COMMANDS)
 def test_the_command_trains_the_committed_curve(recipe: str, options: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -35,6 +35,7 @@ def test_start_up_takes_under_300_ms_of_processor_time(arguments: list[str], tmp
     seconds: list[float] = []
     began = time.monotonic()
     while min(seconds, default=1.0) >= 0.3 and time.monotonic() - began < SECONDS:
+        time.sleep(1.0 if seconds else 0.0)  # to others' work the processor belongs as well
         run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
         seconds.append(float(run.stderr))
     assert min(seconds) < 0.3, f"processor seconds of each run: {seconds}"
