@@ -44,6 +44,7 @@ class ParallelConfig(Section):
     stages: tuple[int, ...] | None = Field(
         default=None,
         strict=False,
+        examples=[[7, 7, 7, 7]],
         description="blocks of each stage, first to last; null = cut by what they cost, or into equal parts where the "
         "schedule has several stages on a rank",
     )
