@@ -81,7 +81,7 @@ class Reporter:
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
-        self._stopped = False
+        self._stopped = self._told_of_trace = False
 
     def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
         """Print the summary and begin the progress line.
@@ -115,6 +115,10 @@ class Reporter:
             progress = ProgressLine(console, steps_before, self._end)
             progress.start(self._started)
             self._progress.append(progress)
+        steps = self.config.log.trace_steps
+        if steps is not None and not self._traced(self._end):
+            end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
+            self.message(f"no trace: log.trace ({self.config.log.trace}) has no step of this run, which takes {end}")
 
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str]) -> None:
         """Record that the training goes on from a checkpoint, and what of the configuration is new."""
@@ -157,6 +161,9 @@ class Reporter:
         """Record a finished step; called for every step, `log.every` decides what is written."""
         self._throughput.add(record.seconds)
         self._last = record
+        steps = self.config.log.trace_steps
+        if steps is not None and record.step == steps[-1]:
+            self._tell_of_trace()
         if not self.is_logged(record.step):
             return
         timing = record.timing
@@ -234,6 +241,7 @@ class Reporter:
         self._stopped = True
         for progress in self._progress:
             progress.stop()
+        self._tell_of_trace()
         self._event("stop", step=self._step, reason=reason)
 
     def __enter__(self) -> Reporter:
@@ -259,6 +267,21 @@ class Reporter:
     @property
     def _step(self) -> int:
         return self._last.step if self._last is not None else self._before
+
+    def _traced(self, last: int) -> range:
+        """The steps of `log.trace` that this run has taken once `last` is done."""
+        steps = self.config.log.trace_steps or range(0)
+        return range(max(steps.start, self._before + 1), min(steps.stop, last + 1))
+
+    def _tell_of_trace(self) -> None:
+        """Where the trace is that was written with the last step; once."""
+        steps = self._traced(self._step)
+        if self._told_of_trace or not steps:
+            return
+        self._told_of_trace = True
+        named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+        others = f" and so on for each of {self.layout.world:,} ranks" if self.layout.world > 1 else ""
+        self.message(f"trace of {named}: {self.run.trace(0)}{others}; ui.perfetto.dev shows it")
 
     def _event(self, event: str, **fields: Any) -> None:
         if self._metrics is not None:

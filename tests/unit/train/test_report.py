@@ -267,6 +267,33 @@ def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
     assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "stop_after"
 
 
+@pytest.mark.parametrize(
+    ("trace", "before", "stop_after", "told"),
+    [
+        ("10:12", 0, 20, "trace of steps 10 to 11: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
+        ("20:22", 0, 20, "trace of step 20: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
+        ("10:23", 20, 20, "trace of steps 21 to 22: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
+        ("10:12", 0, 5, "no trace: log.trace (10:12) has no step of this run, which takes the steps 1 to 5"),
+        ("10:12", 20, 5, "no trace: log.trace (10:12) has no step of this run, which takes the steps 21 to 25"),
+        (None, 0, 20, ""),
+        ("10:12", 100, 5, "no trace: log.trace (10:12) has no step of this run, which takes no step"),
+    ],
+)
+def test_a_trace_is_told_once_and_so_is_its_absence(
+    tmp_path: Path, trace: str | None, before: int, stop_after: int, told: str
+) -> None:
+    chosen = config(trace=trace, every=7)
+    train = chosen.train.model_copy(update={"stop_after": stop_after})
+    made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}))
+    with made:
+        made.start(steps_before=before)
+        for step in range(before + 1, min(before + stop_after, 100) + 1):
+            made.step(record(step))
+        made.finish()
+    said = [line for line in stream.getvalue().splitlines() if line.startswith(("trace", "no trace"))]
+    assert said == ([told.format(tmp_path / "run/traces/rank-0000.json")] if told else [])
+
+
 def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
     """Killed after the last save, before the results: the next start has no step to take."""
     with reporter(tmp_path)[0] as made:

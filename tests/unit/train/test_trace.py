@@ -20,7 +20,7 @@ def test_a_run_without_a_pipeline(tmp_path: Path, trace: str, steps: set[str]) -
     """The second ends with the run, before its last step."""
     config = make_config(train={"steps": 4}, log={"trace": trace, "drift_every": 0, "tensorboard": False})
     layout, mesh = config.check(1), Mesh(device="cpu")
-    run = RunDirectory(tmp_path / "run")
+    run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
     with Reporter(
         run,
         config,
@@ -30,9 +30,11 @@ def test_a_run_without_a_pipeline(tmp_path: Path, trace: str, steps: set[str]) -
         precision=config.precision.resolved(False),
         parameters=1,
         memory=None,
-        stream=io.StringIO(),
+        stream=stream,
     ) as reporter:
         build_trainer(config, layout, mesh, make_data(), reporter).run()
+    first = trace.partition(":")[0]
+    assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
     events = json.loads(run.trace(0).read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
     assert {name for name in names if name.startswith("step ")} == steps
