@@ -57,6 +57,12 @@ class Layout:
         """Stages that the model is cut into."""
         return self.pipeline * self.virtual
 
+    def ranks_of(self, pipeline_rank: int) -> str:
+        """`ranks 4-7`: those of the world that are one pipeline rank."""
+        each = self.tensor * self.data
+        first = pipeline_rank * each
+        return f"ranks {first}-{first + each - 1}" if each > 1 else f"rank {first}"
+
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches per optimizer step on each rank: global batch / (micro batch × data).
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from shardwise import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
-from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization
+from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization, neediest_rank
 from shardwise.hardware import peak_flops
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.store.manifest import Manifest
@@ -43,8 +43,8 @@ class Reporter:
     Args:
         run: the run's folder. rank: of this process in the world; rank 0 prints and writes the shared files.
         device_name: product name of a rank's device, from which its peak is looked up. precision: as resolved.
-        parameters: of the whole model. memory: expected on each rank. Both are set before `start` where they are None
-        here, as for a model of the user's own, which is counted when it is built.
+        parameters: of the whole model. memory: expected on the rank that needs most. Both are set before `start` where
+        they are None here, as for a model of the user's own, which is counted when it is built.
         stream: where rank 0 prints; default: standard output.
     """
 
@@ -111,7 +111,7 @@ class Reporter:
         for console in self._consoles:
             _print_summary(console, self._summary())
             if self.layout.pipeline > 1:
-                print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
+                print_pipeline(console, self.config, self.layout, self._on_accelerator)
             progress = ProgressLine(console, steps_before, self._end)
             progress.start(self._started)
             self._progress.append(progress)
@@ -389,16 +389,26 @@ class Reporter:
             ("run", str(self.run.path)),
         ]
 
+    @property
+    def _on_accelerator(self) -> bool:
+        return not self.device_name.startswith("cpu")
+
+    @property
+    def _neediest_rank(self) -> int:
+        return neediest_rank(self.config, self.layout, self._on_accelerator)
+
     def _dropout(self) -> list[tuple[str, str]]:
         """What layout-invariant masks cost, where there are any."""
-        masks = invariant_dropout(self.config, self.layout, not self.device_name.startswith("cpu"))
+        rank = self._neediest_rank
+        masks = invariant_dropout(self.config, self.layout, self._on_accelerator, pipeline_rank=rank)
         if masks is None:
             return []
+        same = f"pipeline rank {rank}" if self.layout.pipeline > 1 else "each rank"
         return [
             (
                 "dropout",
-                f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on each rank, "
-                f"{units.count(masks.elements_hashed)} elements hashed by each rank per step",
+                f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {same}, "
+                f"{units.count(masks.elements_hashed)} elements hashed by {same} per step",
             )
         ]
 
@@ -407,7 +417,8 @@ class Reporter:
         parts = ", ".join(f"{name} {units.size(size)}" for name, size in self.memory.rows() if size)
         if isinstance(self.memory, StateMemory):
             return f"{parts} on each rank; activations are not known for a model of your own"
-        return f"{units.size(self.memory.total)} expected on each rank, beside Python and torch: {parts}"
+        most = f"pipeline rank {self._neediest_rank}, which needs most" if self.layout.pipeline > 1 else "each rank"
+        return f"{units.size(self.memory.total)} expected on {most}, beside Python and torch: {parts}"
 
 
 def _open_log(path: Path) -> IO[str]:
