@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli import evaluate, generate
 from shardwise.data.tokenizer import train_tokenizer
 from tests.arch.source import ROOT
 from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise
@@ -41,6 +42,12 @@ def answer(outcome: Outcome) -> dict[str, Any]:
     return facts
 
 
+def test_the_page_names_every_way_to_cut_a_model() -> None:
+    keys = {key for key in (*evaluate._KEYS, *generate._KEYS) if key.startswith("parallel.")}
+    assert "parallel.pipeline" in keys
+    assert [key for key in sorted(keys) if key not in PAGE] == []
+
+
 @pytest.mark.slow
 def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str, Outcome]]) -> None:
     at, done = followed
@@ -49,6 +56,9 @@ def test_the_page_gives_one_number_at_any_layout(followed: tuple[Path, dict[str,
     assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert cut["counted"] == whole["counted"]
     assert cut["layout"] == {"ranks": 2, "tensor": 2, "sequence": True, "pipeline": 1, "data": 1}
+    staged = answer(done["shardwise evaluate runs/tiny --json parallel.pipeline=2"])
+    assert staged["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert staged["layout"]["pipeline"] == 2
     shown = next(done[line] for line in COMMANDS if line == "shardwise evaluate runs/tiny").out
     assert f"loss        {whole['loss']:.6f}\n" in shown
     assert f"{whole['tokens']:,} in {whole['sequences']:,} sequences of 64, each once" in shown
@@ -74,6 +84,8 @@ def test_the_page_writes_one_text_at_any_layout(followed: tuple[Path, dict[str, 
     drawn = next(done[line] for line in COMMANDS if line.endswith('"The ring" --max-tokens 20'))
     again = shardwise("generate", "runs/tiny", "--prompt", "The ring", "--max-tokens", "20", "parallel.tensor=2", at=at)
     assert again.out == drawn.out
+    staged = answer(next(done[line] for line in COMMANDS if "generate" in line and "parallel.pipeline=2" in line))
+    assert staged["prompt"] + staged["text"] + "\n" == drawn.out
     assert drawn.out.startswith("The ring")
     assert re.fullmatch(r"20 tokens \(--max-tokens\); prompt of \d+ at .* tokens/s, then .* tokens/s\n", drawn.err)
 

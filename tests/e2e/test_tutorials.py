@@ -142,6 +142,7 @@ def test_every_command_runs(page: str, pages: Any) -> None:
     for code, exit_code, out, err in followed.blocks:
         assert exit_code == 0, f"{code}\nexit code {exit_code}\n{out}\n{err}"
         assert "Traceback" not in out + err, f"{code}\n{out}\n{err}"
+        assert "metrics.jsonl" not in code or '"loss": ' in out, f"{code}\n{out}: these lines show no loss"
     printed = {code: out for code, _, out, _ in followed.blocks}
     assert [code for code, text in shown(page) if printed[code] != text] == []
 
@@ -205,6 +206,10 @@ def test_gpt3_3d(pages: Any) -> None:
     assert (alone["layout"]["ranks"], alone["layout"]["pipeline"]) == (1, 1)
     assert followed.losses("zbv") == pytest.approx(followed.losses("one-process"), rel=1e-5)
     assert followed.losses("gpt3-tiny")[:20] == pytest.approx(followed.losses("one-process"), rel=1e-5)
+    (shown,) = (out for code, _, out, _ in followed.blocks if "grep final_loss" in code)
+    losses = [float(loss) for loss in re.findall(r'"final_loss": ([\d.]+)', shown)]
+    assert len(losses) == 2, shown
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5), "what the page's commands print"
     assert len(followed.losses("gpt3-tiny")) == 30
     assert followed.results("gpt3-tiny")["layout"]["pipeline"] == 4
     assert followed.results("gpt3-23b")["layout"]["pipeline"] == 2

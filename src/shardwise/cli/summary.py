@@ -88,8 +88,8 @@ def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
         stages = [stage for stage in plan if stage.rank == rank]
         rows.append(
             (
-                f"  rank {rank}",
-                f"{_named(stages)}: {units.count(count)} parameters, "
+                f"  pp {rank}",
+                f"{layout.ranks_of(rank)}, {_named(stages)}: {units.count(count)} parameters, "
                 f"{sum(shares[stage.index] for stage in stages):.1%} of the compute, "
                 f"{units.size(needed.activations)} of activations, {units.size(needed.total)} in all",
             )
@@ -149,7 +149,8 @@ def _compute(config: Config) -> _Rows:
 
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The price of masks that no layout changes, where there are any."""
-    rank, _ = _neediest(config, layout, accelerator)
+    rank = cost.neediest_rank(config, layout, accelerator)
+    same = f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
     masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is None:
         return []
@@ -159,28 +160,21 @@ def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     return [
         (
             "dropout",
-            f"layout-invariant: {units.size(masks.bytes_held)} of attention probabilities and masks on each rank, "
+            f"layout-invariant: {units.size(masks.bytes_held)} of attention probabilities and masks on {same}, "
             + (f"{units.size(more)} above the peak of fast dropout" if more else "at the same peak as fast dropout"),
         ),
         (
             "  time",
-            f"{units.count(masks.elements_hashed)} elements of masks hashed by each rank per step"
+            f"{units.count(masks.elements_hashed)} elements of masks hashed by {same} per step"
             + ("; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""),
         ),
     ]
 
 
-def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, cost.MemoryEstimate | None]:
-    """The pipeline rank that needs most memory, and how much."""
-    memory = cost.memory_by_rank(config, layout, accelerator)
-    if memory is None:
-        return 0, None
-    return max(enumerate(memory), key=lambda one: one[1].total)
-
-
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """Memory, disk and communication; in a pipeline those of the ranks that need most memory."""
-    rank, memory = _neediest(config, layout, accelerator)
+    rank = cost.neediest_rank(config, layout, accelerator)
+    memory = cost.expected_memory(config, layout, accelerator, pipeline_rank=rank)
     wire = cost.bytes_per_step(config, layout, accelerator, pipeline_rank=rank)
     checkpoint = cost.checkpoint_bytes(config, accelerator)
     if memory is None or wire is None or checkpoint is None:

@@ -53,11 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         if nproc is not None and nproc != place.world:
             raise ConfigError(f"--nproc ({nproc}) must be left out inside torchrun: the world size is {place.world}")
-        _check(config, place.world)
+        _check(config, place.world, arguments.run_dir)
         return run_rank(config, recipe_name(recipe), arguments.run_dir, place)
     kind, count = accelerators()
     world = place.world if place is not None else _default_nproc(config, count) if nproc is None else nproc
-    layout = _check(config, world)
+    layout = _check(config, world, arguments.run_dir)
     if arguments.dry_run:
         from shardwise.cli.summary import dry_run
 
@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     return _start(config, recipe, arguments.overrides, world, arguments.run_dir)
 
 
-def _check(config: Config, world: int) -> Layout:
+def _check(config: Config, world: int, run_dir: Path | None) -> Layout:
     """The layout, once everything agrees with it that can be asked before a rank starts."""
-    layout = config.check(world)
+    layout = config.check(world, is_new=run_dir is None)
     if isinstance(config.model, OwnConfig):
         from shardwise.models import check_own
 

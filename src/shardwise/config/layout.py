@@ -57,6 +57,12 @@ class Layout:
         """Stages that the model is cut into."""
         return self.pipeline * self.virtual
 
+    def ranks_of(self, pipeline_rank: int) -> str:
+        """`ranks 4-7`: those of the world that are one pipeline rank."""
+        each = self.tensor * self.data
+        first = pipeline_rank * each
+        return f"ranks {first}-{first + each - 1}" if each > 1 else f"rank {first}"
+
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches per optimizer step on each rank: global batch / (micro batch × data).
 
@@ -96,8 +102,11 @@ def batch_problems(train: TrainConfig, data: int) -> list[str]:
     ]
 
 
-def check_layout(config: Config, world: int) -> Layout:
+def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     """The layout of `config` on `world` ranks.
+
+    Args:
+        is_new: the run begins with its first step, as it has a new folder.
 
     Raises:
         ConfigError: with every reason why `config` cannot run on `world` ranks.
@@ -114,18 +123,28 @@ def check_layout(config: Config, world: int) -> Layout:
         micro_batches = None if problems else train.global_batch // (train.micro_batch * data)
     problems += composition_problems(config) + pipeline_problems(config, micro_batches)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
-    problems += _resume_problems(config) + _trace_problems(config)
+    problems += _resume_problems(config) + _trace_problems(config, is_new)
     if problems:
         raise ConfigError(problems)
     return Layout(world, tensor, sequence, pipeline, parallel.stages_per_rank)
 
 
-def _trace_problems(config: Config) -> list[str]:
-    steps, last = config.log.trace_steps, config.train.steps
-    if steps is None or steps.start <= last:
+def _trace_problems(config: Config, is_new: bool) -> list[str]:
+    """Traces that never come, as far as that is known: how many steps a run goes on from, its checkpoints tell."""
+    steps, last, resume = config.log.trace_steps, config.train.steps, config.checkpoint.resume
+    if steps is None:
         return []
-    fix = f"set log.trace={last}:{last + 1}"
-    return [f"log.trace ({config.log.trace}) must begin at one of train.steps ({last}): {fix}"]
+    trace, stop_after = f"log.trace ({config.log.trace})", config.train.stop_after
+    if steps.start > last:
+        return [f"{trace} must begin at one of train.steps ({last}): set log.trace={last}:{last + 1}"]
+    if is_new and stop_after is not None and steps.start > stop_after:
+        return [
+            f"{trace} must begin at one of the steps of this run, which ends after train.stop_after ({stop_after}): "
+            f"set log.trace={stop_after}:{stop_after + 1}, or raise train.stop_after"
+        ]
+    if resume != "auto" and steps[-1] <= resume < last:
+        return [f"{trace} must have a step after checkpoint.resume ({resume}): set log.trace={resume + 1}:{resume + 2}"]
+    return []
 
 
 def _tensor_problems(config: Config, sequence: bool) -> list[str]:

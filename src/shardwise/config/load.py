@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -167,7 +167,7 @@ def _texts(details: Any) -> list[str]:
     kind, context = details["type"], details.get("ctx", {})
     tag, location = _untagged(details["loc"])
     path = ".".join(str(part) for part in location)
-    value = details["input"]
+    value, field = details["input"], _known_paths(tag).get(path)
     if kind == PROBLEMS:
         return list(context["problems"])
     if kind == "default_factory_not_called":
@@ -175,13 +175,13 @@ def _texts(details: Any) -> list[str]:
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return [_family_problem(value)]
     if kind == "missing" and isinstance(location[-1], int):
-        return [f"{path.rpartition('.')[0]} must be a list of two numbers"]
+        whole = path.rpartition(".")[0]
+        return [f"{whole} {_list_rule(_known_paths(tag)[whole])}"]
     if kind == "missing":
-        field = _known_paths(tag).get(path)
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
     if kind == "extra_forbidden":
         return [_unknown(path, tag)]
-    rule = _rule(kind, context, value)
+    rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
     shown = f" ({value!r})" if not isinstance(value, (dict, list)) else ""
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
 
@@ -210,9 +210,6 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
         "string_type": "must be text; put it in quotes",
         "string_too_short": "must not be empty; null leaves it unset",
         "finite_number": "must be a finite number",
-        "tuple_type": "must be a list of two numbers",
-        "too_short": "must be a list of two numbers",
-        "too_long": "must be a list of two numbers",
         "model_type": "must be a mapping of keys",
         "model_attributes_type": "must be a mapping of keys",
         "dict_type": "must be a mapping of keys",
@@ -239,6 +236,18 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
             return f"must be {words} {context[key]}"
     return None
 
+
+def _list_rule(field: FieldInfo) -> str:
+    """How a list of numbers must be: of two, or of any length, of which the field then has an example."""
+    (form,) = (each for each in (field.annotation, *get_args(field.annotation)) if get_origin(each) is tuple)
+    kind, *others = get_args(form)
+    if others != [...]:
+        return "must be a list of two numbers"
+    numbers = "whole numbers" if kind is int else "numbers"
+    return f"must be a list of {numbers}, such as {listing(field.examples or [], 'or')}"
+
+
+_NO_LIST = ("tuple_type", "too_short", "too_long")
 
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),

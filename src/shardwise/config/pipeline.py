@@ -18,8 +18,10 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     A model of your own is not cut: `composition` refuses it. `micro_batches`: of a step, on each rank; None where they
     are no whole number.
     """
-    parallel = config.parallel
-    if parallel.pipeline == 1 or isinstance(config.model, OwnConfig):
+    parallel, is_own = config.parallel, isinstance(config.model, OwnConfig)
+    if parallel.pipeline == 1:
+        return _uncut_problems(parallel, is_own)
+    if isinstance(config.model, OwnConfig):
         return []
     problems = _stage_count_problems(parallel)
     if not problems:
@@ -27,6 +29,22 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     if not problems and micro_batches is not None:
         problems = _micro_batch_problems(config, micro_batches)
     return problems
+
+
+def _uncut_problems(parallel: ParallelConfig, is_own: bool) -> list[str]:
+    """Stages that are named for a model that is in one piece."""
+    if parallel.stages is None:
+        return []
+    each = parallel.model_copy(update={"pipeline": len(parallel.stages)}).stages_per_rank
+    degree, rest = divmod(len(parallel.stages), each)
+    fix = "leave it out"
+    if degree > 1 and not rest and not is_own:
+        fix += f", or set parallel.pipeline={degree}"
+        fix += f", which with parallel.schedule {parallel.schedule} has {each} stages on each rank" if each > 1 else ""
+    return [
+        f"parallel.stages ({list(parallel.stages)}) must be left out with parallel.pipeline (1), which cuts no model: "
+        f"{fix}"
+    ]
 
 
 def _stage_count_problems(parallel: ParallelConfig) -> list[str]:
@@ -59,19 +77,47 @@ def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
     if each > 1:
         product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {each} = {stages})"
     if stages > layers:
-        most = layers // each
-        fix = f"set parallel.pipeline={most} or less" if most > 1 else "set parallel.pipeline=1"
+        fix = _fewer(parallel, layers)
         return [f"{product} must be at most model.num_hidden_layers ({layers}), as each stage has a block: {fix}"]
     if parallel.stages is not None:
         return _named_problems(parallel.stages, stages, product, layers)
     if each == 1 or layers % stages == 0:
         return []
-    valid = [degree for degree in range(2, layers // each + 1) if layers % (degree * each) == 0]
+    valid = _equal_degrees(each, layers)
     degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, " if valid else ""
     return [
         f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {schedule}, which has equal "
-        f"stages: {degrees}name unequal ones by parallel.stages, or set parallel.schedule=1f1b"
+        f"stages: {degrees}name unequal ones by parallel.stages, or {_one_stage(parallel, layers)}"
     ]
+
+
+def _equal_degrees(each: int, layers: int) -> list[int]:
+    """Pipeline degrees that cut the model into equal stages, so many on each rank."""
+    return [degree for degree in range(2, layers // each + 1) if layers % (degree * each) == 0]
+
+
+def _fewer(parallel: ParallelConfig, layers: int) -> str:
+    """What would do where there are more stages than blocks."""
+    each = parallel.stages_per_rank
+    most = layers // each
+    if layers == 1:
+        return "set parallel.pipeline=1"
+    if most > 1 and (each == 1 or parallel.stages is not None):
+        return f"set parallel.pipeline={most} or less"
+    valid = _equal_degrees(each, layers)
+    if not valid:
+        return _one_stage(parallel, layers)
+    return f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}"
+
+
+def _one_stage(parallel: ParallelConfig, layers: int) -> str:
+    """How to have one stage on each rank."""
+    changes = ["set parallel.schedule=1f1b"]
+    if parallel.virtual_stages is not None:
+        changes.append("leave parallel.virtual_stages out")
+    if parallel.pipeline > layers:
+        changes.append(f"set parallel.pipeline={layers} or less")
+    return listing(changes)
 
 
 def _named_problems(named: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:

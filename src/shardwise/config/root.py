@@ -32,10 +32,13 @@ class Config(Section):
     )
     log: LogConfig = Field(default_factory=LogConfig, description="what the run tells")
 
-    def check(self, world: int) -> Layout:
+    def check(self, world: int, *, is_new: bool = False) -> Layout:
         """The layout on `world` ranks.
+
+        Args:
+            is_new: the run begins with its first step, as it has a new folder.
 
         Raises:
             ConfigError: with every reason why this configuration cannot run on `world` ranks.
         """
-        return check_layout(self, world)
+        return check_layout(self, world, is_new=is_new)

@@ -44,6 +44,7 @@ class ParallelConfig(Section):
     stages: tuple[int, ...] | None = Field(
         default=None,
         strict=False,
+        examples=[[7, 7, 7, 7]],
         description="blocks of each stage, first to last; null = cut by what they cost, or into equal parts where the "
         "schedule has several stages on a rank",
     )
@@ -367,15 +368,24 @@ class LogConfig(Section):
         description="START:STOP = a Chrome trace of each rank, of the steps from START to before STOP; null = none",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> LogConfig:
+    @field_validator("trace", mode="before")
+    @classmethod
+    def _trace_is_a_range_of_steps(cls, value: object) -> object:
+        """One sentence for what is no text, too: `5` is a number."""
         needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
-        reject([] if self.trace is None or self.trace_steps else [f"log.trace ({self.trace!r}) {needs}"])
-        return self
+        shown = repr(value) if isinstance(value, str) else str(value).lower()
+        is_range = isinstance(value, str) and _steps_of(value) is not None
+        reject([] if value is None or is_range else [f"log.trace ({shown}) {needs}"])
+        return value
 
     @property
     def trace_steps(self) -> range | None:
-        """The steps that are traced; None also of a text that names none."""
-        found = re.fullmatch(r"(\d+):(\d+)", self.trace or "")
-        steps = range(int(found[1]), int(found[2])) if found else range(0)
-        return steps if steps and steps.start else None
+        """The steps that are traced."""
+        return None if self.trace is None else _steps_of(self.trace)
+
+
+def _steps_of(trace: str) -> range | None:
+    """`START:STOP` as a range of steps; None of a text that names none."""
+    found = re.fullmatch(r"(\d+):(\d+)", trace)
+    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    return steps if steps and steps.start else None

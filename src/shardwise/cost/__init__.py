@@ -19,6 +19,7 @@ from shardwise.cost.memory import (
     expected_memory,
     invariant_dropout,
     memory_by_rank,
+    neediest_rank,
 )
 from shardwise.cost.order import Work, work_order
 from shardwise.cost.params import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
@@ -45,6 +46,7 @@ __all__ = [
     "matmul_parameter_count",
     "memory_by_rank",
     "model_flops_utilization",
+    "neediest_rank",
     "parameter_count",
     "recomputed_flops_per_token",
     "simulate",

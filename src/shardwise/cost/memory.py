@@ -79,10 +79,16 @@ def expected_memory(
 
     pipeline_rank: whose; None: of the one that needs most.
     """
+    if pipeline_rank is None:
+        pipeline_rank = neediest_rank(config, layout, accelerator)
     by_rank = memory_by_rank(config, layout, accelerator)
-    if by_rank is None:
-        return None
-    return max(by_rank, key=lambda one: one.total) if pipeline_rank is None else by_rank[pipeline_rank]
+    return None if by_rank is None else by_rank[pipeline_rank]
+
+
+def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:
+    """The pipeline rank that needs most memory, the first of several; 0 for a model of your own."""
+    by_rank = memory_by_rank(config, layout, accelerator) or []
+    return max(range(len(by_rank)), key=lambda rank: by_rank[rank].total, default=0)
 
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:

@@ -112,8 +112,8 @@ def bubble(parallel: ParallelConfig, micro_batches: int) -> float | None:
     """The part of a step in which a rank waits for others, where stages are equal and messages take no time.
 
     (p-1) / (m+p-1) with GPipe (arXiv:1811.06965 §2.3) and 1F1B (arXiv:2104.04473 §2.2.1); (p-1) / (v·m+p-1) where it is
-    interleaved (§2.2.2). None for schedules that move weight gradients into the gaps: there it follows from the order
-    of their work.
+    interleaved (§2.2.2) and a round has as many micro-batches as there are ranks, or more. None with fewer, and for
+    schedules that move weight gradients into the gaps: there it follows from the order of their work.
     """
     p, m = parallel.pipeline, micro_batches
     if p == 1:
@@ -121,7 +121,7 @@ def bubble(parallel: ParallelConfig, micro_batches: int) -> float | None:
     match parallel.schedule:
         case "gpipe" | "1f1b":
             return (p - 1) / (m + p - 1)
-        case "interleaved":
+        case "interleaved" if m >= p:
             return (p - 1) / (parallel.stages_per_rank * m + p - 1)
         case _:
             return None

@@ -1,4 +1,4 @@
-"""A pipeline's schedule as a picture in text: a row for each rank, time to the right.
+"""A pipeline's schedule as a picture in text: a row for each pipeline rank, `pp 0`, time to the right.
 
 `F3` is the forward pass of micro-batch 3, `B3--` its backward pass, which takes twice as long, `I3` and `W3` the two
 parts of one. Letters are small in a rank's later stages, so that a picture without colours says as much.
@@ -49,12 +49,12 @@ def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
     ranks, omitted_ranks = _ends(list(range(layout.pipeline)), _MOST_ROWS)
     cell = len(str(micro_batches - 1)) + 1
     rows = {rank: _row(simulation, rank, cell) for rank in ranks}
-    names = {rank: f"rank {rank:<{len(str(layout.pipeline - 1))}}  " for rank in ranks}
+    names = {rank: f"pp {rank:<{len(str(layout.pipeline - 1))}}  " for rank in ranks}
     most = max((width - len(names[0])) // cell, 3)
     lines, omitted = [], 0
     for place, rank in enumerate(ranks):
         if omitted_ranks and place == _MOST_ROWS // 2:
-            lines.append(Text(f"… {omitted_ranks} ranks left out", style=_IDLE))
+            lines.append(Text(f"… {omitted_ranks} pipeline ranks left out", style=_IDLE))
         shown, omitted = _ends(rows[rank], most - 1 if len(rows[rank]) > most else most)
         if omitted:
             shown.insert((len(shown) + 1) // 2, Text("…".ljust(cell), style=_IDLE))
@@ -64,8 +64,8 @@ def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
     return [*lines, *_legend(simulation, width), _bubble(config, simulation, micro_batches)]
 
 
-def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str]]:
-    """For each pipeline rank its name, its blocks stage by stage, its parameters, and its activations' bytes."""
+def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str, str]]:
+    """For each pipeline rank its name, which ranks it is, its blocks by stages, its parameters, its activations."""
     memory = memory_by_rank(config, layout, accelerator) or []
     plan = stage_plan(config, layout)
     rows = []
@@ -76,7 +76,8 @@ def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[
         )
         rows.append(
             (
-                f"rank {rank}",
+                f"pp {rank}",
+                layout.ranks_of(rank),
                 "blocks " + " and ".join(map(_blocks, stages)),
                 f"{units.count(parameters or 0)} parameters",
                 f"{units.size(estimate.activations)} activations",
@@ -84,7 +85,7 @@ def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[
         )
     shown, omitted = _ends(rows, _MOST_ROWS)
     if omitted:
-        shown.insert(_MOST_ROWS // 2, (f"… {omitted} ranks left out", "", "", ""))
+        shown.insert(_MOST_ROWS // 2, (f"… {omitted} pipeline ranks left out", "", "", "", ""))
     return shown
 
 
@@ -134,7 +135,7 @@ def _legend(simulation: Simulation, width: int) -> list[Text]:
     parts = [
         Text.assemble((_LETTERS[kind], _STYLES[kind][0]), f" {_MEANING[kind]}") for kind in _LETTERS if kind in kinds
     ]
-    parts.append(Text("· waits"))
+    parts += [Text("· waits"), Text("pp: pipeline rank")]
     if several:
         parts.append(Text("small letters: a rank's later stages"))
     lines = [parts[0]]

@@ -24,7 +24,7 @@ from rich.text import Text
 from shardwise import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
-from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization
+from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization, neediest_rank
 from shardwise.hardware import peak_flops
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.store.manifest import Manifest
@@ -43,8 +43,8 @@ class Reporter:
     Args:
         run: the run's folder. rank: of this process in the world; rank 0 prints and writes the shared files.
         device_name: product name of a rank's device, from which its peak is looked up. precision: as resolved.
-        parameters: of the whole model. memory: expected on each rank. Both are set before `start` where they are None
-        here, as for a model of the user's own, which is counted when it is built.
+        parameters: of the whole model. memory: expected on the rank that needs most. Both are set before `start` where
+        they are None here, as for a model of the user's own, which is counted when it is built.
         stream: where rank 0 prints; default: standard output.
     """
 
@@ -81,7 +81,7 @@ class Reporter:
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
-        self._stopped = False
+        self._stopped = self._told_of_trace = False
 
     def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
         """Print the summary and begin the progress line.
@@ -111,10 +111,14 @@ class Reporter:
         for console in self._consoles:
             _print_summary(console, self._summary())
             if self.layout.pipeline > 1:
-                print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
+                print_pipeline(console, self.config, self.layout, self._on_accelerator)
             progress = ProgressLine(console, steps_before, self._end)
             progress.start(self._started)
             self._progress.append(progress)
+        steps = self.config.log.trace_steps
+        if steps is not None and not self._traced(self._end):
+            end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
+            self.message(f"no trace: log.trace ({self.config.log.trace}) has no step of this run, which takes {end}")
 
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str]) -> None:
         """Record that the training goes on from a checkpoint, and what of the configuration is new."""
@@ -157,6 +161,9 @@ class Reporter:
         """Record a finished step; called for every step, `log.every` decides what is written."""
         self._throughput.add(record.seconds)
         self._last = record
+        steps = self.config.log.trace_steps
+        if steps is not None and record.step == steps[-1]:
+            self._tell_of_trace()
         if not self.is_logged(record.step):
             return
         timing = record.timing
@@ -234,6 +241,7 @@ class Reporter:
         self._stopped = True
         for progress in self._progress:
             progress.stop()
+        self._tell_of_trace()
         self._event("stop", step=self._step, reason=reason)
 
     def __enter__(self) -> Reporter:
@@ -259,6 +267,21 @@ class Reporter:
     @property
     def _step(self) -> int:
         return self._last.step if self._last is not None else self._before
+
+    def _traced(self, last: int) -> range:
+        """The steps of `log.trace` that this run has taken once `last` is done."""
+        steps = self.config.log.trace_steps or range(0)
+        return range(max(steps.start, self._before + 1), min(steps.stop, last + 1))
+
+    def _tell_of_trace(self) -> None:
+        """Where the trace is that was written with the last step; once."""
+        steps = self._traced(self._step)
+        if self._told_of_trace or not steps:
+            return
+        self._told_of_trace = True
+        named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+        others = f" and so on for each of {self.layout.world:,} ranks" if self.layout.world > 1 else ""
+        self.message(f"trace of {named}: {self.run.trace(0)}{others}; ui.perfetto.dev shows it")
 
     def _event(self, event: str, **fields: Any) -> None:
         if self._metrics is not None:
@@ -366,16 +389,26 @@ class Reporter:
             ("run", str(self.run.path)),
         ]
 
+    @property
+    def _on_accelerator(self) -> bool:
+        return not self.device_name.startswith("cpu")
+
+    @property
+    def _neediest_rank(self) -> int:
+        return neediest_rank(self.config, self.layout, self._on_accelerator)
+
     def _dropout(self) -> list[tuple[str, str]]:
         """What layout-invariant masks cost, where there are any."""
-        masks = invariant_dropout(self.config, self.layout, not self.device_name.startswith("cpu"))
+        rank = self._neediest_rank
+        masks = invariant_dropout(self.config, self.layout, self._on_accelerator, pipeline_rank=rank)
         if masks is None:
             return []
+        same = f"pipeline rank {rank}" if self.layout.pipeline > 1 else "each rank"
         return [
             (
                 "dropout",
-                f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on each rank, "
-                f"{units.count(masks.elements_hashed)} elements hashed by each rank per step",
+                f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {same}, "
+                f"{units.count(masks.elements_hashed)} elements hashed by {same} per step",
             )
         ]
 
@@ -384,7 +417,8 @@ class Reporter:
         parts = ", ".join(f"{name} {units.size(size)}" for name, size in self.memory.rows() if size)
         if isinstance(self.memory, StateMemory):
             return f"{parts} on each rank; activations are not known for a model of your own"
-        return f"{units.size(self.memory.total)} expected on each rank, beside Python and torch: {parts}"
+        most = f"pipeline rank {self._neediest_rank}, which needs most" if self.layout.pipeline > 1 else "each rank"
+        return f"{units.size(self.memory.total)} expected on {most}, beside Python and torch: {parts}"
 
 
 def _open_log(path: Path) -> IO[str]:

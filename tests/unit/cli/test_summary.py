@@ -7,6 +7,7 @@ import pytest
 from shardwise import cost, units
 from shardwise.cli.summary import dry_run
 from shardwise.config import CheckpointConfig, Config, Layout, config_from
+from shardwise.train.picture import schedule_picture
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500,
@@ -164,6 +165,15 @@ def test_the_schedule_is_told_with_its_bubble(schedule: str, said: str) -> None:
     assert rows(chosen, chosen.check(4))["pipeline"] == said
 
 
+def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture() -> None:
+    chosen = piped(schedule="interleaved", pipeline=4, global_batch=2)
+    layout = chosen.check(8)
+    shown = f"{cost.simulate(chosen.parallel, 2).bubble:.1%}"
+    assert shown == "55.6%"
+    assert f"2 micro-batches: bubble {shown} by its order of work" in rows(chosen, layout)["pipeline"]
+    assert f"bubble {shown}" in schedule_picture(chosen, layout, 80)[-1].plain
+
+
 def test_the_stages_are_told_with_what_they_have_and_need() -> None:
     chosen = piped(schedule="1f1b")
     layout = chosen.check(4)
@@ -177,8 +187,9 @@ def test_the_stages_are_told_with_what_they_have_and_need() -> None:
         plan = [cost.stage_plan(chosen, layout)[stage]]
         count = cost.local_parameter_count(chosen.model, 2, stages=plan)
         assert count is not None
-        assert found[f"  rank {stage}"] == (
-            f"stage {stage} ({blocks}): {units.count(count)} parameters, {shares[stage]:.1%} of the compute, "
+        assert found[f"  pp {stage}"] == (
+            f"ranks {2 * stage}-{2 * stage + 1}, stage {stage} ({blocks}): {units.count(count)} parameters, "
+            f"{shares[stage]:.1%} of the compute, "
             f"{units.size(memory[stage].activations)} of activations, {units.size(memory[stage].total)} in all"
         )
 
@@ -186,8 +197,23 @@ def test_the_stages_are_told_with_what_they_have_and_need() -> None:
 def test_several_stages_of_a_rank_are_told_together() -> None:
     chosen = piped(schedule="zbv")
     found = rows(chosen, chosen.check(4))
-    assert found["  rank 0"].startswith("stages 0 and 3 (blocks 0-1 and 6-7, embedding, head): ")
-    assert found["  rank 1"].startswith("stages 1 and 2 (blocks 2-3 and 4-5): ")
+    assert found["  pp 0"].startswith("ranks 0-1, stages 0 and 3 (blocks 0-1 and 6-7, embedding, head): ")
+    assert found["  pp 1"].startswith("ranks 2-3, stages 1 and 2 (blocks 2-3 and 4-5): ")
+
+
+def test_dropout_is_that_of_the_rank_that_needs_most() -> None:
+    """The last one, which with gpipe holds the head's gradients of all micro-batches."""
+    chosen = piped(schedule="gpipe", dropout_mode="invariant")
+    layout = chosen.check(4)
+    found, most = rows(chosen, layout), cost.neediest_rank(chosen, layout)
+    masks = cost.invariant_dropout(chosen, layout, pipeline_rank=most)
+    assert most == 1
+    assert masks is not None
+    assert (
+        f"{units.size(masks.bytes_held)} of attention probabilities and masks on pipeline rank {most}, "
+        in (found["dropout"])
+    )
+    assert f"elements of masks hashed by pipeline rank {most} per step" in found["  time"]
 
 
 def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:
@@ -208,4 +234,4 @@ def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> Non
 
 
 def test_without_a_pipeline_none_is_told() -> None:
-    assert not {"pipeline", "  rank 0", "  pipeline"} & set(rows(config()))
+    assert not {"pipeline", "  pp 0", "  pipeline"} & set(rows(config()))

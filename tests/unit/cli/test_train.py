@@ -121,6 +121,11 @@ def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -
             ["--run-dir", "old"],
             "--run-dir (old) holds a run whose config.yaml cannot be read (it holds no configuration): choose another",
         ),
+        (
+            ("cpu", 0),
+            ["train.stop_after=5", "log.trace=10:12"],
+            "log.trace (10:12) must begin at one of the steps of this run, which ends after train.stop_after (5)",
+        ),
         (("cpu", 0), ["--run-dir", "old/config.yaml"], "--run-dir (old/config.yaml) must be a folder, it is a file"),
     ],
 )

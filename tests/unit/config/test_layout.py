@@ -107,6 +107,12 @@ def test_rope_scaling_allows_longer_sequences() -> None:
     assert load_config("llama2-tiny", overrides).check(1).world == 1
 
 
+def test_which_ranks_are_a_pipeline_rank() -> None:
+    """As `Mesh` orders them: pipeline, data, tensor."""
+    assert [Layout(16, tensor=2, pipeline=2).ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
+    assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
+
+
 def test_a_layout_checks_itself() -> None:
     assert Layout(32, tensor=4, pipeline=2).data == 4
     with pytest.raises(ConfigError, match=r"number of ranks \(6\) must be a multiple of .*\(4 × 2 = 8\): nearest 8"):

@@ -60,6 +60,12 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("optimizer.zero=true", "optimizer.zero (true) must be 0 or 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas must be a list of two numbers"),
         ("optimizer.betas=[0.9, 0.9, 0.9]", "optimizer.betas must be a list of two numbers"),
+        ("optimizer.betas=0.9", "optimizer.betas (0.9) must be a list of two numbers"),
+        (
+            "parallel.stages=6,7,8,7",
+            "parallel.stages ('6,7,8,7') must be a list of whole numbers, such as [7, 7, 7, 7]",
+        ),
+        ("parallel.stages=7", "parallel.stages (7) must be a list of whole numbers, such as [7, 7, 7, 7]"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas ([0.9, 1.0]) must lie in [0, 1)"),
         ("optimizer.min_lr=1", "optimizer.min_lr (1.0) must be at most optimizer.lr (0.001)"),
         ("data.split=95", "data.split (95) must be text; put it in quotes"),

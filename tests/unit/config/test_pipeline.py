@@ -1,5 +1,7 @@
 """Pipelines that a model, a schedule or a batch does not fit, each told in one sentence with what would do."""
 
+from typing import Any
+
 import pytest
 
 from shardwise.config import ParallelConfig, config_from, load_config
@@ -26,12 +28,28 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
         (
             "pipeline=5 schedule=interleaved",
             "parallel.pipeline × stages on each rank (5 × 2 = 10) must be at most model.num_hidden_layers (8), as each "
-            "stage has a block: set parallel.pipeline=4 or less",
+            "stage has a block: set parallel.pipeline=4",
         ),
         (
             "pipeline=2 schedule=interleaved virtual_stages=5",
             "parallel.pipeline × stages on each rank (2 × 5 = 10) must be at most model.num_hidden_layers (8), as each "
-            "stage has a block: set parallel.pipeline=1",
+            "stage has a block: set parallel.schedule=1f1b and leave parallel.virtual_stages out",
+        ),
+        (
+            "pipeline=4 schedule=interleaved virtual_stages=3",
+            "parallel.pipeline × stages on each rank (4 × 3 = 12) must be at most model.num_hidden_layers (8), as each "
+            "stage has a block: set parallel.schedule=1f1b and leave parallel.virtual_stages out",
+        ),
+        (
+            "pipeline=9 schedule=interleaved virtual_stages=3",
+            "parallel.pipeline × stages on each rank (9 × 3 = 27) must be at most model.num_hidden_layers (8), as each "
+            "stage has a block: set parallel.schedule=1f1b, leave parallel.virtual_stages out and set "
+            "parallel.pipeline=8 or less",
+        ),
+        (
+            "pipeline=5 schedule=zbv stages=[1,1,1,1,1,1,1,1,1,1]",
+            "parallel.pipeline × stages on each rank (5 × 2 = 10) must be at most model.num_hidden_layers (8), as each "
+            "stage has a block: set parallel.pipeline=4 or less",
         ),
         (
             "pipeline=2 virtual_stages=2",
@@ -63,7 +81,7 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
             "pipeline=2 schedule=interleaved virtual_stages=3",
             "parallel.pipeline × stages on each rank (2 × 3 = 6) must divide model.num_hidden_layers (8) with "
             "parallel.schedule interleaved, which has equal stages: name unequal ones by parallel.stages, or set "
-            "parallel.schedule=1f1b",
+            "parallel.schedule=1f1b and leave parallel.virtual_stages out",
         ),
         (
             "pipeline=3 stages=[4,4]",
@@ -81,6 +99,25 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
             "pipeline=2 schedule=interleaved stages=[4,4]",
             "the length of parallel.stages [4, 4] (2) must be parallel.pipeline × stages on each rank (2 × 2 = 4), "
             "such as [2, 2, 2, 2]",
+        ),
+        (
+            "stages=[4,4]",
+            "parallel.stages ([4, 4]) must be left out with parallel.pipeline (1), which cuts no model: leave it out, "
+            "or set parallel.pipeline=2",
+        ),
+        (
+            "stages=[2,2,2,2] schedule=zbv",
+            "parallel.stages ([2, 2, 2, 2]) must be left out with parallel.pipeline (1), which cuts no model: leave it "
+            "out, or set parallel.pipeline=2, which with parallel.schedule zbv has 2 stages on each rank",
+        ),
+        (
+            "stages=[3,3,2] schedule=interleaved",
+            "parallel.stages ([3, 3, 2]) must be left out with parallel.pipeline (1), which cuts no model: leave it "
+            "out",
+        ),
+        (
+            "stages=[8]",
+            "parallel.stages ([8]) must be left out with parallel.pipeline (1), which cuts no model: leave it out",
         ),
     ],
 )
@@ -128,21 +165,32 @@ def test_smaller_micro_batches_are_more() -> None:
                           "set train.global_batch=32, or lower train.micro_batch (4)")  # fmt: skip
 
 
-def test_a_model_of_your_own_has_no_stages() -> None:
+@pytest.mark.parametrize(
+    ("parallel", "problem"),
+    [
+        (
+            {"pipeline": 2},
+            "parallel.pipeline (2) must be 1 with a model of your own (model.family package.module:Own): nothing is "
+            "known of how to cut it into stages",
+        ),
+        (
+            {"stages": [4, 4]},
+            "parallel.stages ([4, 4]) must be left out with parallel.pipeline (1), which cuts no model: leave it out",
+        ),
+    ],
+)
+def test_a_model_of_your_own_has_no_stages(parallel: dict[str, Any], problem: str) -> None:
     config = config_from(
         {
             "model": {"family": "package.module:Own", "vocab_size": 50},
-            "parallel": {"pipeline": 2},
+            "parallel": parallel,
             "train": {"steps": 1, "global_batch": 4, "sequence_length": 16},
             "optimizer": {"lr": 1e-3},
         }
     )
     with pytest.raises(ConfigError) as caught:
         config.check(2)
-    assert caught.value.problems == [
-        "parallel.pipeline (2) must be 1 with a model of your own (model.family package.module:Own): nothing is known "
-        "of how to cut it into stages"
-    ]
+    assert caught.value.problems == [problem]
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,11 @@ def test_the_bubble_of_one_stage_on_each_rank_is_the_formula(schedule: Schedule)
 
 
 def test_the_interleaved_bubble_is_the_formula() -> None:
-    """Where micro-batches come in whole rounds of p, as the paper wants them; else the last round is longer."""
+    """Where a round has p micro-batches or more; there is none for fewer, whose bubble is longer."""
     for p, v, m in cases("interleaved", (2, 3)):
         config, found = simulated(m, pipeline=p, schedule="interleaved", virtual_stages=v)
-        formula = bubble(config, m)
-        assert formula is not None
-        if m % p == 0:
-            assert found.bubble == pytest.approx(formula), f"p {p}, v {v}, m {m}"
-        else:
-            assert found.bubble >= formula - 1e-9, f"p {p}, v {v}, m {m}"
+        assert bubble(config, m) == (pytest.approx(found.bubble) if m >= p else None), f"p {p}, v {v}, m {m}"
+        assert m >= p or found.bubble > (p - 1) / (config.stages_per_rank * m + p - 1)
 
 
 @pytest.mark.parametrize("schedule", ALL)

@@ -21,19 +21,19 @@ def shown(config: Config, layout: Layout, width: int) -> list[str]:
 
 def test_one_forward_one_backward() -> None:
     assert shown(*chosen(), 80) == [
-        "rank 0  F0F1· · B0--F2B1--F3B2--· B3--",
-        "rank 1  · F0B0--F1B1--F2B2--F3B3--· ·",
-        "F forward   B backward   · waits",
+        "pp 0  F0F1· · B0--F2B1--F3B2--· B3--",
+        "pp 1  · F0B0--F1B1--F2B2--F3B3--· ·",
+        "F forward   B backward   · waits   pp: pipeline rank",
         "1f1b, 4 micro-batches: bubble 20.0% with equal stages and instant messages",
     ]
 
 
 def test_stages_and_parts_of_the_backward_pass() -> None:
     lines = shown(*chosen(schedule="zbv"), 120)
-    assert lines[:3] == [
-        "rank 0  F0F1F2f0i0w0f1i1w1F3I0W0f2i2w2I1W1f3i3w3I2W2I3W3·",
-        "rank 1  · F0f0F1f1i0w0F2I0W0f2i1w1F3I1W1f3i2w2I2i3I3W2w3W3",
-        "F forward   I backward of the input   W backward of the weights   · waits   "
+    assert lines[:4] == [
+        "pp 0  F0F1F2f0i0w0f1i1w1F3I0W0f2i2w2I1W1f3i3w3I2W2I3W3·",
+        "pp 1  · F0f0F1f1i0w0F2I0W0f2i1w1F3I1W1f3i2w2I2i3I3W2w3W3",
+        "F forward   I backward of the input   W backward of the weights   · waits   pp: pipeline rank",
         "small letters: a rank's later stages",
     ]
     assert "bubble 4.0%" in lines[-1]
@@ -46,7 +46,7 @@ def test_a_long_step_is_cut_in_the_middle(width: int, schedule: str) -> None:
     lines = schedule_picture(config, layout, width)
     assert max(map(len, lines[:-1])) <= width
     rows = [line.plain for line in lines[:8]]
-    assert all(row.startswith(f"rank {rank}  ") and "…" in row for rank, row in enumerate(rows))
+    assert all(row.startswith(f"pp {rank}  ") and "…" in row for rank, row in enumerate(rows))
     assert len({row.index("…") for row in rows}) == 1
     assert "F0  F1" in rows[0]
     assert lines[8].plain.endswith("units of time left out")
@@ -55,16 +55,19 @@ def test_a_long_step_is_cut_in_the_middle(width: int, schedule: str) -> None:
 def test_many_ranks_are_cut_too() -> None:
     config, layout = chosen(96, "gpt3-175b", tensor=1, pipeline=96)
     lines = shown(config, layout, 80)
-    assert lines[8] == "… 80 ranks left out"
-    assert lines[7].startswith("rank 7 ")
-    assert lines[9].startswith("rank 88 ")
+    assert lines[8] == "… 80 pipeline ranks left out"
+    assert lines[7].startswith("pp 7 ")
+    assert lines[9].startswith("pp 88 ")
     assert len(rank_table(config, layout, False)) == 17
 
 
 def test_what_each_rank_has() -> None:
     rows = rank_table(*chosen(schedule="interleaved"), False)
-    assert [row[:2] for row in rows] == [("rank 0", "blocks 0-1 and 4-5"), ("rank 1", "blocks 2-3 and 6-7")]
-    assert all(row[2].endswith(" parameters") and row[3].endswith(" activations") for row in rows)
+    assert [row[:3] for row in rows] == [
+        ("pp 0", "ranks 0-3", "blocks 0-1 and 4-5"),
+        ("pp 1", "ranks 4-7", "blocks 2-3 and 6-7"),
+    ]
+    assert all(row[3].endswith(" parameters") and row[4].endswith(" activations") for row in rows)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -76,4 +79,4 @@ def test_printed(terminal: bool) -> None:
     assert ("\x1b[" in text, "╭─" in text and " pipeline " in text) == (terminal, terminal)
     assert "blocks 4-7" in text
     if not terminal:
-        assert "rank 0  F0F1· · B0--F2B1--F3B2--· B3--\n" in text
+        assert "pp 0  F0F1· · B0--F2B1--F3B2--· B3--\n" in text

@@ -11,15 +11,18 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from shardwise import units
 from shardwise.checkpoint.save import Saved
+from shardwise.cli.summary import dry_run
 from shardwise.config import Config, Layout, config_from
-from shardwise.cost import expected_memory, flops_per_token, parameter_count
+from shardwise.cost import expected_memory, flops_per_token, invariant_dropout, neediest_rank, parameter_count
 from shardwise.pipeline import StageSeconds, StepTiming
 from shardwise.runlog import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord, Throughput
 from shardwise.train.report import Reporter
 
+MODEL_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 STEP_FIELDS = [
     "event", "step", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
     "samples_per_second", "mfu", "step_seconds", "peak_memory_bytes",
@@ -62,10 +65,15 @@ def record(step: int, **changes: Any) -> StepRecord:
 
 
 def reporter(
-    path: Path, chosen: Config | None = None, *, rank: int = 0, device_name: str = "cpu", **options: Any
+    path: Path,
+    chosen: Config | None = None,
+    *,
+    rank: int = 0,
+    device_name: str = "cpu",
+    layout: Layout = Layout(4, tensor=2, sequence=True),  # noqa: B008  frozen
+    **options: Any,
 ) -> tuple[Reporter, io.StringIO]:
     chosen = chosen or config()
-    layout = Layout(4, tensor=2, sequence=True)
     stream = io.StringIO()
     made = Reporter(
         RunDirectory(path / "run"),
@@ -101,6 +109,30 @@ def test_summary_names_every_quantity(tmp_path: Path) -> None:
         str(tmp_path / "run"),
     ):
         assert expected in text
+
+
+def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path: Path) -> None:
+    """The last one, which with gpipe holds the head's gradients of all micro-batches; told as the dry run does."""
+    values = config().model_dump(mode="json")
+    values["model"] = {key: values["model"][key] for key in MODEL_KEYS} | {"family": "gpt"}
+    values["parallel"] |= {"pipeline": 2, "schedule": "gpipe"}
+    values["train"] |= {"dropout_mode": "invariant", "global_batch": 64}
+    chosen = config_from(values)
+    layout = chosen.check(4)
+    made, stream = reporter(tmp_path, chosen, layout=layout)
+    with made:
+        made.start()
+    most = neediest_rank(chosen, layout)
+    memory, masks = expected_memory(chosen, layout), invariant_dropout(chosen, layout, pipeline_rank=most)
+    assert most == 1
+    assert memory is not None
+    assert masks is not None
+    said = stream.getvalue()
+    text = f"{units.size(memory.total)} expected on pipeline rank 1, which needs most, beside Python and torch: "
+    assert text in said
+    assert f"{units.size(masks.bytes_held)} of probabilities and masks on pipeline rank 1, " in said
+    assert f"{units.count(masks.elements_hashed)} elements hashed by pipeline rank 1 per step" in said
+    assert text[:-2] in dry_run("recipe", chosen, layout, "cpu", False)
 
 
 def test_metrics_have_the_contracts_fields(tmp_path: Path) -> None:
@@ -265,6 +297,33 @@ def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
     assert "this run stops at 25" in stream.getvalue()
     assert "25/25" in stream.getvalue()
     assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "stop_after"
+
+
+@pytest.mark.parametrize(
+    ("trace", "before", "stop_after", "told"),
+    [
+        ("10:12", 0, 20, "trace of steps 10 to 11: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
+        ("20:22", 0, 20, "trace of step 20: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
+        ("10:23", 20, 20, "trace of steps 21 to 22: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
+        ("10:12", 0, 5, "no trace: log.trace (10:12) has no step of this run, which takes the steps 1 to 5"),
+        ("10:12", 20, 5, "no trace: log.trace (10:12) has no step of this run, which takes the steps 21 to 25"),
+        (None, 0, 20, ""),
+        ("10:12", 100, 5, "no trace: log.trace (10:12) has no step of this run, which takes no step"),
+    ],
+)
+def test_a_trace_is_told_once_and_so_is_its_absence(
+    tmp_path: Path, trace: str | None, before: int, stop_after: int, told: str
+) -> None:
+    chosen = config(trace=trace, every=7)
+    train = chosen.train.model_copy(update={"stop_after": stop_after})
+    made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}))
+    with made:
+        made.start(steps_before=before)
+        for step in range(before + 1, min(before + stop_after, 100) + 1):
+            made.step(record(step))
+        made.finish()
+    said = [line for line in stream.getvalue().splitlines() if line.startswith(("trace", "no trace"))]
+    assert said == ([told.format(tmp_path / "run/traces/rank-0000.json")] if told else [])
 
 
 def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:

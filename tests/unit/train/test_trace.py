@@ -20,7 +20,7 @@ def test_a_run_without_a_pipeline(tmp_path: Path, trace: str, steps: set[str]) -
     """The second ends with the run, before its last step."""
     config = make_config(train={"steps": 4}, log={"trace": trace, "drift_every": 0, "tensorboard": False})
     layout, mesh = config.check(1), Mesh(device="cpu")
-    run = RunDirectory(tmp_path / "run")
+    run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
     with Reporter(
         run,
         config,
@@ -30,9 +30,11 @@ def test_a_run_without_a_pipeline(tmp_path: Path, trace: str, steps: set[str]) -
         precision=config.precision.resolved(False),
         parameters=1,
         memory=None,
-        stream=io.StringIO(),
+        stream=stream,
     ) as reporter:
         build_trainer(config, layout, mesh, make_data(), reporter).run()
+    first = trace.partition(":")[0]
+    assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
     events = json.loads(run.trace(0).read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
     assert {name for name in names if name.startswith("step ")} == steps
@@ -42,14 +44,33 @@ def test_a_run_without_a_pipeline(tmp_path: Path, trace: str, steps: set[str]) -
         assert names.count(name) == 2, name
 
 
-@pytest.mark.parametrize("trace", ["5", "5:", ":5", "0:3", "5:5", "6:5", "a:b", "1:2:3", "-1:2", ""])
-def test_what_is_no_range_of_steps_is_refused(trace: str) -> None:
+@pytest.mark.parametrize("trace", ["5", "5:", ":5", "0:3", "5:5", "6:5", "a:b", "1:2:3", "-1:2", "", 5, 1.5, True, [5]])
+def test_what_is_no_range_of_steps_is_refused(trace: object) -> None:
     values = make_config().model_dump(mode="json") | {"log": {"trace": trace}}
-    with pytest.raises(ConfigError, match=r"^log\.trace \('.*'\) must be START:STOP with 1 ≤ START < STOP, such as"):
+    shown = repr(trace) if isinstance(trace, str) else str(trace).lower()
+    with pytest.raises(ConfigError) as caught:
         config_from(values)
+    assert caught.value.problems == [
+        f"log.trace ({shown}) must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
+    ]
 
 
 def test_a_trace_of_steps_that_never_come_is_refused() -> None:
     config = make_config(train={"steps": 20}, log={"trace": "21:23"})
     with pytest.raises(ConfigError, match=r"^log\.trace \(21:23\) must begin at one of train\.steps \(20\): set log\."):
         config.check(1)
+    resumed = make_config(train={"steps": 20}, log={"trace": "9:11"}, checkpoint={"resume": 10})
+    with pytest.raises(ConfigError, match=r"^log\.trace \(9:11\) must have a step after checkpoint\.resume \(10\)"):
+        resumed.check(1)
+    assert make_config(train={"steps": 20}, log={"trace": "9:12"}, checkpoint={"resume": 10}).check(1).world == 1
+
+
+def test_stop_after_counts_the_steps_of_this_run() -> None:
+    """Of a run that goes on nobody knows its last step before its checkpoints are seen."""
+    config = make_config(train={"steps": 20, "stop_after": 5}, log={"trace": "6:8"})
+    assert config.check(1).world == 1
+    with pytest.raises(
+        ConfigError, match=r"^log\.trace \(6:8\) must begin .* ends after train\.stop_after \(5\): set log"
+    ):
+        config.check(1, is_new=True)
+    assert make_config(train={"steps": 20, "stop_after": 5}, log={"trace": "5:8"}).check(1, is_new=True).world == 1
