@@ -19,6 +19,8 @@ class Pass:
         backward: at most during the backward pass, with what is still kept by then. last: at its end.
         waiting: on top of what is kept, where gradients of the weights come later than that of the input.
         reduction: while this stage's gradients are reduced, behind its last micro-batch.
+        onwards: what is sent behind the forward pass, and stays until the end of the step. back: likewise behind the
+        gradient of the input.
     """
 
     kept: int
@@ -28,6 +30,8 @@ class Pass:
     last: int
     waiting: int
     reduction: int
+    onwards: int = 0
+    back: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,41 +39,50 @@ class Peak:
     """Bytes at most.
 
     Attributes:
-        activations: kept for backward passes. forward: with what losses take or keep. whole: at any time.
+        activations: kept for backward passes. forward: with what losses take or keep. whole: at any time, without what
+        was sent. sent: what that adds.
         in_flight: passes through one stage that are held at once.
     """
 
     activations: int
     forward: int
     whole: int
+    sent: int
     in_flight: int
 
 
 def peak(order: Iterable[Work], passes: Mapping[int, Pass], micro_batches: int) -> Peak:
     """Of a rank that works in this order on stages with these passes."""
-    activations = forward = whole = in_flight = 0
-    kept = beside = 0
+    activations = forward = whole = with_sent = in_flight = 0
+    kept = beside = sent = 0
     flying: Counter[int] = Counter()
     done: Counter[int] = Counter()
     for work in order:
         one = passes[work.stage]
+        now = 0
         if work.kind == "forward":
-            forward = max(forward, kept + beside + one.kept + one.loss)
+            now = kept + beside + one.kept + one.loss
             kept, beside = kept + one.kept, beside + one.loss_kept
             flying[work.stage] += 1
             activations, in_flight = max(activations, kept), max(in_flight, flying[work.stage])
+            forward = max(forward, now)
+            sent += one.onwards
         elif work.kind == "input":
             if work.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
-                whole = max(whole, kept + beside - one.kept - one.loss_kept + one.backward)
+                now = kept + beside - one.kept - one.loss_kept + one.backward
                 kept += one.waiting
                 activations, forward = max(activations, kept), max(forward, kept + beside)
+                now = max(now, kept + beside)
+                sent += one.back
         else:
             kept, beside = kept - one.kept, beside - one.loss_kept
             if work.kind == "weight" and work.stage > 0:
                 kept -= one.waiting
-            whole = max(whole, kept + beside + max(one.backward, one.last))
+            now = kept + beside + max(one.backward, one.last)
             flying[work.stage] -= 1
             done[work.stage] += 1
             if done[work.stage] == micro_batches:
-                whole = max(whole, kept + beside + one.reduction)
-    return Peak(activations, forward, max(whole, forward), in_flight)
+                now = max(now, kept + beside + one.reduction)
+            sent += one.back if work.kind == "backward" else 0
+        whole, with_sent = max(whole, now), max(with_sent, now + sent)
+    return Peak(activations, forward, whole, max(with_sent, sent) - whole, in_flight)

@@ -23,7 +23,7 @@ from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, Peak, peak
 from shardwise.cost.order import in_one_pass, work_order
 from shardwise.cost.params import DTYPE_BYTES, parameter_count
-from shardwise.cost.stages import Stage, sends
+from shardwise.cost.stages import Stage, rank_of
 
 LOSS_CHUNK_ELEMENTS_CPU = 2**21
 """Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
@@ -108,7 +108,7 @@ def _memory(case: Case) -> MemoryEstimate:
         activations=step.activations,
         loss=step.forward - step.activations,
         buffers=len(case.stages) * _rotary_tables(case) + step.whole - step.forward,
-        pipeline=_messages(case),
+        pipeline=_received(case) + step.sent,
     )
 
 
@@ -124,7 +124,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     """What the embedding saves, the blocks, and the last norm; and the loss.
 
     A stage's input is what it received, [T/s, H], which does not count here. Its output is held until the backward
-    pass; where a rank has several stages it counts as sent (`_messages`). A tied head's gradient waits for the
+    pass; where a rank has several stages it counts as sent (`_sent`). A tied head's gradient waits for the
     embedding's where both are in one stage.
     """
     blocks = block_stack(case, len(stage.layers))
@@ -146,6 +146,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         last=_embedding_gradient(case) + head if stage.is_first else 0,
         waiting=len(stage.layers) * waiting_bytes(case),
         reduction=reduction,
+        **_sent(case, stage),
     )
 
 
@@ -154,18 +155,27 @@ def _boundary(case: Case) -> int:
     return case.a * case.tokens_between * case.model.hidden_size
 
 
-def _messages(case: Case) -> int:
+def _received(case: Case) -> int:
     """Of each micro-batch of a step, [T/s, H]: x for each stage but the first, the gradient of x for each but the last.
 
-    They have memory of their own for as long as the run lives. With several stages on a rank what it sends stays until
-    the end of the step, too.
+    They have memory of their own for as long as the run lives.
     """
     if case.layout.pipeline == 1:
         return 0
     each = sum((not stage.is_first) + (not stage.is_last) for stage in case.stages)
-    if case.config.parallel.schedule not in SINGLE_STAGE:
-        each += sum(sends(case.config.parallel, stage) for stage in case.stages)
     return each * case.micro_batches * _boundary(case)
+
+
+def _sent(case: Case, stage: Stage) -> dict[str, int]:
+    """What stays until the end of the step, as all does that a rank with several stages sends."""
+    parallel = case.config.parallel
+    if case.layout.pipeline == 1 or parallel.schedule in SINGLE_STAGE:
+        return {}
+    onwards, back = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
+    return {
+        "onwards": _boundary(case) * (onwards and not stage.is_last),
+        "back": _boundary(case) * (back and not stage.is_first),
+    }
 
 
 def invariant_dropout(

@@ -87,13 +87,6 @@ def rank_of(parallel: ParallelConfig, stage: int) -> int:
     return degree - 1 - place if parallel.schedule in V_SHAPED and round_ % 2 else place
 
 
-def sends(parallel: ParallelConfig, stage: Stage) -> int:
-    """How many messages a stage sends to other ranks for each micro-batch: x onwards, and its gradient back."""
-    onwards = not stage.is_last and rank_of(parallel, stage.index + 1) != stage.rank
-    back = not stage.is_first and rank_of(parallel, stage.index - 1) != stage.rank
-    return onwards + back
-
-
 def balanced(layers: int, stages: int, head: float) -> list[int]:
     """Blocks of each stage so that the most expensive one is as cheap as can be; the head costs as many as `head`.
 

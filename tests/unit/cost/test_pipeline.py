@@ -139,15 +139,18 @@ def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_have_memory_of_their_own(schedule: str) -> None:
-    """x and its gradient, of every micro-batch and boundary; with several stages on a rank what is sent stays, too."""
+    """x and its gradient, of every micro-batch and boundary; with several stages on a rank what is sent stays, too.
+
+    The step's peak comes before all is sent.
+    """
     found = memory(config(schedule=schedule))
     received = {"interleaved": (3, 3), "interleaved_zero_bubble": (3, 3), "zbv": (2, 4), "dualpipev": (2, 4)}
     sends = {"interleaved": (3, 3), "interleaved_zero_bubble": (3, 3), "zbv": (2, 2), "dualpipev": (2, 2)}
-    expected = [
-        M * X * (into + out)
-        for into, out in zip(received.get(schedule, (1, 1)), sends.get(schedule, (0, 0)), strict=True)
-    ]
-    assert [one.pipeline for one in found] == expected
+    counts = zip(found, received.get(schedule, (1, 1)), sends.get(schedule, (0, 0)), strict=True)
+    for one, into, out in counts:
+        sent = one.pipeline - M * X * into
+        assert sent % X == 0
+        assert M * out // 2 * X <= sent <= M * out * X
 
 
 def test_the_loss_is_the_last_ranks() -> None:
