@@ -137,7 +137,7 @@ def test_a_token_beyond_the_vocabulary_is_named(data: Data) -> None:
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     """docs/data.md: its program makes the data that its commands read."""
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Megatron's")[2]
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Megatron's")[2].partition("\n## ")[0]
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (commands,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "write.py").write_text(program, encoding="utf-8")

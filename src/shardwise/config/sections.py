@@ -178,15 +178,17 @@ class DataConfig(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="your own text file, directory or .jsonl; or the PREFIX of a Megatron PREFIX.bin and PREFIX.idx",
+        description="your own text file, directory or .jsonl; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or "
+        "BERT's HDF5 shards: one, their folder or a glob",
     )
     blend: tuple[float | str, ...] | None = Field(
         default=None,
         strict=False,
         description="weights and prefixes of several Megatron data sets by turns: [0.7, PREFIX, 0.3, PREFIX2]",
     )
-    format: Literal["auto", "text", "jsonl", "megatron"] = Field(
-        default="auto", description="of path; auto goes by the file name, and by a .idx of that name"
+    format: Literal["auto", "text", "jsonl", "megatron", "hdf5"] = Field(
+        default="auto",
+        description="of path; auto goes by the names of files: PREFIX.idx, .hdf5 and .h5, .jsonl, else text",
     )
     text_key: str = Field(default="text", min_length=1, description="the field of a .jsonl line that holds the text")
     tokenizer: str | None = Field(
@@ -197,10 +199,14 @@ class DataConfig(Section):
     )
     split: str = Field(
         default="95,5",
-        description="weights of the training and evaluation parts, and of a test part of Megatron data: 980,10,10",
+        description="weights of the training and evaluation parts, and of a test part of Megatron data and of HDF5 "
+        "shards: 980,10,10",
     )
     masked_fraction: float = Field(
-        default=MASKED_FRACTION, gt=0, le=1, description="part of a sequence's tokens that BERT predicts"
+        default=MASKED_FRACTION,
+        gt=0,
+        le=1,
+        description="part of a sequence's tokens that BERT predicts; shards of HDF5 are masked already",
     )
     max_predictions: int | None = Field(
         default=None,
@@ -247,11 +253,13 @@ class DataConfig(Section):
             )
         if self.blend is not None and self.format not in ("auto", "megatron"):
             problems.append(
-                f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: text comes "
-                "by data.path"
+                f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: other data "
+                "come by data.path"
             )
         if self.format == "megatron" and self.path is None and self.blend is None:
             problems.append("data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]")
+        if self.format == "hdf5" and self.path is None and self.blend is None:
+            problems.append("data.format (hdf5) needs data.path: a shard, a folder of *_training_*.hdf5 or a glob")
         reject(problems)
         return self
 

@@ -1,9 +1,10 @@
-"""Data: text becomes tokens once, and tokens become the same batches at any layout. numpy and tokenizers only."""
+"""Data: text becomes tokens once, and tokens become the same batches at any layout. numpy, tokenizers and h5py only."""
 
 from shardwise.data.batch import IGNORE, Batch, Batches
 from shardwise.data.blend import BlendedBatches
 from shardwise.data.build import make_batches, make_evaluation
 from shardwise.data.documents import DocumentBatches
+from shardwise.data.hdf5 import PreparedShards, ShardBatches, reads_shards
 from shardwise.data.indexed import IndexedFile, IndexedWriter
 from shardwise.data.megatron import PreparedDocuments, reads_indexed
 from shardwise.data.pairs import SentencePairBatches
@@ -25,15 +26,18 @@ __all__ = [
     "PairTokens",
     "PreparedData",
     "PreparedDocuments",
+    "PreparedShards",
     "PreparedText",
     "Sampler",
     "SentencePairBatches",
     "Sentences",
+    "ShardBatches",
     "TokenBatches",
     "Tokenizer",
     "make_batches",
     "make_evaluation",
     "prepare",
     "reads_indexed",
+    "reads_shards",
     "special_token_ids",
 ]

@@ -248,18 +248,19 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
         temporary.replace(path)
 
 
-def spread_digest(path: Path) -> str:
-    """A digest of the whole file up to 16 MiB, of 256 blocks spread evenly over a larger one, first and last included.
+def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:
+    """A digest of a whole file of up to `blocks` × 64 KiB, of as many blocks spread evenly over a larger one.
 
-    A start must not read 100 GB; truncation and lost pages are found all the same.
+    The first and the last block are among them, so `blocks` is at least 2. A start must not read 100 GB; truncation and
+    lost pages are found all the same.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
-        if size <= _BLOCK * _CHECKED_BLOCKS:
+        if size <= _BLOCK * blocks:
             digest.update(file.read())
         else:
-            for number in range(_CHECKED_BLOCKS):
-                file.seek((size - _BLOCK) * number // (_CHECKED_BLOCKS - 1))
+            for number in range(blocks):
+                file.seek((size - _BLOCK) * number // (blocks - 1))
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()

@@ -9,25 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import Config, DataConfig
-from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches
 from shardwise.data.blend import BlendedBatches
 from shardwise.data.documents import DocumentBatches, Documents
 from shardwise.data.hashing import mix_integer
 from shardwise.data.indexed import IndexedFile, is_indexed
-from shardwise.data.prepared import in_pairs, padding_problems, pair_batches, shortage
-from shardwise.data.split import Part
-from shardwise.data.tokenizer import (
-    PairTokens,
-    Tokenizer,
-    export_user_tokenizer,
-    open_user_tokenizer,
-    user_tokenizer_digest,
-)
+from shardwise.data.prepared import in_pairs, kept_tokenizer, padding_problems, pair_batches, shortage
+from shardwise.data.split import PART_NAMES, Part, part_bounds
+from shardwise.data.tokenizer import PairTokens, Tokenizer, open_user_tokenizer
 from shardwise.errors import DataError, listing
 from shardwise.units import count, size
 
-_PARTS: dict[Part, str] = {"train": "training", "eval": "evaluation", "test": "test"}
 # Evaluations see the same samples whatever the run's seed is.
 _EVALUATION_SEED = 0
 
@@ -125,7 +117,7 @@ def prepare_indexed(config: Config, root: Path, *, any_size: bool) -> PreparedDo
     bounds = {part: [(each.first, each.after) for each in documents] for part, documents in parts.items()}
     described = {"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}
     return PreparedDocuments(
-        tokenizer_path=None if tokenizer is None else _kept_tokenizer(config, tokenizer, root),
+        tokenizer_path=None if tokenizer is None else kept_tokenizer(config, tokenizer, root),
         weights=weights,
         parts=parts,
         fingerprint=hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
@@ -148,23 +140,14 @@ def _unreadable_keys(config: Config) -> list[str]:
     return problems
 
 
-def document_bounds(documents: int, weights: Sequence[float]) -> list[int]:
-    """The first document of each part, then `documents`: cumulative shares, each rounded, as Megatron cuts."""
-    total, share, bounds = sum(weights), 0.0, [0]
-    for weight in weights:
-        share += weight / total
-        bounds.append(round(share * documents))
-    return bounds
-
-
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:
-    cuts = [document_bounds(file.num_documents, config.data.split_weights) for file in files]
+    cuts = [part_bounds(file.num_documents, config.data.split_weights) for file in files]
     return {
         part: tuple(
             Documents(file, cut[number], cut[number + 1], config.model.vocab_size)
             for file, cut in zip(files, cuts, strict=True)
         )
-        for number, part in enumerate(_PARTS)
+        for number, part in enumerate(PART_NAMES)
     }
 
 
@@ -179,7 +162,7 @@ def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> l
                 held, least = found
                 held += f" in {documents.count:,} document{'' if documents.count == 1 else 's'}"
                 short.append(
-                    f"the {_PARTS[part]} part of {config.data.key} {documents.file.prefix} ({held} at "
+                    f"the {PART_NAMES[part]} part of {config.data.key} {documents.file.prefix} ({held} at "
                     f"data.split={config.data.split}) must be at least {least}: give more documents, a shorter "
                     "sequence or another split"
                 )
@@ -196,16 +179,8 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
         name = " + ".join(f"{weight / total:.3g} × {prefix}" for weight, prefix in config.data.weighted_prefixes)
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
-    shown = [f"{count(tokens[part])} {_PARTS[part]}" for part in _PARTS if part != "test" or tokens[part]]
+    shown = [f"{count(tokens[part])} {PART_NAMES[part]}" for part in PART_NAMES if part != "test" or tokens[part]]
     return (
         f"{name}: {size(sum(file.tokens.nbytes for file in files))}, {number:,} "
         f"document{'' if number == 1 else 's'}, {listing(shown)} tokens"
-    )
-
-
-def _kept_tokenizer(config: Config, tokenizer: Tokenizer, root: Path) -> Path:
-    path = config.data.tokenizer
-    assert path is not None
-    return cache.kept_tokenizer(
-        root, user_tokenizer_digest(path)[:32], lambda folder: export_user_tokenizer(path, tokenizer, folder)
     )

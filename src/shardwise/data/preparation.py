@@ -16,6 +16,7 @@ from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.encoding import ContentDigest, encode_documents, encode_sentences
 from shardwise.data.hashing import mix_integer
+from shardwise.data.hdf5 import prepare_shards, reads_shards
 from shardwise.data.megatron import prepare_indexed, reads_indexed
 from shardwise.data.pairs import chunk_room
 from shardwise.data.prepared import PreparedData, PreparedText, in_pairs, padding_problems, shortage
@@ -71,10 +72,12 @@ def prepare(
     root = cache.cache_root(cache_dir)
     if reads_indexed(config.data):
         return prepare_indexed(config, root, any_size=any_size)
+    if reads_shards(config.data):
+        return prepare_shards(config, root, any_size=any_size)
     if test_weight:
         raise DataError(
             f"data.split ({config.data.split}) must be two weights, training and evaluation, where {config.data.key} "
-            f"({config.data.name}) is text: only Megatron data have a test part"
+            f"({config.data.name}) is text: only Megatron data and HDF5 shards have a test part"
         )
     source = open_source(config.data)
     stamp = source.stamp()

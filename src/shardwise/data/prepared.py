@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.config import Config
+from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
 from shardwise.data.pairs import SentencePairBatches, chunk_room
 from shardwise.data.sentences import ChunkIndex, Sentences
 from shardwise.data.split import Part
-from shardwise.data.tokenizer import PairTokens
+from shardwise.data.tokenizer import PairTokens, Tokenizer, export_user_tokenizer, user_tokenizer_digest
 from shardwise.data.tokens import TokenBatches
 
 
@@ -127,6 +128,15 @@ def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
         f"model.pad_token_id ({chosen}) must be the tokenizer's [PAD] ({special.pad}): set "
         f"model.pad_token_id={special.pad}"
     ]
+
+
+def kept_tokenizer(config: Config, tokenizer: Tokenizer, root: Path) -> Path:
+    """The folder in the cache `root` of the tokenizer that `data.tokenizer` names, where data are tokens already."""
+    path = config.data.tokenizer
+    assert path is not None
+    return cache.kept_tokenizer(
+        root, user_tokenizer_digest(path)[:32], lambda folder: export_user_tokenizer(path, tokenizer, folder)
+    )
 
 
 def shortage(config: Config, tokens: int, sentences: Sentences | None) -> tuple[str, str] | None:

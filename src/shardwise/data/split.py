@@ -15,6 +15,8 @@ from shardwise.data.sources import Piece
 Part = Literal["train", "eval", "test"]
 PARTS: tuple[Part, ...] = ("train", "eval")
 """Of text."""
+PART_NAMES: dict[Part, str] = {"train": "training", "eval": "evaluation", "test": "test"}
+"""All parts in the order of the weights of `data.split`, as messages call them."""
 _WHOLE_DOCUMENTS_LEAST = 0.75
 
 
@@ -66,6 +68,15 @@ def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> S
     documents = np.zeros(len(characters), dtype=np.bool_)
     documents[taken] = True
     return Split(documents, total)
+
+
+def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
+    """The first of `number` things of each part, then `number`: cumulative shares, each rounded, as Megatron cuts."""
+    total, share, bounds = sum(weights), 0.0, [0]
+    for weight in weights:
+        share += weight / total
+        bounds.append(round(share * number))
+    return bounds
 
 
 def _line_start(text: str, at: int) -> int:

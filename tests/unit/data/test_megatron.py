@@ -21,7 +21,7 @@ from shardwise.data import (
 )
 from shardwise.data.batch import IGNORE
 from shardwise.data.indexed import IndexedWriter
-from shardwise.data.megatron import document_bounds
+from shardwise.data.split import part_bounds
 from shardwise.data.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 
@@ -99,7 +99,7 @@ def test_text_stays_text(tmp_path: Path) -> None:
 )
 def test_splits_are_those_of_megatron(documents: int, split: tuple[float, ...], bounds: list[int]) -> None:
     """Cumulative shares, rounded half to even."""
-    assert document_bounds(documents, split) == bounds
+    assert part_bounds(documents, split) == bounds
 
 
 def test_three_parts(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_too_few_documents_are_refused(tmp_path: Path) -> None:
 
 def test_text_has_no_test_part(tmp_path: Path) -> None:
     text = (
-        r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data have"
+        r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data and"
     )
     with pytest.raises(DataError, match=text):
         prepare(config(dataset="tiny", split="8,1,1"), tmp_path / "cache")

@@ -1,0 +1,88 @@
+"""BERT's HDF5 shards from the command line: trained on, gone on with, evaluated; what is wrong is one sentence."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+
+from tests.arch.source import ROOT
+from tests.e2e.command import metrics, shardwise
+from tests.e2e.test_evaluate_and_generate import answer
+from tests.e2e.test_megatron import losses
+from tests.unit.data.hdf5_shards import arrays, write
+
+COMMAND = (
+    "bert-tiny",
+    "train.steps=6",
+    "train.global_batch=4",
+    "train.eval_every=3",
+    "train.eval_batches=2",
+    "log.tensorboard=false",
+    "data.path=shards",
+    "data.split=90,5,5",
+)
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with shards of 7, 1 and 12 rows: 18 samples are trained on, so six steps go into a second epoch."""
+    at = tmp_path_factory.mktemp("hdf5")
+    (at / "shards").mkdir()
+    first = 0
+    for number, rows in enumerate((7, 1, 12)):
+        found = arrays(rows, first, length=64, predictions=10, vocab_size=512)
+        write(at / "shards" / f"wiki_training_{number}.hdf5", found)
+        first += rows
+    return at
+
+
+def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None:
+    shardwise("train", *COMMAND, "--run-dir", "whole", at=at).succeeded()
+    command = ("train", *COMMAND, "--run-dir", "run")
+    begun = shardwise(*command, "train.stop_after=2", "--nproc", "2", at=at).succeeded()
+    assert ", 3 shards, 18 training, 1 evaluation and 1 test samples of 64 tokens" in begun.out.replace("\n", " ")
+    shardwise(*command, "--nproc", "2", "parallel.tensor=2", at=at).succeeded()
+    assert losses(at / "run") == pytest.approx(losses(at / "whole"), rel=1e-5)
+    assert len(metrics(at / "run", "resume")) == 1
+    own = metrics(at / "run", "eval")[-1]
+    assert own["step"] == 6
+    found = answer(shardwise("evaluate", "run", "--json", at=at))
+    assert (found["part"], found["sequences"], found["counted"]["nsp"]) == ("eval", 1, 1)
+    assert found["loss"] == pytest.approx(own["loss"], rel=1e-5)
+    test = answer(shardwise("evaluate", "run", "--json", "--part", "test", at=at))
+    assert test["loss"] != found["loss"]
+
+
+def test_what_is_wrong_is_one_sentence(at: Path) -> None:
+    small = shardwise("train", *COMMAND, "model.vocab_size=110", "--run-dir", "small", at=at).failed(2)
+    assert re.search(r"_training_\d\.hdf5: row \d+: input_ids\[1\] \(\d+\) must be in 0 … 109: set model\.voc", small)
+    longer = shardwise("train", *COMMAND, "train.sequence_length=32", "--run-dir", "long", at=at).failed(2)
+    assert "the sequences (64 tokens) must have those of train.sequence_length (32)" in longer
+    other = shardwise("train", "gpt-tiny", "data.path=shards", "--run-dir", "other", at=at).failed(2)
+    assert "model.family (gpt) must be bert where data.path (shards) is HDF5 shards" in other
+    changed = at / "shards" / "wiki_training_1.hdf5"
+    content = changed.read_bytes()
+    with h5py.File(changed, "r+") as file:
+        file["input_ids"][0, 5] = 77
+    try:
+        said = shardwise("train", *COMMAND, "train.steps=8", "--run-dir", "run", at=at).failed(2)
+    finally:
+        changed.write_bytes(content)
+    assert "must be those that the run began with" in said
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path: Path) -> None:
+    """docs/data.md: its program makes the shards that its commands read."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## BERT's")[2].partition("\n## ")[0]
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "write.py").write_text(program, encoding="utf-8")
+    written = shardwise("write.py", at=tmp_path, program=(sys.executable,))
+    assert (written.code, written.err) == (0, "")
+    for line in commands.splitlines():
+        done = shardwise(*shlex.split(line)[1:], at=tmp_path)
+        assert done.code == 0, f"{line}\n{done.err}"
