@@ -24,7 +24,8 @@ _ADDED = "added_tokens.json"
 _COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja")
 # The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Without unk: its name in a text is text for sentencepiece, and in GPT-2 it is the end of document.
+_ROLES = ("bos", "eos", "sep", "pad", "cls", "mask")
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
 _GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
 _CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
