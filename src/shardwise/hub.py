@@ -1,4 +1,4 @@
-"""Where weights come from: a Hugging Face folder on this machine, or a hub id, fetched once into Hugging Face's cache.
+"""Where weights and tokenizers come from: this machine, or a hub id, fetched once into Hugging Face's cache.
 
 A hub id is fetched by the launching process and then opened from the cache. Only safetensors, JSON and tokenizer files
 are fetched: a pickle is never opened. The token that gated repositories need stays where `huggingface_hub` reads it
@@ -8,21 +8,25 @@ are fetched: a pickle is never opened. The token that gated repositories need st
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shardwise.errors import ConfigError, listing, nearest_name
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-BESIDE_WEIGHTS = (
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template.jinja",
+TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",))
+"""Files that together are a tokenizer, the kinds in the order in which they are looked for."""
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
+BESIDE_WEIGHTS = ("generation_config.json", *_TOKENIZER_FILES)
 """What a model's folder has beside its weights and config.json."""
-_FETCHED = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
+_WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # As the hub has them: owner/name, or the name alone of its oldest models.
 _ID = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
@@ -60,7 +64,67 @@ def resolve(
         return folder
     if problem := _path_problem(load, folder):
         raise ConfigError(problem)
-    return _from_cache(load, revision) if cached else _fetch(load, revision, announce)
+    wanted = _Wanted(
+        "checkpoint.load", load, revision, "checkpoint.revision", _WEIGHTS,
+        is_there=lambda names: SINGLE in names or INDEX in names,
+        lacking=lambda names: _without_weights(load, names),
+        check=weight_files,
+    )  # fmt: skip
+    return _from_cache(wanted) if cached else _fetch(wanted, announce)
+
+
+def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """The file or folder that `data.tokenizer` names: a path, or a hub id, of which only tokenizer files are fetched.
+
+    After a hub id, `@` and a branch, tag or commit may stand. The rest is as in `resolve`.
+
+    Raises:
+        ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
+    """
+    path = Path(named).expanduser()
+    if path.exists():
+        return path
+    repository, at, revision = named.partition("@")
+    key = f"data.tokenizer ({named})"
+    missing = f"{key} must be a tokenizer's file or folder: there is none of that name in {Path.cwd()}"
+    if problem := _no_id(repository, path, missing, is_file=path.suffix in (".json", ".txt", ".model")):
+        raise ConfigError(problem)
+    if at and not revision:
+        raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
+
+    def check(folder: Path) -> None:
+        if not holds_tokenizer(names := _names(folder)):
+            raise ConfigError(without_tokenizer(key, names))
+
+    wanted = _Wanted(
+        "data.tokenizer", repository, revision or None, "the revision of data.tokenizer", _TOKENIZER_FILES,
+        is_there=holds_tokenizer,
+        lacking=lambda names: without_tokenizer(key, names),
+        check=check,
+    )  # fmt: skip
+    return _from_cache(wanted) if cached else _fetch(wanted, announce)
+
+
+def holds_tokenizer(names: Collection[str]) -> bool:
+    """Whether files of these names are a tokenizer."""
+    return any(set(kind) <= set(names) for kind in TOKENIZERS)
+
+
+def tokenizer_names() -> str:
+    """What may be a tokenizer, for messages."""
+    return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
+
+
+def without_tokenizer(shown: str, names: Iterable[str]) -> str:
+    """Why the files called `names` of the folder `shown` are no tokenizer."""
+    names = sorted(names)
+    for kind in TOKENIZERS:
+        held = [name for name in kind if name in names]
+        if held and len(held) < len(kind):
+            absent = [name for name in kind if name not in names]
+            return f"{shown} holds {listing(held)} without {listing(absent)}, and the tokenizer is read from both"
+    what = f"it has {_some(names)}" if names else "it is empty"
+    return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {what}"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -135,66 +199,114 @@ def _path_problem(load: str, path: Path) -> str | None:
             return _without_weights(load, [path.name])
         return f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={path.parent}"
     missing = f"checkpoint.load ({load}) must be a folder with weights: there is none of that name in {Path.cwd()}"
-    owner = load.partition("/")[0]
-    if load.startswith((".", "/", "~")) or load.endswith("/") or load.count("/") > 1 or Path(owner).is_dir():
+    return _no_id(load, path, missing)
+
+
+def _no_id(name: str, path: Path, missing: str, *, is_file: bool = False) -> str | None:
+    """Why `name`, which names no path that is there, is no hub id either: `missing`, and what may have been meant.
+
+    is_file: it ends as a file does.
+    """
+    owner = name.partition("/")[0]
+    local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if local or is_file or Path(owner).is_dir():
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         near = nearest_name(path.name, siblings)
         return f"{missing}; did you mean {path.parent / near}?" if near else missing
-    if len(load) > _LONGEST_ID or load.endswith(".git") or not _ID.fullmatch(load):
+    if len(name) > _LONGEST_ID or name.endswith(".git") or not _ID.fullmatch(name):
         return f"{missing}, and a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
     return None
 
 
-def _from_cache(repository: str, revision: str | None) -> Path:
-    from huggingface_hub import constants, snapshot_download
+@dataclass(frozen=True)
+class _Wanted:
+    """A repository, and what is wanted of it.
+
+    Attributes:
+        key: what names it. revision_key: what names its revision. patterns: the files to fetch. is_there: whether files
+        of these names are enough; lacking: why they are not. check: ConfigError where a folder is not complete.
+    """
+
+    key: str
+    repository: str
+    revision: str | None
+    revision_key: str
+    patterns: tuple[str, ...]
+    is_there: Callable[[Collection[str]], bool]
+    lacking: Callable[[Collection[str]], str]
+    check: Callable[[Path], object]
+
+    @property
+    def named(self) -> str:
+        return self.repository if self.revision is None else f"{self.repository} at revision {self.revision}"
+
+    def download(self, *, local_files_only: bool = False) -> Path:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            self.repository, revision=self.revision, allow_patterns=[*self.patterns], ignore_patterns=["*/*"],
+            local_files_only=local_files_only,
+        )  # fmt: skip
+        return Path(folder)
+
+
+def _from_cache(wanted: _Wanted) -> Path:
+    from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(_download(snapshot_download, repository, revision, local_files_only=True))
+        folder = wanted.download(local_files_only=True)
     except LocalEntryNotFoundError:
         raise ConfigError(
-            f"checkpoint.load ({_named(repository, revision)}) must be in the cache of this machine "
+            f"{wanted.key} ({wanted.named}) must be in the cache of this machine "
             f"({constants.HF_HUB_CACHE}): fetch it there by `hf download`, or share the cache by HF_HOME"
         ) from None
-    weight_files(folder)
+    wanted.check(folder)
     return folder
 
 
-def _fetch(repository: str, revision: str | None, announce: Callable[[str], None] | None) -> Path:
-    from huggingface_hub import HfApi, constants, snapshot_download
+def _fetch(wanted: _Wanted, announce: Callable[[str], None] | None) -> Path:
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if announce is None or not sys.stderr.isatty():
         disable_progress_bars()
+    logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
     site = _site(constants.ENDPOINT)
     try:
-        folder = Path(_download(snapshot_download, repository, revision, local_files_only=True))
-        weight_files(folder)
-        if revision == folder.name:
+        folder = wanted.download(local_files_only=True)
+        wanted.check(folder)
+        if wanted.revision == folder.name:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:
             place = constants.HF_HUB_CACHE
-            announce(f"fetching {_named(repository, revision)} from {site}: once, then cached in {place}")
+            announce(f"fetching {wanted.named} from {site}: once, then cached in {place}")
     try:
-        folder = Path(_download(snapshot_download, repository, revision))
-        if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-            names = HfApi().list_repo_files(repository, revision=folder.name)
-            raise ConfigError(_without_weights(repository, [name for name in names if "/" not in name]))
+        folder = wanted.download()
+        if not wanted.is_there(_names(folder)):
+            names = HfApi().list_repo_files(wanted.repository, revision=folder.name)
+            raise ConfigError(wanted.lacking([name for name in names if "/" not in name]))
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
-        raise ConfigError(_refusal(error, repository, revision, site)) from None
-    weight_files(folder)
+        raise ConfigError(_refusal(error, wanted, site)) from None
+    wanted.check(folder)
     return folder
 
 
-def _download(download: Callable[..., str], repository: str, revision: str | None, **options: bool) -> str:
-    return download(repository, revision=revision, allow_patterns=list(_FETCHED), ignore_patterns=["*/*"], **options)
+def _names(folder: Path) -> list[str]:
+    """What a folder of the cache holds; the client makes none where there is nothing to fetch."""
+    return [file.name for file in folder.iterdir()] if folder.is_dir() else []
 
 
-def _refusal(error: Exception, repository: str, revision: str | None, site: str) -> str:
+def _is_no_answer(record: logging.LogRecord) -> bool:
+    """False for the client's line about a repository that has none of the files: `lacking` says it."""
+    return not str(record.msg).startswith("No files matched")
+
+
+def _refusal(error: Exception, wanted: _Wanted, site: str) -> str:
     """What a failed fetch means, and what helps."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -207,22 +319,26 @@ def _refusal(error: Exception, repository: str, revision: str | None, site: str)
 
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
         error = error.__cause__
-    page, tokens = f"{site}/{repository}", f"{site}/settings/tokens"
-    key = f"checkpoint.load ({_named(repository, revision)})"
+    page, tokens = f"{site}/{wanted.repository}", f"{site}/settings/tokens"
+    key = f"{wanted.key} ({wanted.named})"
     if isinstance(error, GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set HF_TOKEN to a token of that account ({tokens})"
     if isinstance(error, RevisionNotFoundError):
-        return f"checkpoint.revision ({revision}) must be a branch, tag or commit of {repository}: see {page}"
+        return (
+            f"{wanted.revision_key} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: "
+            f"see {page}"
+        )
     if isinstance(error, RepositoryNotFoundError):
         return (
             f"{key}: there is no such folder in {Path.cwd()}, and on {site} no such repository that this account may "
-            f"read: check the name, or set HF_TOKEN to a token that may ({tokens})"
+            f"read: check the name, or accept the licence on {page} and set HF_TOKEN to a token of that account "
+            f"({tokens})"
         )
     if isinstance(error, LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
         return (
             f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
-            "there is access (`hf download`), and set checkpoint.load to the folder"
+            f"there is access (`hf download`), and set {wanted.key} to the folder"
         )
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
@@ -231,10 +347,6 @@ def _refusal(error: Exception, repository: str, revision: str | None, site: str)
         return f"{key} cannot be fetched: {site} answers with status {status}; try again later"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
     return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"
-
-
-def _named(repository: str, revision: str | None) -> str:
-    return repository if revision is None else f"{repository} at revision {revision}"
 
 
 def _site(endpoint: str) -> str:

@@ -224,7 +224,7 @@ WRONG: dict[str, tuple[str, str]] = {
         "the vocabulary of the tokenizer small (270) must be at most that of the model in small (61)",
     ),
     "the same to generate": ("generate small --prompt a", "the vocabulary of the tokenizer small (270)"),
-    "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json or vocab.txt)"),
+    "no tokenizer": ("generate mute --prompt a", "mute must hold the model's tokenizer (tokenizer.json, vocab.json"),
     "bert": ("generate bert --prompt a", "must be a causal language model"),
     "no prompt": ("generate gpt", "one of the arguments --prompt --prompt-file is required"),
     "an empty prompt": ("generate gpt --prompt=", "--prompt must not be empty"),

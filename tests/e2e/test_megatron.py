@@ -85,7 +85,8 @@ def test_without_a_tokenizer_there_is_no_sample_and_one_sentence(ran: Ran, data:
     folder = ran.run / "checkpoints" / "step-00000006"
     assert not (folder / "tokenizer.json").exists()
     said = shardwise("generate", "run", "--prompt", "the ring", at=data.at).failed(2)
-    assert "must hold the model's tokenizer (tokenizer.json or vocab.txt), and it holds none: name it by data." in said
+    assert "must hold the model's tokenizer (tokenizer.json, vocab.json with merges.txt, " in said
+    assert "or vocab.txt), and it holds none: name it by data.tokenizer" in said
     text = shardwise(
         "generate", "run", "--prompt", "the ring", "--max-tokens", "4", "data.tokenizer=tokenizer", at=data.at
     )

@@ -24,6 +24,8 @@ FILES = {
     },
     "v1": {"config.json": b"{}", "model.safetensors": b"first"},
     "pickled": {"config.json": b"{}", "pytorch_model.bin": b"a pickle"},
+    "words": {"vocab.txt": b"[SEP]", "README.md": b"text"},
+    "half": {"vocab.json": b"{}", "config.json": b"{}"},
 }
 
 
@@ -37,10 +39,10 @@ CALL = """
 import json, sys
 from shardwise import hub
 from shardwise.errors import ConfigError
-load, revision, cached = json.loads(sys.argv[1])
+function, arguments, cached = json.loads(sys.argv[1])
 said = []
 try:
-    result = {"folder": str(hub.resolve(load, revision, cached=cached, announce=said.append))}
+    result = {"folder": str(getattr(hub, function)(*arguments, cached=cached, announce=said.append))}
 except ConfigError as error:
     result = {"problems": error.problems}
 print(json.dumps(result | {"said": said, "torch": "torch" in sys.modules}))
@@ -48,7 +50,7 @@ print(json.dumps(result | {"said": said, "torch": "torch" in sys.modules}))
 
 
 class User:
-    """Calls `hub.resolve` in a process of its own: the hub's client reads its environment once."""
+    """Calls `hub` in a process of its own: the hub's client reads its environment once."""
 
     def __init__(self, at: Path, site: Site) -> None:
         self.at, self.said = at, [""]
@@ -56,9 +58,15 @@ class User:
         self.environment.pop("HF_TOKEN", None)
 
     def resolve(self, load: str, revision: str | None = None, *, cached: bool = False, **variables: str) -> Path:
+        return self._call("resolve", [load, revision], cached, variables)
+
+    def tokenizer(self, named: str, *, cached: bool = False, **variables: str) -> Path:
+        return self._call("resolve_tokenizer", [named], cached, variables)
+
+    def _call(self, function: str, arguments: list[str | None], cached: bool, variables: dict[str, str]) -> Path:
         """Raises ConfigError as the call did."""
         done = subprocess.run(
-            [sys.executable, "-c", CALL, json.dumps([load, revision, cached])],
+            [sys.executable, "-c", CALL, json.dumps([function, arguments, cached])],
             cwd=self.at, env={**self.environment, **variables}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -196,3 +204,64 @@ def test_an_index_is_checked(index: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=text):
         hub.weight_files(tmp_path)
+
+
+def test_of_a_tokenizer_nothing_else_is_fetched(user: User, site: Site) -> None:
+    folder = user.tokenizer("acme/tiny")
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json"}
+    assert site.fetched == ["tokenizer.json"]
+    assert f"fetching acme/tiny from {site.address}: once" in user.said[0]
+    asked = len(site.requests)
+    assert user.tokenizer("acme/tiny", cached=True) == folder
+    assert site.requests[asked:] == [], "a rank needs no network"
+    assert user.resolve("acme/tiny") == folder
+    assert sorted(site.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
+    assert (user.tokenizer("acme/tiny@words") / "vocab.txt").read_bytes() == b"[SEP]"
+    assert user.tokenizer(f"acme/tiny@{site.commit('words')}").name == site.commit("words")
+    with pytest.raises(ConfigError, match=r"\(acme/tiny@v1\) must hold a tokenizer, which is .*: it has config.json"):
+        user.tokenizer("acme/tiny@v1")
+    with pytest.raises(ConfigError, match=r"holds vocab.json without merges.txt, and the tokenizer is read from both"):
+        user.tokenizer("acme/tiny@half")
+    with pytest.raises(ConfigError, match=r"the revision of data.tokenizer \(v9\) must be a branch, tag or commit of"):
+        user.tokenizer("acme/tiny@v9")
+    with pytest.raises(ConfigError, match=r"data.tokenizer \(acme/tiny@\) must have a branch, tag or commit after @"):
+        user.tokenizer("acme/tiny@")
+    with pytest.raises(ConfigError, match=r"data.tokenizer \(acme/tiny at revision v9\) must be in the cache of this"):
+        user.tokenizer("acme/tiny@v9", cached=True)
+
+
+def test_a_gated_and_a_missing_tokenizer(user: User, site: Site) -> None:
+    page = f"{site.address}/acme"
+    with pytest.raises(ConfigError, match=rf"data.tokenizer \(acme/gated\) is gated: .* {page}/gated, then set HF_TO"):
+        user.tokenizer("acme/gated")
+    with pytest.raises(ConfigError, match=rf"no such folder in .* no such repository .* {page}/private and set HF_"):
+        user.tokenizer("acme/private")
+    assert user.tokenizer("acme/private", HF_TOKEN=TOKEN).is_dir()
+    with pytest.raises(ConfigError, match=r"and set data.tokenizer to the folder"):
+        user.tokenizer("acme/other", HF_HUB_OFFLINE="1")
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    {
+        "run/checkpoint": r"there is none of that name in .*; did you mean run/checkpoints\?",
+        "./tokenizer": "there is none of that name in ",
+        "tokenizer.json": "there is none of that name in ",
+        "llama/tokenizer.model": "there is none of that name in ",
+        "a/b/c": "there is none of that name in ",
+        "two words": "there is none of that name in .*, and a hub id reads owner/name",
+    }.items(),
+)
+def test_what_is_no_tokenizer(named: str, text: str, here: Path) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        hub.resolve_tokenizer(named)
+    assert f"data.tokenizer ({named}) must be a tokenizer's file or folder: " in str(caught.value)
+    assert "Repo id" not in str(caught.value)
+
+
+def test_a_tokenizers_path_is_taken_as_it_is(here: Path) -> None:
+    assert hub.resolve_tokenizer("empty") == Path("empty")
+    assert hub.resolve_tokenizer("weights.pt") == Path("weights.pt")

@@ -117,7 +117,9 @@ def differ_in_tokens(folder: Path, other: Path) -> bool:
 
 
 def _vocabulary(tokenizer: Any) -> Any:
-    return tokenizer["model"]["vocab"], {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    held = tokenizer["model"]["vocab"]
+    ids = held if isinstance(held, dict) else {piece: number for number, (piece, _) in enumerate(held)}
+    return {**ids, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
 
 
 def read_model(path: Root) -> FamilyConfig:

@@ -123,7 +123,7 @@ def _prepare(config: Config, folder: ModelFolder, announce: Any) -> None:
     from shardwise.data import prepare
 
     if config.data.tokenizer is not None:
-        open_tokenizer(config, folder)
+        open_tokenizer(config, folder, announce=announce)
     prepare(config, announce=announce, any_size=True)
 
 

@@ -29,7 +29,6 @@ HELP = (
 )
 _METAVAR = "CHECKPOINT"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-_TOKENIZERS = ("tokenizer.json", "vocab.txt")
 # What `config.json` of a user's own model has beside its `model` section.
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
 # Keys that name the data: those of a command replace those of the run.
@@ -62,7 +61,7 @@ class ModelFolder:
     @property
     def tokenizer(self) -> Path | None:
         """Where its tokenizer lies, as `data.tokenizer` names it."""
-        return self.path if any(name in self.files for name in _TOKENIZERS) else None
+        return self.path if hub.holds_tokenizer(self.files) else None
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document."""
@@ -230,15 +229,17 @@ def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
     return config_from(sections)
 
 
-def open_tokenizer(config: Config, folder: ModelFolder) -> Tokenizer:
-    """The tokenizer of a configuration made here.
+def open_tokenizer(
+    config: Config, folder: ModelFolder, *, cached: bool = False, announce: Callable[[str], None] | None = None
+) -> Tokenizer:
+    """The tokenizer of a configuration made here; a hub id is fetched, or with `cached` opened from the cache.
 
     Raises:
         ConfigError: it cannot be opened, or has ids that the model has not.
     """
     path = config.data.tokenizer
     assert path is not None
-    tokenizer = Tokenizer.load(Path(path).expanduser())
+    tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, cached=cached, announce=announce))
     if tokenizer.vocab_size > config.model.vocab_size:
         shown = folder.name if Path(path) == folder.tokenizer else path
         raise ConfigError(
@@ -276,7 +277,7 @@ def _tokenizer(folder: ModelFolder) -> str:
 
 def _without_tokenizer(folder: ModelFolder) -> ConfigError:
     return ConfigError(
-        f"{folder.name} must hold the model's tokenizer ({listing(_TOKENIZERS, 'or')}), and it holds none: name it "
+        f"{folder.name} must hold the model's tokenizer ({hub.tokenizer_names()}), and it holds none: name it "
         "by data.tokenizer"
     )
 

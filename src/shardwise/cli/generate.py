@@ -75,11 +75,16 @@ def run(arguments: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
-        return _generate(arguments, place, folder, given.values, text)
+        return _generate(arguments, place, folder, given.values, text, announce)
 
 
 def _generate(
-    arguments: argparse.Namespace, place: Rank | None, folder: ModelFolder, values: dict[str, Any], text: str
+    arguments: argparse.Namespace,
+    place: Rank | None,
+    folder: ModelFolder,
+    values: dict[str, Any],
+    text: str,
+    announce: Any,
 ) -> int:
     config = generation_config(folder, values)
     world = config.parallel.ranks
@@ -91,7 +96,7 @@ def _generate(
             keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {world})"
         raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
     config.check(world)
-    tokenizer = open_tokenizer(config, folder)
+    tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
     ids, room = _fit(config, folder, tokenizer, text)
     wanted = min(arguments.max_tokens, room)
 

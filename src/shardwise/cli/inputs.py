@@ -8,14 +8,16 @@ from shardwise.config import Config
 
 
 def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> None:
-    """Fetch the weights of `checkpoint.load`, where it is a hub id, and tokenize the data; each once.
+    """Fetch what `checkpoint.load` and `data.tokenizer` name, where it is a hub id, and tokenize the data; each once.
 
     Raises:
-        ConfigError: there are no such weights or data, or they cannot be read.
+        ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
     from shardwise import hub
     from shardwise.data import prepare
 
     if config.checkpoint.load is not None and not hub.is_url(config.checkpoint.load):
         hub.resolve(config.checkpoint.load, config.checkpoint.revision, announce=announce)
+    if config.data.tokenizer is not None:
+        hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     prepare(config, announce=announce)

@@ -194,7 +194,8 @@ class DataConfig(Section):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="a tokenizer.json or its folder; null = byte-level BPE of model.vocab_size trained on the data, "
+        description="your own: a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder "
+        "of one, or a hub id (ID or ID@REVISION); null = byte-level BPE of model.vocab_size trained on the data, "
         "and none where the data are tokens",
     )
     split: str = Field(

@@ -1,4 +1,4 @@
-"""Tokenizers: byte-level BPE trained on the data, or the user's own `tokenizer.json` or WordPiece `vocab.txt`."""
+"""Tokenizers: byte-level BPE trained on the data, or the user's own."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.errors import DataError, listing
+from shardwise import hub
+from shardwise.data.tokenizer_files import CONFIG, END_OF_DOCUMENT, JSON, PAIR_TOKENS, SPECIAL, TokenizerFiles
+from shardwise.errors import ConfigError, DataError, listing
 
 if TYPE_CHECKING:
     import tokenizers
-
-END_OF_DOCUMENT = "<|endoftext|>"
-PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-"""BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
-_CONFIG = "tokenizer_config.json"
-_SPECIAL = "special_tokens_map.json"
-_VOCABULARY = "vocab.txt"
-_VOCABULARY_SUFFIX = ".txt"
-# What transformers may read beside tokenizer.json; `export` copies those that are there.
-_COMPANIONS = (_CONFIG, _SPECIAL, "added_tokens.json", "chat_template.jinja")
-# The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT.
-_KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 
 
 @dataclass(frozen=True)
@@ -65,14 +55,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Opens a `tokenizer.json`, a WordPiece `vocab.txt`, or a folder that holds one.
+        """Opens the tokenizer of a folder, or that which a file belongs to: `TokenizerFiles` tells of the kinds.
 
         Raises:
             DataError: when it is missing, unreadable or has no token that ends a document.
         """
-        file = _tokenizer_file(Path(path))
-        backend = _open_vocabulary(file) if file.suffix == _VOCABULARY_SUFFIX else _open_json(file)
-        return cls(backend, _find_end(backend, file))
+        files = TokenizerFiles.find(Path(path))
+        backend = files.open()
+        return cls(backend, files.end_of_document(backend))
 
     def token_id(self, token: str) -> int | None:
         """The id of one token, None where the vocabulary lacks it."""
@@ -95,6 +85,12 @@ class Tokenizer:
         starts = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
         return [*whole[: next(starts, 0)], *plain]
 
+    @property
+    def begin_of_text(self) -> str | None:
+        """The token that `encode_prompt` puts before a text, None where it puts none."""
+        before = len(self.encode_prompt("a")) - len(self.encode("a"))
+        return self._backend.id_to_token(self.encode_prompt("a")[0]) if before else None
+
     def encode_batch(self, texts: list[str], *, literally: bool = False) -> list[list[int]]:
         """The ids of each text, nothing added, on all cores.
 
@@ -115,7 +111,7 @@ class Tokenizer:
 
     def save_json(self, folder: Path) -> None:
         """Writes `tokenizer.json` alone."""
-        (folder / "tokenizer.json").write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
 
     def pair_tokens(self) -> PairTokens:
         """The ids of BERT's special tokens, for a tokenizer that was trained or opened for sentence pairs."""
@@ -167,14 +163,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
 
 
 def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must fit `model.vocab_size`.
+    """The tokenizer that `data.tokenizer` names, which must fit `model.vocab_size`; a hub id is opened from the cache.
 
     Raises:
         DataError: when it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that sentence pairs
             need.
     """
-    file = _tokenizer_file(_existing(path))
-    tokenizer = Tokenizer.load(file)
+    files = _files(path)
+    backend = files.open()
+    tokenizer = Tokenizer(backend, files.end_of_document(backend))
     problems = []
     if tokenizer.vocab_size > vocab_size:
         problems.append(
@@ -182,12 +179,12 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
             f"({vocab_size}): set model.vocab_size={tokenizer.vocab_size}"
         )
     if pairs:
-        names = {role: (_named_tokens(file, f"{role}_token") or [usual])[0] for role, usual in PAIR_TOKENS.items()}
+        names = {role: (files.named(f"{role}_token") or [usual])[0] for role, usual in PAIR_TOKENS.items()}
         missing = [name for name in names.values() if tokenizer.token_id(name) is None]
         if missing:
             problems.append(
                 f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
-                f"{listing(names.values())}; other names are read from a {_CONFIG} beside it"
+                f"{listing(names.values())}; other names are read from a {CONFIG} beside it"
             )
         tokenizer.pair_names = names
     if problems:
@@ -196,14 +193,18 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
 
 
 def user_tokenizer_digest(path: str) -> str:
-    """A digest of the files that `export_user_tokenizer` copies."""
+    """A digest of the files that `export_user_tokenizer` copies.
+
+    Raises:
+        DataError: there are none, or one is unreadable.
+    """
     digest = hashlib.sha256()
-    for file in _files(_existing(path)):
+    for name, file in _files(path).copies.items():
         try:
             content = file.read_bytes()
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
-        digest.update(hashlib.sha256(content).digest() + _target_name(file).encode())
+        digest.update(hashlib.sha256(content).digest() + name.encode())
     return digest.hexdigest()
 
 
@@ -214,25 +215,38 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
         DataError: as `Tokenizer.load`.
     """
     tokenizer = Tokenizer.load(folder)
-    begins = [tokenizer.token_id(token) for token in _named_tokens(_tokenizer_file(folder), "bos_token")]
+    begins = [tokenizer.token_id(token) for token in TokenizerFiles.find(folder).named("bos_token")]
     return {"bos_token_id": begins[0] if begins else None, "eos_token_id": tokenizer.end_of_document_id}
 
 
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:
-    """Copies the user's tokenizer into `folder`, with the configuration that transformers needs where it is missing."""
+    """Copies the user's tokenizer into `folder`, and adds what transformers needs where it is missing.
+
+    Of whatever kind it is, a `tokenizer.json` is there afterwards: it gives the same ids.
+
+    Raises:
+        DataError: there is none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for file in _files(_existing(path)):
-        shutil.copyfile(file, folder / _target_name(file))
-    if not (folder / "tokenizer.json").exists():
+    for name, file in _files(path).copies.items():
+        shutil.copyfile(file, folder / name)
+    if not (folder / JSON).exists():
         tokenizer.save_json(folder)
-    if not (folder / _CONFIG).exists():
+    if not (folder / CONFIG).exists():
         _write_config(folder, tokenizer)
+
+
+def _files(path: str) -> TokenizerFiles:
+    try:
+        return TokenizerFiles.find(hub.resolve_tokenizer(path, cached=True))
+    except ConfigError as error:
+        raise DataError(error.problems) from None
 
 
 def _write_config(folder: Path, tokenizer: Tokenizer) -> None:
     end, names = tokenizer.end_of_document, tokenizer.pair_names
     if names is None:
-        special = {"bos_token": end, "eos_token": end}
+        special = {"bos_token": tokenizer.begin_of_text or end, "eos_token": end}
     else:
         special = {f"{role}_token": name for role, name in names.items()}
     config = {
@@ -241,125 +255,5 @@ def _write_config(folder: Path, tokenizer: Tokenizer) -> None:
         "clean_up_tokenization_spaces": False,
         **special,
     }
-    for name, value in ((_CONFIG, config), (_SPECIAL, special)):
+    for name, value in ((CONFIG, config), (SPECIAL, special)):
         (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _existing(path: str) -> Path:
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise DataError(
-            f"data.tokenizer ({path}) does not exist on this machine: name a tokenizer.json, a WordPiece vocab.txt or "
-            "a folder that holds one, or leave it null to train one on the data"
-        )
-    return found
-
-
-def _tokenizer_file(path: Path) -> Path:
-    candidates = [path / "tokenizer.json", path / _VOCABULARY] if path.is_dir() else [path]
-    for file in candidates:
-        if file.is_file():
-            return file
-    missing = (
-        f"the folder {path} holds no tokenizer.json or {_VOCABULARY}" if path.is_dir() else f"{path} does not exist"
-    )
-    raise DataError(
-        f"{missing}: a tokenizer is a tokenizer.json, a WordPiece {_VOCABULARY}, or a folder that holds one"
-    )
-
-
-def _files(path: Path) -> list[Path]:
-    file = _tokenizer_file(path)
-    own_folder = file.name in ("tokenizer.json", _VOCABULARY)
-    companions = [file.parent / name for name in _COMPANIONS if own_folder and (file.parent / name).is_file()]
-    return [file, *companions]
-
-
-def _target_name(file: Path) -> str:
-    if file.name in _COMPANIONS:
-        return file.name
-    return _VOCABULARY if file.suffix == _VOCABULARY_SUFFIX else "tokenizer.json"
-
-
-def _open_json(file: Path) -> tokenizers.Tokenizer:
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
-    except Exception as error:
-        raise DataError(f"{file} is not a tokenizer that Hugging Face tokenizers can read: {error}") from error
-
-
-def _open_vocabulary(file: Path) -> tokenizers.Tokenizer:
-    """WordPiece from one token a line, as BERT's: lower-casing unless a `tokenizer_config.json` beside it says not."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
-
-    try:
-        lines = file.read_bytes().decode().removesuffix("\n").split("\n")
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file}, byte {error.start}, is not UTF-8: a WordPiece vocabulary has one token a line"
-        ) from None
-    vocabulary: dict[str, int] = {}
-    for number, line in enumerate(lines):
-        token = line.removesuffix("\r")
-        if token in vocabulary:
-            raise DataError(
-                f"{file}:{number + 1} repeats {token!r} of line {vocabulary[token] + 1}: ids would be unclear"
-            )
-        vocabulary[token] = number
-    special = [token for token in PAIR_TOKENS.values() if token in vocabulary]
-    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=PAIR_TOKENS["unk"]))
-    backend.add_special_tokens(special)
-    options = _configured(file)
-    backend.normalizer = normalizers.BertNormalizer(
-        lowercase=options.get("do_lower_case", True),
-        strip_accents=options.get("strip_accents"),
-        handle_chinese_chars=options.get("tokenize_chinese_chars", True),
-    )
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    sep, cls = PAIR_TOKENS["sep"], PAIR_TOKENS["cls"]
-    if {sep, cls} <= vocabulary.keys():
-        backend.post_processor = processors.BertProcessing((sep, vocabulary[sep]), (cls, vocabulary[cls]))
-    return backend
-
-
-def _find_end(backend: tokenizers.Tokenizer, file: Path) -> str:
-    for token in [*_named_tokens(file, "eos_token"), *_KNOWN_ENDS]:
-        if backend.token_to_id(token) is not None:
-            return token
-    raise DataError(
-        f"{file} has no token that ends a document (none of {', '.join(_KNOWN_ENDS)}): name one as eos_token in "
-        f"a {_CONFIG} beside a tokenizer.json"
-    )
-
-
-def _named_tokens(file: Path, role: str) -> list[str]:
-    """The tokens that the files beside a tokenizer give a role, such as `eos_token`."""
-    found: list[str] = []
-    for path in _files(file):
-        if path.name not in (_CONFIG, _SPECIAL):
-            continue
-        token = _read_object(path).get(role)
-        token = token.get("content") if isinstance(token, dict) else token
-        found += [token] if isinstance(token, str) else []
-    return found
-
-
-def _configured(file: Path) -> dict[str, Any]:
-    """The `tokenizer_config.json` beside a tokenizer."""
-    return next((_read_object(path) for path in _files(file) if path.name == _CONFIG), {})
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    return values if isinstance(values, dict) else {}

@@ -315,6 +315,10 @@ def test_tokenizers_are_compared_by_their_ids(tmp_path: Path) -> None:
     plain = write("plain", {"a": 0, "b": 1})
     assert not differ_in_tokens(plain, write("same", {"b": 1, "a": 0}, truncation=None))
     assert differ_in_tokens(plain, write("other", {"a": 1, "b": 0}))
+    marked = [{"content": "<s>", "id": 2}, {"content": "a", "id": 0}]
+    assert not differ_in_tokens(plain, write("marked", {"a": 0, "b": 1}, added_tokens=marked))
+    pieces = write("pieces", {}, model={"vocab": [["a", 0.0], ["b", -1.0]]})
+    assert not differ_in_tokens(plain, pieces)
     (tmp_path / "none").mkdir()
     assert not differ_in_tokens(plain, tmp_path / "none")
 

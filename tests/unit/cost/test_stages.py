@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.config import Config, ParallelConfig, load_config
 from shardwise.cost import compute_shares, stage_plan
-from shardwise.cost.stages import balanced, rank_of, sends
+from shardwise.cost.stages import balanced, rank_of
 
 
 def sizes(config: Config) -> list[int]:
@@ -70,17 +70,6 @@ def test_stages_by_name_are_those() -> None:
 def test_ranks_of_stages(schedule: str, ranks: list[int]) -> None:
     parallel = ParallelConfig.model_validate({"pipeline": 3, "schedule": schedule})
     assert [rank_of(parallel, stage) for stage in range(len(ranks))] == ranks
-
-
-@pytest.mark.parametrize(
-    ("schedule", "messages"),
-    [("gpipe", [1, 2, 2, 1]), ("interleaved", [1, 2, 2, 2, 2, 2, 2, 1]), ("dualpipev", [1, 2, 2, 1, 1, 2, 2, 1])],
-)
-def test_messages_of_stages(schedule: str, messages: list[int]) -> None:
-    """Each boundary has one there and one back, but not where both its sides are on one rank."""
-    config = tiny("pipeline=4", f"schedule={schedule}")
-    plan = stage_plan(config, config.check(4))
-    assert [sends(config.parallel, stage) for stage in plan] == messages
 
 
 def test_shares_of_the_compute_add_up() -> None:

@@ -257,7 +257,7 @@ def test_a_tokenizer_is_kept(folder: str, tmp_path: Path) -> None:
     data = opened(config(folder, tokenizer=str(tmp_path / "tokenizer")), tmp_path / "cache")
     assert data.tokenizer_path is not None
     assert Tokenizer.load(data.tokenizer_path).vocab_size == 290
-    with pytest.raises(DataError, match=r"data\.tokenizer .* does not exist"):
+    with pytest.raises(DataError, match=r"data\.tokenizer .*must be a tokenizer.s file or folder"):
         prepare(config(folder, tokenizer=str(tmp_path / "none")), tmp_path / "cache")
 
 

@@ -120,9 +120,9 @@ def test_a_users_folder_keeps_its_configuration(tmp_path: Path, eos: object) -> 
 
 
 def test_what_cannot_be_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.tokenizer \(gpt2\) does not exist on this machine"):
-        open_user_tokenizer("gpt2", 100)
-    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"data\.tokenizer \(no-one/has-it\) must be in the cache of this machine"):
+        open_user_tokenizer("no-one/has-it", 100)
+    with pytest.raises(DataError, match=r"must hold a tokenizer, which is tokenizer\.json, "):
         open_user_tokenizer(str(tmp_path), 100)
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match="is not a tokenizer that Hugging Face tokenizers can read"):

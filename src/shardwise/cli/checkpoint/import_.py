@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="shards: a tokenizer.json, a WordPiece vocab.txt or a folder that holds one, to be copied along",
+        help="shards: the model's tokenizer, a path or hub id as of data.tokenizer, to be copied along",
     )
     add_max_shard_size(parser)
 
@@ -141,11 +141,12 @@ def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str
     """The size of its vocabulary, its files, and the ids that `config.json` names."""
     if path is None:
         return None, {}, {}
+    from shardwise import hub
     from shardwise.data import Tokenizer, special_token_ids
     from shardwise.data.tokenizer import export_user_tokenizer
 
     try:
-        tokenizer = Tokenizer.load(Path(path).expanduser())
+        tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, announce=output.progress))
         with tempfile.TemporaryDirectory() as folder:
             export_user_tokenizer(path, tokenizer, Path(folder))
             files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
