@@ -178,19 +178,22 @@ class DataConfig(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="your own text file, directory or .jsonl; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or "
-        "BERT's HDF5 shards: one, their folder or a glob",
+        description="your own text file, .jsonl, .parquet or a directory of them; the PREFIX of a Megatron PREFIX.bin "
+        "and PREFIX.idx; or BERT's HDF5 shards: one, their folder or a glob",
     )
     blend: tuple[float | str, ...] | None = Field(
         default=None,
         strict=False,
         description="weights and prefixes of several Megatron data sets by turns: [0.7, PREFIX, 0.3, PREFIX2]",
     )
-    format: Literal["auto", "text", "jsonl", "megatron", "hdf5"] = Field(
+    format: Literal["auto", "text", "jsonl", "parquet", "megatron", "hdf5"] = Field(
         default="auto",
-        description="of path; auto goes by the names of files: PREFIX.idx, .hdf5 and .h5, .jsonl, else text",
+        description="of path; auto goes by the names of files: PREFIX.idx, .hdf5 and .h5, .jsonl, .parquet, else text; "
+        "what ends in .gz is unpacked",
     )
-    text_key: str = Field(default="text", min_length=1, description="the field of a .jsonl line that holds the text")
+    text_key: str = Field(
+        default="text", min_length=1, description="the field of a .jsonl or column of a .parquet that holds the text"
+    )
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
