@@ -1,4 +1,4 @@
-"""Where text comes from: built-in texts and the user's files, as one stream of pieces.
+"""Where text comes from: built-in texts, the user's files and data sets, as one stream of pieces.
 
 A document is a file, a line of a `.jsonl`, or a topic of Python's documentation. It arrives in pieces of bounded
 size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.config import DataConfig
+from shardwise.data.huggingface import DataSet, open_dataset, reads_datasets
 from shardwise.data.text_files import BLOCK, Kind, documents, kind_of, slices, unreadable
 from shardwise.errors import DataError
 
@@ -92,6 +93,34 @@ class FileSource:
 
 
 @dataclass(frozen=True)
+class ColumnSource:
+    """The texts of a data set's column: those of one split after those of another."""
+
+    dataset: DataSet
+
+    @property
+    def name(self) -> str:
+        return self.dataset.name
+
+    def stamp(self) -> str | None:
+        return self.dataset.stamp()
+
+    def pieces(self) -> Iterator[Piece]:
+        for split in self.dataset.splits:
+            yield from self.pieces_of(split)
+
+    def pieces_of(self, split: str) -> Iterator[Piece]:
+        """All documents of one split."""
+        if self.dataset.holds_tokens:
+            raise DataError(
+                f"the column {self.dataset.column!r} of {self.dataset.shown} must hold text where text is read, and it "
+                "holds tokens: set data.text_key"
+            )
+        for blocks in self.dataset.documents(split):
+            yield from _cut_document(blocks)
+
+
+@dataclass(frozen=True)
 class PythonSource:
     """Text of every Python installation: the standard library's sources, then the topics of `help()`."""
 
@@ -123,6 +152,8 @@ def open_source(data: DataConfig) -> Source:
     Raises:
         DataError: when it is missing or holds no files.
     """
+    if reads_datasets(data):
+        return ColumnSource(open_dataset(data))
     if data.path is not None:
         path = Path(data.path).expanduser()
         try:

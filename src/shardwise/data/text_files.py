@@ -158,8 +158,8 @@ def _rows(path: Path, key: str) -> Iterator[Iterable[str]]:
             number = 0
             for batch in file.iter_batches(batch_size=_ROWS, columns=[key]):
                 for value in batch.column(0):
+                    yield slices(row_text(value, f"{path}: row {number}", key))
                     number += 1
-                    yield slices(_row_text(value, f"{path}: row {number}", key))
     except arrow.ArrowException as error:
         raise _damaged(path, error) from None
     except OSError as error:  # pyarrow's own have neither number nor file
@@ -191,13 +191,18 @@ def _require_text(arrow: Any, path: Path, schema: Any, key: str) -> None:
         raise DataError(f"{path}: the column {key!r} must hold text, not {held} (data.text_key)")
 
 
-def _row_text(value: Any, where: str, key: str) -> str:
+def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
+    """The text of an arrow scalar, the value of column `key`; `empty`: it may have none.
+
+    Raises:
+        DataError: it is null, empty or not UTF-8.
+    """
     try:
         text: str | None = value.as_py()
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where}, byte {error.start} of the column {key!r}", error.object[error.start]) from None
-    if not text:
-        raise DataError(f"{where}: the column {key!r} is {'empty' if text == '' else 'null'}: remove the row")
+    if text is None or not (text or empty):
+        raise DataError(f"{where}: the column {key!r} is {'null' if text is None else 'empty'}: remove the row")
     return text
 
 

@@ -84,8 +84,8 @@ def test_bad_gzip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        (["a"] * 70 + [None], ": row 71: the column 'text' is null: remove the row"),
-        (["a", ""], ": row 2: the column 'text' is empty: remove the row"),
+        (["a"] * 70 + [None], ": row 70: the column 'text' is null: remove the row"),
+        (["a", ""], ": row 1: the column 'text' is empty: remove the row"),
         ([1, 2], ": the column 'text' must hold text, not int64 (data.text_key)"),
         ([["a"], ["b"]], ": the column 'text' must hold text, not list<element: string> (data.text_key)"),
         ([b"a", b"b"], ": the column 'text' must hold text, not binary (data.text_key)"),
@@ -111,7 +111,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     assert failure(file, text_key="body").startswith(f"{file} is damaged (")
     latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
     write_parquet(file, latin)
-    assert failure(file).startswith(f"{file}: row 1, byte 3 of the column 'text' (0xe9) is not UTF-8")
+    assert failure(file).startswith(f"{file}: row 0, byte 3 of the column 'text' (0xe9) is not UTF-8")
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
