@@ -11,6 +11,7 @@ from pathlib import Path
 from shardwise.config import Config, DataConfig
 from shardwise.data.batch import Batches, SampledBatches
 from shardwise.data.blend import BlendedBatches
+from shardwise.data.causal import DocumentEnds
 from shardwise.data.documents import DocumentBatches, Documents
 from shardwise.data.hashing import mix_integer
 from shardwise.data.indexed import IndexedFile, is_indexed
@@ -74,7 +75,8 @@ class PreparedDocuments:
         length = config.train.sequence_length
         if len(documents) <= (1 if tail else length):
             return None
-        return DocumentBatches(documents, length, _EVALUATION_SEED if evaluation else seed, tail=tail)
+        ends = DocumentEnds.of(config, self.tokenizer_path)
+        return DocumentBatches(documents, length, _EVALUATION_SEED if evaluation else seed, tail=tail, ends=ends)
 
 
 def reads_indexed(data: DataConfig) -> bool:

@@ -10,6 +10,7 @@ from typing import Protocol
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
+from shardwise.data.causal import DocumentEnds
 from shardwise.data.pairs import SentencePairBatches, chunk_room
 from shardwise.data.sentences import ChunkIndex, Sentences
 from shardwise.data.split import Part
@@ -84,7 +85,8 @@ class PreparedText:
         length = config.train.sequence_length
         if len(row) <= (1 if tail else length):
             return None
-        return TokenBatches(row, length, config.train.seed, tail=tail)
+        ends = DocumentEnds.of(config, self.tokenizer_path)
+        return TokenBatches(row, length, config.train.seed, tail=tail, ends=ends)
 
     def _row(self, part: Part) -> TokenArray:
         if part == "test":
