@@ -323,14 +323,19 @@ def test_forward_may_take_more(parameters: str, write: Write) -> None:
     assert check_own(config(write(PLAIN, f"    def forward(self, {parameters}):\n        pass")))
 
 
-def test_forward_takes_what_the_data_section_asks_for(write: Write) -> None:
-    resets = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
+RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
+
+
+def test_forward_may_take_what_the_data_section_asks_for(write: Write) -> None:
     takes = "def forward(self, ids_SB, targets_SB, positions_SB, starts_SB):\n        pass"
-    assert check_own(config(write(PLAIN, f"    {takes}"), resets))
-    given = "def forward(self, ids_SB, targets_SB):\n        pass"
-    assert problem(config(write(PLAIN, f"    {given}"), resets)) == (
-        "model.family (mine:Model): forward(ids_SB, targets_SB) must take ids_SB, targets_SB, positions_SB and starts_SB "
-        "and need no other argument; dropout it may take"
+    assert check_own(config(write(PLAIN, f"    {takes}"), RESETS))
+
+
+def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
+    takes = "def forward(self, ids_SB, targets_SB):\n        pass"
+    assert problem(config(write(PLAIN, f"    {takes}"), RESETS)) == (
+        "model.family (mine:Model): forward(ids_SB, targets_SB) must take ids_SB, targets_SB, positions_SB and "
+        "starts_SB and need no other argument; dropout it may take"
     )
 
 
