@@ -97,8 +97,7 @@ def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = 
         _uncount(trainer.batches)
     before = trainer.evaluate()
     weights = {n: t.clone() for n, t in canonical_weights(trainer.model).items()}
-    batch = config.train
-    micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
+    micro_batches = trainer.feed.at(0)
     trainer._forward_backward(micro_batches, trainer._counted(micro_batches))
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()

@@ -229,6 +229,12 @@ class DataConfig(Section):
         description="the id that ends a document, for the three keys above; null = the tokenizer's",
     )
 
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="threads that read ahead, each a global batch, on one rank of each tensor-parallel group",
+    )
+
     @field_validator("blend", mode="before")
     @classmethod
     def _blend_goes_by_turns(cls, value: object) -> object:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,7 @@ class DocumentBatches(SampledBatches):
         self.sequence_length, self.ends = sequence_length, ends
         self._order = Sampler(documents.count, mix_integer(_DOCUMENT_ORDER, seed))
         self._epochs: dict[int, _Epoch] = {}
+        self._making = Lock()
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         length = self.sequence_length
@@ -189,11 +191,12 @@ class DocumentBatches(SampledBatches):
 
     def _index(self, epoch: int) -> _Epoch:
         """The epoch's index, made where it is not at hand; a batch may lie in two epochs."""
-        if epoch not in self._epochs:
-            while len(self._epochs) >= _EPOCHS_KEPT:
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = self._make_index(epoch)
-        return self._epochs[epoch]
+        with self._making:
+            if epoch not in self._epochs:
+                while len(self._epochs) >= _EPOCHS_KEPT:
+                    del self._epochs[min(self._epochs)]
+                self._epochs[epoch] = self._make_index(epoch)
+            return self._epochs[epoch]
 
     def _make_index(self, epoch: int) -> _Epoch:
         count = self.documents.count

@@ -18,6 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,7 @@ class Shards:
         self.predictions = max(shard.predictions for shard in shards)
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
         self._open: dict[int, Any] = {}
+        self._reading = Lock()
         token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {_ANEW}")
         self._limits = {
             "input_ids": token,
@@ -231,7 +233,9 @@ class Shards:
         for number in np.unique(numbers_B).tolist():
             chosen = np.flatnonzero(numbers_B == number)
             rows, places = np.unique(rows_B[chosen] - self._begins[number], return_inverse=True)
-            for key, array in self._read(number, rows).items():
+            with self._reading:  # a file that is read must not give way to another
+                arrays = self._read(number, rows)
+            for key, array in arrays.items():
                 if array.ndim == 1:
                     found[key][chosen] = array[places]
                 else:
