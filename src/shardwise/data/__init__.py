@@ -1,10 +1,11 @@
-"""Data: text becomes tokens once, and tokens become the same batches at any layout. numpy, tokenizers and h5py only."""
+"""Data: text becomes tokens once, and tokens become the same batches at any layout. no torch."""
 
 from shardwise.data.batch import IGNORE, Batch, Batches
 from shardwise.data.blend import BlendedBatches
 from shardwise.data.build import make_batches, make_evaluation
 from shardwise.data.documents import DocumentBatches
 from shardwise.data.hdf5 import PreparedShards, ShardBatches, reads_shards
+from shardwise.data.huggingface import fetch_dataset, reads_datasets
 from shardwise.data.indexed import IndexedFile, IndexedWriter
 from shardwise.data.megatron import PreparedDocuments, reads_indexed
 from shardwise.data.pairs import SentencePairBatches
@@ -34,9 +35,11 @@ __all__ = [
     "ShardBatches",
     "TokenBatches",
     "Tokenizer",
+    "fetch_dataset",
     "make_batches",
     "make_evaluation",
     "prepare",
+    "reads_datasets",
     "reads_indexed",
     "reads_shards",
     "special_token_ids",
