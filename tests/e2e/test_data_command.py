@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import struct
 import time
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from shardwise.data.indexed import MAGIC
+from tests.arch.source import ROOT
 from tests.e2e.command import Outcome, metrics, shardwise, start
 from tests.unit.prepare.jobs import WORDS, texts, write_jsonl
 
@@ -192,6 +195,29 @@ def test_bad_input_is_one_line(line: str, at: Path) -> None:
     assert sum(not each.startswith("preparing") for each in said.splitlines()) == 1, said
     assert not list(at.glob("*out*"))
     assert not list(at.glob(".*out*"))
+
+
+def commands(heading: str) -> list[str]:
+    """The commands of a chapter of docs/data.md."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    block = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    return [line for line in block.splitlines() if line.startswith("shardwise ")]
+
+
+def test_what_the_documentation_shows(at: Path, tmp_path: Path) -> None:
+    """docs/data.md: from text to runs, which are not started, and a look at what was made."""
+    pytest.importorskip("datasets")
+    write_jsonl(tmp_path / "wiki.jsonl", texts(400))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("\n".join(texts(400, seed=1)))
+    lines = commands("Preparing data") + commands("Looking at data")
+    assert len(lines) > 8
+    for line in lines:
+        _, *arguments = shlex.split(line.replace("bert-large-uncased", "gpt2").replace("gpt2", str(at / "vocabulary")))
+        if arguments[0] == "train":
+            arguments += ["model.vocab_size=64", "--dry-run"]
+        done = shardwise(*arguments, at=tmp_path)
+        assert done.code == 0, f"{line}\n{done.err}"
 
 
 def test_inspect_fits_a_terminal(at: Path, shards: Path) -> None:

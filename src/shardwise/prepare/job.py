@@ -21,7 +21,7 @@ from shardwise.data.indexed import IndexedFile, sync_folder, to_disk, written_dt
 from shardwise.data.pairs import chunk_room
 from shardwise.data.sources import Source, open_source
 from shardwise.data.tokenizer import open_user_tokenizer
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError, DataError, listing
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.batches import Position
 from shardwise.prepare.tokens import (
@@ -165,7 +165,7 @@ class _Preparation:
 
     def _check_place(self) -> None:
         text = None if self.job.data.path is None else Path(self.job.data.path).expanduser().absolute()
-        if text is not None and text.is_dir() and self.job.output.absolute().is_relative_to(text):
+        if text is not None and text.is_dir() and self.job.output.absolute().parent.is_relative_to(text):
             raise ConfigError(f"OUTPUT ({self.job.output}) must lie outside INPUT ({text}), of which it would be read")
 
     def _begin(self, state: Mapping[str, Any] | None) -> Progress:
@@ -192,12 +192,29 @@ class _Preparation:
             return None
         if found is None:
             raise DataError(f"{held[0]} is there: name another OUTPUT, or replace it by --force")
-        if found.get("identity") == self.identity and found["source"]["sha256"] == self._content():
+        different = self._differences(found)
+        if not different:
             return found
         raise DataError(
-            f"{held[0]} was prepared from {found['source'].get('name')} with {found['tokenizer'].get('name')}, and "
-            "the text, the tokenizer or an option is another now: name another OUTPUT, or replace it by --force"
+            f"{held[0]} was prepared from {found['source'].get('name')} with {found['tokenizer'].get('name')}, and now "
+            f"{listing(different)} {'is' if len(different) == 1 else 'are'} another: name another OUTPUT, or replace "
+            "it by --force"
         )
+
+    def _differences(self, found: Mapping[str, Any]) -> list[str]:
+        """What is not as a manifest tells; the text is read only if all else is."""
+        own: dict[str, Any] = self.identity
+        made = found.get("identity")
+        if not isinstance(made, dict) or made.get("version") != own["version"]:
+            return ["the version of shardwise"]
+        different = ["the format"] if made.get("format") != own["format"] else []
+        different += ["the tokenizer"] if made.get("tokenizer") != own["tokenizer"] else []
+        if not different:
+            options, before = own["options"], found["options"]
+            different = [f"--{name.replace('_', '-')}" for name in options if options[name] != before.get(name)]
+        if not different and found["source"].get("sha256") != self._content():
+            different = ["the text"]
+        return different
 
     def _held(self) -> list[Path]:
         """What is at the output."""
@@ -222,6 +239,7 @@ class _Preparation:
         job = self.job
         expected = space.expect(job.data, self.source, self.tokenizer, sentences=self.sentences)
         if expected is None:
+            self.announce(f"preparing {job.output}: how large {self.source.name} is shows only while it is read")
             return None
         itemsize = written_dtype(self.tokenizer.vocab_size).itemsize
         needed = expected.tokens * itemsize + 32 * (expected.sentences + expected.documents)

@@ -237,14 +237,17 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
     before = folder.left("out")
     assert folder.run(job).was_there
     other = folder.job(format_, "out", **({"append_eod": False} if format_ != "hdf5" else {"seed": 1}))
-    with pytest.raises(DataError, match=r"out(\.idx)? was prepared from .*text\.jsonl with .*tokenizer.*--force"):
+    flag = "--seed" if format_ == "hdf5" else "--append-eod"
+    with pytest.raises(
+        DataError, match=rf"out(\.idx)? was prepared from .*text\.jsonl with .*, and now {flag} is another"
+    ):
         folder.run(other)
     assert folder.left("out") == before
     folder.run(other, force=True)
     assert folder.left("out").keys() == before.keys()
     assert folder.left("out") != before
     write_jsonl(folder.at / "text.jsonl", folder.documents[:-1])
-    with pytest.raises(DataError, match="--force"):
+    with pytest.raises(DataError, match=r"now the text is another: name another OUTPUT, or replace it by --force"):
         folder.run(other)
     assert not list(folder.at.glob(".*preparing"))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
 from shardwise.cli.checkpoint import text
+from shardwise.cli.data import arguments_named
 from shardwise.errors import ConfigError
 from shardwise.units import size
 
@@ -38,16 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--samples ({arguments.samples}) must be at least 0")
     from shardwise.prepare.inspection import inspect
 
-    try:
+    with arguments_named("PATH"):
         found = inspect(
             arguments.path, tokenizer=arguments.tokenizer, samples=arguments.samples, text_key=arguments.text_key
         )
-    except ConfigError as error:
-        named = {"data.path": "PATH", "data.tokenizer": "--tokenizer", "data.text_key": "--text-key"}
-        problems = error.problems
-        for key, flag in named.items():
-            problems = [problem.replace(key, flag) for problem in problems]
-        raise type(error)(problems) from error
     if arguments.json:
         from shardwise.runlog import json_text
 

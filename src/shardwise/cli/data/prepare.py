@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.checkpoint import text
+from shardwise.cli.data import arguments_named
 from shardwise.config import DataConfig
 from shardwise.config.sections import MASKED_FRACTION
 from shardwise.errors import ConfigError, listing
@@ -83,14 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.tokenizer,
         options,
     )
-    try:
+    with arguments_named("INPUT"):
         outcome = prepare(job, force=arguments.force, announce=text.progress, bar=text.bar)
-    except ConfigError as error:
-        named = {"data.path": "INPUT", "data.tokenizer": "--tokenizer", "data.text_key": "--text-key"}
-        problems = error.problems
-        for key, flag in named.items():
-            problems = [problem.replace(key, flag) for problem in problems]
-        raise type(error)(problems) from error
     _tell(job.output, outcome)
     return 0
 
