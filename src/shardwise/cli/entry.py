@@ -19,8 +19,8 @@ COMMANDS = {
     "stop": "stop a run after the step under way, with a checkpoint",
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",
-    "data": "fetch data",
     "checkpoint": "inspect, verify, compare and prune checkpoints",
+    "data": "fetch data, prepare them for training, and look at them",
     "recipes": "list the shipped recipes, print one, or copy one to edit",
 }
 

@@ -28,6 +28,7 @@ from shardwise.config import BertConfig, Config, DataConfig
 from shardwise.config.sections import MASKED_FRACTION
 from shardwise.data import cache
 from shardwise.data.batch import IGNORE, Batch, Batches, SampledBatches
+from shardwise.data.manifest import of_folder, tokenizer_problems
 from shardwise.data.prepared import kept_tokenizer, padding_problems
 from shardwise.data.sampler import IntArray
 from shardwise.data.split import PART_NAMES, Part, part_bounds
@@ -121,8 +122,8 @@ class Shard:
     unpacked: Path | None = None
 
     @classmethod
-    def open(cls, path: Path, sequence_length: int) -> Shard:
-        """Looks at the shapes.
+    def open(cls, path: Path, sequence_length: int | None = None) -> Shard:
+        """Looks at the shapes; S must be `sequence_length`, or may be any where that is None.
 
         Raises:
             DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
@@ -145,7 +146,7 @@ class Shard:
                     f"{path}: {key} (0 {_WORDS[dimension]}) must have 1 or more: remove the file, or {_ANEW}"
                 )
         rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
-        if length != sequence_length:
+        if sequence_length not in (None, length):
             raise DataError(
                 f"{path}: the sequences ({length} tokens) must have those of train.sequence_length "
                 f"({sequence_length}): set train.sequence_length={length}, or name other shards"
@@ -160,7 +161,7 @@ class Shard:
             return {key: _mapped(self.path, file[key]) for key in KEYS}
 
 
-def _library() -> Any:
+def library() -> Any:
     """h5py, which is imported where shards are read and nowhere else."""
     try:
         return importlib.import_module("h5py")
@@ -169,7 +170,7 @@ def _library() -> Any:
 
 
 def _opened(path: Path) -> Any:
-    h5py = _library()
+    h5py = library()
     try:
         with path.open("rb"):
             pass
@@ -394,7 +395,7 @@ def prepare_shards(
             "sentence pairs with masked tokens: name text, or Megatron's .bin and .idx"
         )
     shards, problems = [], []
-    _library()
+    library()
     for path in shard_paths(data):
         try:
             shards.append(Shard.open(path, config.train.sequence_length))
@@ -408,6 +409,8 @@ def prepare_shards(
         try:
             tokenizer = open_user_tokenizer(data.tokenizer, model.vocab_size, pairs=True)
             problems += padding_problems(tokenizer.pair_tokens(), config)
+            folders = sorted({shard.path.parent for shard in shards})
+            problems += tokenizer_problems(tokenizer, data.tokenizer, map(of_folder, folders))
         except DataError as error:
             problems += error.problems
     if problems:
