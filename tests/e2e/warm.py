@@ -35,9 +35,9 @@ _IMPORTED = (
     "numpy", "safetensors.torch", "tokenizers", "torch.utils.checkpoint", "torch.utils.tensorboard",
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local",
-    "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.train",
-    "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.cli.rank",
-    *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "recipes")),
+    "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.prepare",
+    "shardwise.train", "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.cli.rank",
+    *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "data", "recipes")),
 )  # fmt: skip
 
 

@@ -243,6 +243,26 @@ class DataConfig(Section):
         gt=0,
         description="most tokens of a sequence that BERT predicts; null = ⌈masked_fraction × sequence length⌉",
     )
+    eod_mask_loss: bool = Field(
+        default=False, description="the token after the end of a document is not predicted (causal models)"
+    )
+    reset_position_ids: bool = Field(
+        default=False, description="positions begin with 0 again after the end of a document (causal models)"
+    )
+    reset_attention_mask: bool = Field(
+        default=False, description="tokens do not attend to documents before their own (causal models)"
+    )
+    eod_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="the id that ends a document, for the three keys above; null = the tokenizer's",
+    )
+
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="threads that read ahead, each a global batch, on one rank of each tensor-parallel group",
+    )
 
     @field_validator("blend", mode="before")
     @classmethod
@@ -357,6 +377,12 @@ class DataConfig(Section):
         if self.blend is None:
             return [] if self.path is None else [(1.0, self.path)]
         return [(float(w), str(p)) for w, p in zip(self.blend[::2], self.blend[1::2], strict=True)]
+
+    @property
+    def document_options(self) -> list[str]:
+        """The keys that make the end of a document count, of those that are set."""
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        return [f"data.{name}" for name in names if getattr(self, name)]
 
     def predictions(self, sequence_length: int) -> int:
         """Most tokens of a sequence that BERT predicts."""

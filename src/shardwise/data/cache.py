@@ -4,6 +4,7 @@
     ROOT/tokens/KEY/            tokenizer/ (of text), {train,eval,test}.bin, manifest.json; for sentence pairs also
                                 {train,eval,test}.{sentences,documents}.bin
     ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
+    ROOT/shards/KEY/            HDF5 arrays that lay in chunks (`unpacking`)
     ROOT/locks/KEY.lock         one process builds an entry, the others wait
 
 Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) as int64.

@@ -232,6 +232,85 @@ def written_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
 
 
+class UnfinishedIndex:
+    """What a data set of a vocabulary's tokens is written into, document by document, until its .idx can be made.
+
+    Three files grow by appending: tokens as the .bin has them, sizes of sequences (i32), bounds of documents (i64). Of
+    so many `sequences` and `documents` as they hold at the start, writing goes on. An `OSError` passes through.
+    """
+
+    def __init__(
+        self,
+        tokens: BinaryIO,
+        sizes: BinaryIO,
+        bounds: BinaryIO,
+        vocab_size: int,
+        sequences: int = 0,
+        documents: int = 0,
+    ) -> None:
+        self.files = (tokens, sizes, bounds)
+        self.vocab_size = vocab_size
+        self.dtype = written_dtype(vocab_size)
+        self.sequences, self.documents = sequences, documents
+        if not documents:
+            bounds.write(np.zeros(1, dtype=_WIDE).tobytes())
+
+    def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
+        """More documents: their tokens, those of each of their sequences, and the sequences up to each one's end.
+
+        ends: ascending, counted from the first of `sizes`. Sequences after the last one belong to a document that the
+        next call goes on with. Tokens beyond the sizes are the beginning of a sequence, whose size a later call gives.
+
+        Raises:
+            DataError: a token is not of the vocabulary.
+        """
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            self._refuse(tokens, sizes, ends)
+        if sizes.size and int(sizes.max()) > np.iinfo(_SIZE).max:
+            raise DataError(
+                f"a sequence after document {self.documents} ({sizes.max()} tokens) must have fewer than 2^31, which "
+                "the format can tell: cut the document"
+            )
+        written, lengths, bounds = self.files
+        written.write(tokens.astype(self.dtype).tobytes())
+        lengths.write(sizes.astype(_SIZE).tobytes())
+        bounds.write((self.sequences + ends).astype(_WIDE).tobytes())
+        self.sequences += len(sizes)
+        self.documents += len(ends)
+
+    def write_index(self, idx: BinaryIO) -> None:
+        """The .idx of all that was written."""
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        _, sizes, bounds = self.files
+        idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
+        sizes.seek(0)
+        shutil.copyfileobj(sizes, idx)
+        for block in self._pointers():
+            idx.write(block)
+        bounds.seek(0)
+        shutil.copyfileobj(bounds, idx)
+
+    def _pointers(self) -> Iterator[bytes]:
+        _, sizes, _ = self.files
+        sizes.seek(0)
+        begin = 0
+        while block := sizes.read(_BLOCK * _SIZE.itemsize):
+            ends = begin + np.cumsum(np.frombuffer(block, dtype=_SIZE).astype(np.int64) * self.dtype.itemsize)
+            yield np.concatenate([[begin], ends[:-1]]).astype(_WIDE).tobytes()
+            begin = int(ends[-1])
+
+    def _refuse(
+        self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray
+    ) -> None:
+        place = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
+        after = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])[ends]
+        before = int(np.searchsorted(after, place, side="right"))
+        raise DataError(
+            f"document {self.documents + before}: token {place - (int(after[before - 1]) if before else 0)} "
+            f"({tokens[place]}) must be in 0 … {self.vocab_size - 1}, the vocabulary: name the tokenizer that made it"
+        )
+
+
 class IndexedWriter:
     """Writes a data set of a vocabulary's tokens, byte for byte as Megatron does; memory does not grow with it.
 
@@ -245,17 +324,15 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
         self.prefix = prefix_of(prefix)
         self.vocab_size = vocab_size
-        self.dtype = written_dtype(vocab_size)
-        self.sequences = self.documents = 0
         self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"
 
     def __enter__(self) -> IndexedWriter:
         with self._writing(), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._tokens, self._sizes, self._bounds = (
+            tokens, sizes, bounds = (
                 opened.enter_context(self._temporary(kind).open("w+b")) for kind in ("bin", "sizes", "documents")
             )
-            self._bounds.write(np.zeros(1, dtype=_WIDE).tobytes())
+            self._unfinished = UnfinishedIndex(tokens, sizes, bounds, self.vocab_size)
             self._opened = opened.pop_all()
         return self
 
@@ -275,62 +352,34 @@ class IndexedWriter:
         """
         row = np.asarray(tokens, dtype=np.int64)
         lengths = np.asarray(([len(row)] if len(row) else []) if sizes is None else sizes, dtype=np.int64)
-        if int(lengths.sum()) != len(row):
+        self.extend(row, lengths, np.array([len(lengths)]))
+
+    def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
+        """Many documents at once: all their tokens, those of each sequence, and the sequences up to each one's end."""
+        if int(sizes.sum()) != len(tokens):
             raise DataError(
-                f"document {self.documents}: the sizes of its sequences ({lengths.sum()} tokens) must add up to its "
-                f"tokens ({len(row)})"
+                f"document {self._unfinished.documents}: the sizes of its sequences ({sizes.sum()} tokens) must add "
+                f"up to its tokens ({len(tokens)})"
             )
-        outside = np.flatnonzero((row < 0) | (row >= self.vocab_size))
-        if outside.size:
-            raise DataError(
-                f"document {self.documents}: token {outside[0]} ({row[outside[0]]}) must be in 0 … "
-                f"{self.vocab_size - 1}, the vocabulary: name the tokenizer that made it"
-            )
-        self.sequences += len(lengths)
-        self.documents += 1
         with self._writing():
-            self._tokens.write(row.astype(self.dtype).tobytes())
-            self._sizes.write(lengths.astype(_SIZE).tobytes())
-            self._bounds.write(np.array([self.sequences], dtype=_WIDE).tobytes())
+            self._unfinished.extend(tokens, sizes, ends)
 
     def _finish(self) -> None:
-        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
         with self._temporary("idx").open("wb") as idx:
-            idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
-            self._sizes.seek(0)
-            shutil.copyfileobj(self._sizes, idx)
-            for block in self._pointers():
-                idx.write(block)
-            self._bounds.seek(0)
-            shutil.copyfileobj(self._bounds, idx)
-            _to_disk(idx)
-        _to_disk(self._tokens)
+            self._unfinished.write_index(idx)
+            to_disk(idx)
+        to_disk(self._unfinished.files[0])
         bin_path, idx_path = _beside(self.prefix, ".bin"), _beside(self.prefix, ".idx")
         # The new .bin must never stand beside the old .idx.
         idx_path.unlink(missing_ok=True)
-        self._sync_folder()
+        sync_folder(self.prefix.parent)
         self._temporary("bin").replace(bin_path)
-        self._sync_folder()
+        sync_folder(self.prefix.parent)
         self._temporary("idx").replace(idx_path)
-        self._sync_folder()
-
-    def _pointers(self) -> Iterator[bytes]:
-        self._sizes.seek(0)
-        begin = 0
-        while block := self._sizes.read(_BLOCK * _SIZE.itemsize):
-            ends = begin + np.cumsum(np.frombuffer(block, dtype=_SIZE).astype(np.int64) * self.dtype.itemsize)
-            yield np.concatenate([[begin], ends[:-1]]).astype(_WIDE).tobytes()
-            begin = int(ends[-1])
+        sync_folder(self.prefix.parent)
 
     def _temporary(self, kind: str) -> Path:
         return self.prefix.parent / f".{self.prefix.name}.{kind}-{self._unique}"
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self.prefix.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -342,6 +391,16 @@ class IndexedWriter:
             ) from error
 
 
-def _to_disk(file: BinaryIO) -> None:
+def to_disk(file: BinaryIO) -> None:
+    """What was written to a file survives a loss of power."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """The names in a folder do."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -11,9 +11,11 @@ from pathlib import Path
 from shardwise.config import Config, DataConfig
 from shardwise.data.batch import Batches, SampledBatches
 from shardwise.data.blend import BlendedBatches
+from shardwise.data.causal import DocumentEnds
 from shardwise.data.documents import DocumentBatches, Documents
 from shardwise.data.hashing import mix_integer
 from shardwise.data.indexed import IndexedFile, is_indexed
+from shardwise.data.manifest import of_prefix, tokenizer_problems
 from shardwise.data.prepared import (
     in_pairs,
     kept_tokenizer,
@@ -81,7 +83,8 @@ class PreparedDocuments:
         length = config.train.sequence_length
         if len(documents) <= (1 if tail else length):
             return None
-        return DocumentBatches(documents, length, _EVALUATION_SEED if evaluation else seed, tail=tail)
+        ends = DocumentEnds.of(config, self.tokenizer_path)
+        return DocumentBatches(documents, length, _EVALUATION_SEED if evaluation else seed, tail=tail, ends=ends)
 
 
 def reads_indexed(data: DataConfig) -> bool:
@@ -113,6 +116,7 @@ def prepare_indexed(config: Config, root: Path, *, any_size: bool) -> PreparedDo
             tokenizer = open_user_tokenizer(config.data.tokenizer, config.model.vocab_size, pairs=in_pairs(config))
         except DataError as error:
             problems += error.problems
+    problems += tokenizer_problems(tokenizer, config.data.tokenizer, (of_prefix(file.prefix) for file in files))
     if problems:
         raise DataError(problems)
     special = tokenizer.pair_tokens() if tokenizer is not None and in_pairs(config) else None

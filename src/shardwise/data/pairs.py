@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.data.batch import IGNORE, Batch, SampledBatches, Tokens
 from shardwise.data.hashing import Draws
@@ -81,6 +82,7 @@ class SentencePairBatches(SampledBatches):
         vocab_size: int,
         masked_fraction: float,
         max_predictions: int,
+        continuations: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self.room = chunk_room(sequence_length)
         if not 1 <= max_predictions <= sequence_length:
@@ -98,7 +100,7 @@ class SentencePairBatches(SampledBatches):
         self.sequence_length = sequence_length
         self.special = special
         ordinary_ids = np.setdiff1d(np.arange(vocab_size), list(asdict(special).values()))
-        self.masking = Masking(masked_fraction, max_predictions, special.mask, ordinary_ids)
+        self.masking = Masking(masked_fraction, max_predictions, special.mask, ordinary_ids, continuations)
         self._seed = seed
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:

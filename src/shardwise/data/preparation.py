@@ -82,7 +82,7 @@ def prepare(
     if reads_indexed(config.data):
         return prepare_indexed(config, root, any_size=any_size)
     if reads_shards(config.data):
-        return prepare_shards(config, root, any_size=any_size)
+        return prepare_shards(config, root, announce, any_size=any_size)
     if test_weight and not config.data.split_names:
         raise DataError(
             f"data.split ({config.data.split}) must be two weights, training and evaluation, where {config.data.key} "

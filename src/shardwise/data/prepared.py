@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
+from shardwise.data.causal import DocumentEnds
 from shardwise.data.pairs import SentencePairBatches, chunk_room
 from shardwise.data.sentences import ChunkIndex, Sentences
 from shardwise.data.split import PART_NAMES, Part
@@ -61,6 +60,7 @@ class PreparedText:
     tokenizer_path: Path | None
     train_tokens: TokenArray
     eval_tokens: TokenArray
+    test_tokens: TokenArray
     fingerprint: str
     """A digest of the text and of all its tokens."""
     vocab_size: int
@@ -70,7 +70,6 @@ class PreparedText:
     """Of each part, where samples are sentence pairs."""
     pair_tokens: PairTokens | None = None
     """The ids that pairs are made with, likewise."""
-    test_tokens: TokenArray = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
 
     def count(self, part: Part) -> int:
         return len(self._row(part))
@@ -85,7 +84,8 @@ class PreparedText:
         length = config.train.sequence_length
         if len(row) <= (1 if tail else length):
             return None
-        return TokenBatches(row, length, config.train.seed, tail=tail)
+        ends = DocumentEnds.of(config, self.tokenizer_path)
+        return TokenBatches(row, length, config.train.seed, tail=tail, ends=ends)
 
     def _row(self, part: Part) -> TokenArray:
         return {"train": self.train_tokens, "eval": self.eval_tokens, "test": self.test_tokens}[part]

@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.batch import Batches, TokenArray
+from shardwise.data.causal import DocumentEnds
 from shardwise.data.encoding import encode_documents
 from shardwise.data.huggingface import DataSet, open_dataset, reads_datasets
 from shardwise.data.prepared import in_pairs, needed_parts, too_short
@@ -60,12 +61,12 @@ class PreparedStream:
         return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0])[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        length = config.train.sequence_length
+        length, ends = config.train.sequence_length, DocumentEnds.of(config, self.tokenizer_path)
         if part != "train":
             row = self.tokens[part]
             if len(row) <= (1 if tail else length):
                 return None
-            return TokenBatches(row, length, config.train.seed, tail=tail)
+            return TokenBatches(row, length, config.train.seed, tail=tail, ends=ends)
         if evaluation:
             raise DataError(
                 f"data.streaming (true) must be false where the training part of {self.name} is evaluated: set it, or "
@@ -74,7 +75,7 @@ class PreparedStream:
         stream = Stream(
             self._shards(),
             Tokenizer.load(self.tokenizer_path),
-            lambda row, seed: TokenBatches(row, length, seed, tail=True),
+            lambda row, seed: TokenBatches(row, length, seed, tail=True, ends=ends),
             seed=config.train.seed,
             buffer=config.data.shuffle_buffer,
             held=self.held,

@@ -17,6 +17,7 @@ from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.encoding import token_writers
 from shardwise.data.huggingface import DataSet
+from shardwise.data.manifest import of_folder, tokenizer_problems
 from shardwise.data.prepared import PreparedText, in_pairs, kept_tokenizer, needed_parts, too_short, without_tokenizer
 from shardwise.data.split import PART_NAMES, Part, Split, plan_split
 from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
@@ -160,6 +161,8 @@ def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, 
     if config.data.tokenizer is not None:
         try:
             tokenizer = open_user_tokenizer(config.data.tokenizer, config.model.vocab_size)
+            folders = [] if config.data.path is None else [Path(config.data.path).expanduser()]
+            problems += tokenizer_problems(tokenizer, config.data.tokenizer, map(of_folder, folders))
         except DataError as error:
             problems += error.problems
     problems = problems or too_short(entry, dataset.name, config, [] if any_size else needed_parts(config))

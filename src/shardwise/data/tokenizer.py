@@ -7,6 +7,8 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +66,13 @@ class Tokenizer:
         backend = files.open()
         return cls(backend, files.end_of_document(backend))
 
+    @cached_property
+    def digest(self) -> str:
+        """Of all that decides which ids a text has: equal for a tokenizer and what `save` writes of it."""
+        described = json.loads(self._backend.to_str())
+        parts = {key: described[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
     def token_id(self, token: str) -> int | None:
         """The id of one token, None where the vocabulary lacks it."""
         found: int | None = self._backend.token_to_id(token)
@@ -98,6 +107,29 @@ class Tokenizer:
         """
         self._backend.encode_special_tokens = literally
         return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_rows(
+        self, texts: list[str], *, literally: bool = False
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """As `encode_batch`: the ids of all texts one after another, and how many each has."""
+        self._backend.encode_special_tokens = literally
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        sizes = np.fromiter(map(len, found), np.int64, len(found))
+        ids = chain.from_iterable(encoding.ids for encoding in found)
+        return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
+
+    def continuations(self) -> npt.NDArray[np.bool_] | None:
+        """Which ids go on with the word of the token before them, [vocabulary]; None where tokens do not tell.
+
+        A WordPiece vocabulary tells, by the ## of `##ing`.
+        """
+        model = json.loads(self._backend.to_str())["model"]
+        if model["type"] != "WordPiece":
+            return None
+        found = np.zeros(self.vocab_size, dtype=np.bool_)
+        prefix = model["continuing_subword_prefix"]
+        found[[number for token, number in self._backend.get_vocab().items() if token.startswith(prefix)]] = True
+        return found
 
     def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]]) -> str:
         """The text of `ids`; ends of documents show."""

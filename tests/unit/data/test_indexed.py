@@ -272,6 +272,23 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_many_documents_at_once_are_those_one_by_one(tmp_path: Path) -> None:
+    documents = [[[1, 2], [3]], [], [[4]], [[5, 6, 7], [8], [9, 9]]]
+    write(tmp_path / "one", documents, 100)
+    rows = [token for document in documents for sequence in document for token in sequence]
+    sizes = [len(sequence) for document in documents for sequence in document]
+    with IndexedWriter(tmp_path / "all", 100) as writer:
+        writer.extend(np.array(rows[:3]), np.array(sizes[:2]), np.array([2]))
+        writer.extend(np.array(rows[3:]), np.array(sizes[2:]), np.array([0, 1, 4]))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"all{suffix}").read_bytes()
+    with (
+        pytest.raises(DataError, match=r"document 1: token 1 \(100\) must be in 0 … 99"),
+        IndexedWriter(tmp_path / "bad", 100) as writer,
+    ):
+        writer.extend(np.array([1, 2, 3, 100, 4]), np.array([2, 2, 1]), np.array([1, 2, 3]))
+
+
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

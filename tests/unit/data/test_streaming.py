@@ -3,8 +3,9 @@
 import gzip
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import datasets
@@ -213,6 +214,32 @@ def test_going_on_reads_a_block_and_no_more(
     second._reader.shutdown()
     assert 10 <= len(read) <= 20, "documents of a block, and of the one that is read ahead"
     assert second.state(consumed) == state
+
+
+def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """A process that ends waits for its threads: not for a block of ten thousand documents."""
+    batches = opened(config(whole, tokenizer, buffer=40), tmp_path)
+    expected = [global_batch(batches, consumed) for consumed in (0, 240, 480)]
+    closed = opened(config(whole, tokenizer, buffer=40), tmp_path)
+    begun, go_on, plain = Event(), Event(), closed._stream._tokens
+
+    def slowly(documents: list[list[str]]) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return plain(documents)
+
+    assert np.array_equal(global_batch(closed, 0), expected[0])
+    closed._ahead = None
+    closed._stream._tokens = slowly  # type: ignore[method-assign]
+    ahead = closed._submit(closed._starts[-1])
+    closed._ahead = closed._starts[-1], ahead
+    assert begun.wait(60)
+    closed.close()
+    go_on.set()
+    with pytest.raises(CancelledError):
+        ahead.result(60)
+    assert np.array_equal(global_batch(closed, 240), expected[1]), "it may be asked again"
+    assert np.array_equal(global_batch(closed, 480), expected[2])
 
 
 def test_weights_hold_a_share_of_the_first_block_out(whole: Path, tokenizer: Path, tmp_path: Path) -> None:

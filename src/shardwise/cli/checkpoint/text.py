@@ -65,8 +65,8 @@ def of(number: int, noun: str) -> str:
 
 
 @contextlib.contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar on a terminal, on stderr, to be advanced by bytes; None elsewhere."""
+def bar(what: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
+    """A bar on a terminal, on stderr, to be advanced by bytes, of `total` where that is known; None elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return

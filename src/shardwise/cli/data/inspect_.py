@@ -1,0 +1,127 @@
+"""Show what data hold: documents, tokens, lengths, and the first of them decoded.
+
+PATH is Megatron's PREFIX, .bin or .idx; an HDF5 shard, their folder or a glob; a folder that datasets saved; or text
+as training reads it. Of large data a part is looked at that is spread over them, and the lines say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli import output
+from shardwise.cli.checkpoint import text
+from shardwise.cli.data import arguments_named
+from shardwise.errors import ConfigError
+from shardwise.units import size
+
+if TYPE_CHECKING:
+    from shardwise.prepare.inspection import Inspection, Lengths
+
+_WIDTH, _BAR, _SAMPLE_LINES = 80, 36, 2
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="the data")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH|ID", help="shows samples as text (default: the one that the manifest names)"
+    )
+    parser.add_argument("--samples", metavar="N", type=int, default=3, help="how many are shown (default: 3)")
+    parser.add_argument("--text-key", metavar="KEY", default="text", help="a .jsonl line's field with the text (text)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.samples < 0:
+        raise ConfigError(f"--samples ({arguments.samples}) must be at least 0")
+    from shardwise.prepare.inspection import inspect
+
+    with arguments_named("PATH"):
+        found = inspect(
+            arguments.path, tokenizer=arguments.tokenizer, samples=arguments.samples, text_key=arguments.text_key
+        )
+    if arguments.json:
+        from shardwise.runlog import json_text
+
+        output.line(json_text(_described(found), indent=2))
+    else:
+        _show(found)
+    return 0
+
+
+def _show(found: Inspection) -> None:
+    text.line(f"{found.path}: {found.format}, {size(found.bytes)}")
+    rows = [*found.rows, *_made(found.manifest), *(("note", note) for note in found.notes)]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        _wrapped(f"{name:<{width}}  ", value)
+    if found.lengths is not None and found.lengths.counted > 1:
+        text.line()
+        _show_lengths(found.lengths)
+    if found.samples:
+        text.line()
+        for sample in found.samples:
+            shown = " ".join(map(str, sample.ids or ())) if sample.text is None else sample.text
+            _wrapped(f"{sample.number + 1:>3}  ", shown, lines=_SAMPLE_LINES)
+
+
+def _wrapped(lead: str, value: str, lines: int | None = None) -> None:
+    """The words of a text beside `lead`, in a terminal's width; `lines` at most, if it is given."""
+    room = _WIDTH - len(lead)
+    flat = text.shown(" ".join(value.split()))
+    found = textwrap.wrap(flat, room, max_lines=lines, placeholder=" …", break_on_hyphens=False) or [""]
+    for number, each in enumerate(found):
+        text.line(f"{' ' * len(lead) if number else lead}{each}".rstrip())
+
+
+def _made(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """What the manifest tells."""
+    if manifest is None:
+        return []
+    tokenizer, source = manifest["tokenizer"], manifest["source"]
+    options = ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in manifest["options"].items())
+    held = [source.get("documents"), source.get("bytes")]
+    number, read = (each if isinstance(each, int) else 0 for each in held)
+    return [
+        ("made of", f"{source.get('name')}, {text.of(number, 'document')}, {size(read)}"),
+        ("tokenizer", f"{tokenizer.get('name')}, vocabulary {_shown(tokenizer.get('vocab_size'))}"),
+        ("options", options),
+    ]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+def _show_lengths(lengths: Lengths) -> None:
+    of = "" if lengths.counted == lengths.number else f"; {lengths.counted:,} were looked at"
+    if lengths.least == lengths.most:
+        text.line(f"{lengths.what}: {lengths.most:,} each{of}")
+        return
+    text.line(f"{lengths.what}: median {lengths.median:,.0f}, mean {lengths.mean:,.1f}{of}")
+    most = max(number for _, _, number in lengths.bins)
+    body = [(f"{low:,}", "" if low == high else f"… {high:,}", f"{n:,}", n) for low, high, n in lengths.bins]
+    columns = zip(*(row[:3] for row in body), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    for low, high, shown, number in body:
+        bar = "█" * max(round(_BAR * number / most), 1 if number else 0)
+        text.line(f"  {low:>{widths[0]}} {high:<{widths[1]}}  {shown:>{widths[2]}}  {bar}".rstrip())
+
+
+def _described(found: Inspection) -> dict[str, Any]:
+    lengths = None if found.lengths is None else asdict(found.lengths)
+    return {
+        "path": found.path,
+        "format": found.format,
+        "bytes": found.bytes,
+        **found.counts,
+        "lengths": lengths,
+        "samples": [asdict(sample) for sample in found.samples],
+        "manifest": found.manifest,
+        "notes": list(found.notes),
+    }

@@ -1,0 +1,130 @@
+"""Make data of text that runs read as they are: tokenized once, on all cores.
+
+INPUT is a text file, a folder of them, or a .jsonl. With OUTPUT lies a manifest that tells what it was made of: a run
+with another tokenizer is refused. A preparation that was cut off leaves nothing that a run would read, and the same
+command goes on from what is finished. What is there already is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.checkpoint import text
+from shardwise.cli.data import arguments_named
+from shardwise.config import DataConfig
+from shardwise.config.sections import MASKED_FRACTION
+from shardwise.errors import ConfigError, listing
+from shardwise.units import count
+
+if TYPE_CHECKING:
+    from shardwise.prepare import Outcome
+
+FORMATS = ("megatron", "arrow", "hdf5")
+_BUILT_IN = ("python", "tiny")
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "megatron": {"append_eod": True, "split_sentences": False},
+    "arrow": {"append_eod": True, "sequence_length": 1024},
+    "hdf5": {
+        "sequence_length": 128,
+        "max_predictions": None,
+        "masked_fraction": MASKED_FRACTION,
+        "whole_word": False,
+        "dupe_factor": 1,
+        "seed": 0,
+    },
+}
+"""The options of each format."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", metavar="INPUT", help="text, a folder of it, a .jsonl, or built-in text: python, tiny")
+    parser.add_argument(
+        "output", metavar="OUTPUT", help="megatron: PREFIX of PREFIX.bin and PREFIX.idx; arrow, hdf5: a new folder"
+    )
+    parser.add_argument("--format", choices=FORMATS, required=True, help="what is made")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH|ID", required=True, help="as data.tokenizer: a file, its folder or a hub id"
+    )
+    parser.add_argument("--text-key", metavar="KEY", default="text", help="a .jsonl line's field with the text (text)")
+    parser.add_argument("--force", action="store_true", help="replace an OUTPUT that was prepared otherwise")
+    made = parser.add_argument_group("options of megatron and arrow")
+    made.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        help="close each document by the tokenizer's end of document (default: yes)",
+    )
+    made.add_argument(
+        "--split-sentences", action="store_true", default=None, help="megatron: a sequence for each sentence, for BERT"
+    )
+    made = parser.add_argument_group("options of arrow and hdf5")
+    made.add_argument(
+        "--sequence-length", metavar="N", type=int, help="tokens of a block or a pair (arrow: 1024, hdf5: 128)"
+    )
+    made = parser.add_argument_group("options of hdf5")
+    made.add_argument("--masked-fraction", metavar="F", type=float, help=f"part that is masked ({MASKED_FRACTION})")
+    made.add_argument("--max-predictions", metavar="N", type=int, help="most masked tokens of a pair (⌈F × length⌉)")
+    made.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
+    made.add_argument("--dupe-factor", metavar="N", type=int, help="times that each text is there, masked anew (1)")
+    made.add_argument("--seed", metavar="N", type=int, help="of pairs and masks (0)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = _options(arguments)
+    from shardwise.data.indexed import prefix_of
+    from shardwise.prepare import Job, prepare
+
+    output = Path(arguments.output).expanduser()
+    job = Job(
+        _data(arguments),
+        prefix_of(output) if arguments.format == "megatron" else output,
+        arguments.format,
+        arguments.tokenizer,
+        options,
+    )
+    with arguments_named("INPUT"):
+        outcome = prepare(job, force=arguments.force, announce=text.progress, bar=text.bar)
+    _tell(job.output, outcome)
+    return 0
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The format's own options; one of another format is an error."""
+    defaults = _DEFAULTS[arguments.format]
+    problems = []
+    for name in sorted({name for each in _DEFAULTS.values() for name in each} - defaults.keys()):
+        if getattr(arguments, name) is not None:
+            formats = listing([each for each in FORMATS if name in _DEFAULTS[each]], "or")
+            flag = name.replace("_", "-")
+            problems.append(f"--{flag} must be left out with --format {arguments.format}: it belongs to {formats}")
+    if problems:
+        raise ConfigError(problems)
+    given = {name: getattr(arguments, name) for name in defaults}
+    found = {name: defaults[name] if value is None else value for name, value in given.items()}
+    if found.get("max_predictions", 1) is None:
+        found["max_predictions"] = math.ceil(found["masked_fraction"] * found["sequence_length"])
+    return found
+
+
+def _data(arguments: argparse.Namespace) -> DataConfig:
+    named = arguments.input
+    key = "dataset" if named in _BUILT_IN and not Path(named).exists() else "path"
+    return DataConfig.model_validate({key: named, "text_key": arguments.text_key})
+
+
+def _tell(output: Path, outcome: Outcome) -> None:
+    made = outcome.manifest
+    names = {
+        "megatron": f"{output}.bin and {output}.idx",
+        "arrow": f"{output}: {text.of(made['sequences'], 'block')}",
+        "hdf5": f"{output}: {text.of(made.get('shards', 0), 'shard')}, {text.of(made['sequences'], 'sample')}",
+    }
+    shown = names[made["format"]]
+    state = " (there already)" if outcome.was_there else ""
+    each = made["source"]["bytes"] / max(made["tokens"], 1)
+    text.line(
+        f"{shown}{state}; {text.of(made['documents'], 'document')}, {count(made['tokens'])} tokens, "
+        f"{each:.2f} bytes of text a token"
+    )

@@ -1,0 +1,93 @@
+"""Tokens in blocks of one length, as a folder that `datasets.load_from_disk` opens."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.indexed import IndexedFile, sync_folder, to_disk
+from shardwise.errors import DataError
+
+COLUMN = "input_ids"
+_SHARD_TOKENS = 1 << 27
+_BATCH_TOKENS = 1 << 21
+
+
+def library() -> Any:
+    """datasets, which is imported where it is needed and nowhere else.
+
+    Raises:
+        DataError: it is not installed.
+    """
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(f"--format arrow needs datasets ({error}): pip install 'shardwise[datasets]'") from None
+
+
+def row_bytes(length: int) -> int:
+    """Of a block on the disk: int32 tokens and an offset."""
+    return 4 * length + 4
+
+
+def write_blocks(
+    tokens: IndexedFile, length: int, folder: Path, fingerprint: str, advance: Callable[[int], None]
+) -> int:
+    """Cuts the tokens into blocks of `length` in a new folder; returns their number. What is left over is left out.
+
+    advance: is told of bytes of tokens.
+
+    Raises:
+        DataError: there is not one block.
+    """
+    blocks = len(tokens.tokens) // length
+    if not blocks:
+        raise DataError(
+            f"the text ({len(tokens.tokens):,} tokens) must have {length:,} or more, --sequence-length: give more text "
+            "or a shorter sequence"
+        )
+    datasets = library()
+    features = datasets.Features({COLUMN: datasets.List(datasets.Value("int32"))})
+    each = max(1, _SHARD_TOKENS // length)
+    names = []
+    count = -(-blocks // each)
+    folder.mkdir()
+    for number in range(count):
+        names.append(f"data-{number:05d}-of-{count:05d}.arrow")
+        after = min((number + 1) * each, blocks)
+        _write_shard(tokens, length, number * each, after, folder / names[-1], features.arrow_schema, advance)
+    datasets.DatasetInfo(features=features).write_to_directory(str(folder))
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": fingerprint,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+    (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    sync_folder(folder)
+    return blocks
+
+
+def _write_shard(
+    tokens: IndexedFile, length: int, first: int, after: int, path: Path, schema: Any, advance: Callable[[int], None]
+) -> None:
+    pyarrow = importlib.import_module("pyarrow")
+    step = max(1, _BATCH_TOKENS // length)
+    with path.open("wb") as file:
+        with pyarrow.ipc.new_stream(file, schema) as stream:
+            for start in range(first, after, step):
+                rows = min(step, after - start)
+                values = tokens.tokens[start * length : (start + rows) * length].astype(np.int32)
+                offsets = np.arange(0, (rows + 1) * length, length, dtype=np.int32)
+                lists = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
+                stream.write_batch(pyarrow.RecordBatch.from_arrays([lists.cast(schema.field(0).type)], schema=schema))
+                advance(rows * length * tokens.tokens.itemsize)
+        to_disk(file)

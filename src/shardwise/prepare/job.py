@@ -1,0 +1,370 @@
+"""Text becomes data that a run reads as they are: once, in parallel, and going on where it was cut off.
+
+1. text → tokens       every format begins with a Megatron data set in the work folder (`tokens.py`)
+2. tokens → format     that data set itself; blocks of arrow; shards of masked sentence pairs
+3. publication         what is complete takes its name, with a manifest beside it
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise import hub
+from shardwise.config import DataConfig
+from shardwise.data import cache, manifest
+from shardwise.data.encoding import ContentDigest
+from shardwise.data.indexed import IndexedFile, sync_folder, to_disk, written_dtype
+from shardwise.data.pairs import chunk_room
+from shardwise.data.sources import Source, open_source
+from shardwise.data.tokenizer import open_user_tokenizer
+from shardwise.errors import ConfigError, DataError, listing
+from shardwise.prepare import arrow, hdf5, space
+from shardwise.prepare.batches import Position
+from shardwise.prepare.tokens import (
+    PREFIX,
+    ChangedError,
+    Cut,
+    Progress,
+    Written,
+    as_state,
+    from_state,
+    write_tokens,
+)
+from shardwise.prepare.work import Work
+from shardwise.prepare.workers import Workers
+
+Format = Literal["megatron", "arrow", "hdf5"]
+VERSION = 1
+"""Belongs to what is prepared: raise it when the same text and options become other bytes."""
+# Below that, processes take longer to start than they save.
+_ALONE_BYTES = 8 << 20
+_NO_TOKENIZER_VOCABULARY = 1 << 31
+_LONGEST_DOCUMENT = 1 << 26
+
+Bar = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None] | None]]
+"""Of a description and the whole, where it is known: shows how far something is, by what it is called with."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be prepared.
+
+    Attributes:
+        data: names the text. output: a prefix, of arrow and HDF5 a folder. options: of the format, by their names.
+    """
+
+    data: DataConfig
+    output: Path
+    format: Format
+    tokenizer: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The manifest of what is there now, and whether it was there before."""
+
+    manifest: Mapping[str, Any]
+    was_there: bool
+
+
+def prepare(job: Job, *, force: bool, announce: Callable[[str], None], bar: Bar) -> Outcome:
+    """Makes what `job` says, unless it is there already.
+
+    force: what was prepared from another text or in another way is replaced.
+
+    Raises:
+        DataError: the text or the tokenizer cannot be read, something else is at the output, or the disk is too small.
+    """
+    return _Preparation(job, announce, bar).run(force)
+
+
+class _Preparation:
+    def __init__(self, job: Job, announce: Callable[[str], None], bar: Bar) -> None:
+        self.job, self.announce, self.bar = job, announce, bar
+        pairs = job.format == "hdf5"
+        self._check_options()
+        self._check_place()
+        self.path = str(hub.resolve_tokenizer(job.tokenizer, announce=announce))
+        self.tokenizer = open_user_tokenizer(job.tokenizer, _NO_TOKENIZER_VOCABULARY, pairs=pairs)
+        self.source: Source = open_source(job.data)
+        self.stamp = self.source.stamp()
+        self.sentences = pairs or bool(job.options.get("split_sentences"))
+        self.end = self.tokenizer.end_of_document_id if job.options.get("append_eod", not pairs) else None
+        self.continuations = self.tokenizer.continuations() if job.options.get("whole_word") else None
+        if job.options.get("whole_word") and self.continuations is None:
+            raise ConfigError(
+                f"--whole-word needs a WordPiece tokenizer, whose tokens tell whether they go on with a word, and "
+                f"{job.tokenizer} is none: leave it out, or name BERT's vocab.txt"
+            )
+        self.work = Work(job.output)
+        self.identity = {
+            "version": VERSION,
+            "format": job.format,
+            "tokenizer": self.tokenizer.digest,
+            "options": dict(job.options),
+        }
+
+    def run(self, force: bool) -> Outcome:
+        with self.work.held():
+            state = self.work.state()
+            same = state is not None and state.get("identity") == self.identity
+            if state is not None and same and state["complete"]:
+                # It was cut off between the files' last names.
+                facts = state["facts"]
+            else:
+                found = self._what_is_there(force)
+                if found is not None:
+                    return Outcome(found, was_there=True)
+                facts = self._make(self._begin(state if same else None))
+            with self.work.writing():
+                self._publish()
+        return Outcome(facts, was_there=False)
+
+    def _make(self, begin: Progress) -> Mapping[str, Any]:
+        """Steps 1 and 2; returns the manifest."""
+        expected = self._check_room()
+        alone = expected is not None and expected.bytes < _ALONE_BYTES
+        with Workers(self.path, alone=alone) as workers:
+            progress = self._tokenize(workers, begin, expected)
+            with self.work.writing():
+                facts = self._facts(progress, self._finish(workers, progress))
+        with self.work.writing():
+            self._complete(facts)
+        cache.remember_content(cache.cache_root(), self.stamp, progress.read.digest)
+        return facts
+
+    def _check_options(self) -> None:
+        options = self.job.options
+        problems = []
+        if self.job.format == "arrow":
+            arrow.library()
+            if options["sequence_length"] < 1:
+                problems.append(f"--sequence-length ({options['sequence_length']}) must be at least 1")
+        if self.job.format == "hdf5":
+            from shardwise.data.hdf5 import library
+
+            library()
+            length, predictions = options["sequence_length"], options["max_predictions"]
+            try:
+                chunk_room(length)
+            except ConfigError as error:
+                problems += [text.replace("train.sequence_length", "--sequence-length") for text in error.problems]
+            if not 1 <= predictions <= max(length, 1):
+                problems.append(f"--max-predictions ({predictions}) must be in 1 … --sequence-length ({length})")
+            if not 0 < options["masked_fraction"] <= 1:
+                problems.append(f"--masked-fraction ({options['masked_fraction']}) must be above 0 and at most 1")
+            if options["dupe_factor"] < 1:
+                problems.append(f"--dupe-factor ({options['dupe_factor']}) must be at least 1")
+        if problems:
+            raise ConfigError(problems)
+
+    def _check_place(self) -> None:
+        text = None if self.job.data.path is None else Path(self.job.data.path).expanduser().absolute()
+        if text is not None and text.is_dir() and self.job.output.absolute().parent.is_relative_to(text):
+            raise ConfigError(f"OUTPUT ({self.job.output}) must lie outside INPUT ({text}), of which it would be read")
+
+    def _begin(self, state: Mapping[str, Any] | None) -> Progress:
+        """Where to go on."""
+        if state is not None:
+            return from_state(state["progress"])
+        with self.work.writing():
+            self.work.clear()
+        return Progress(Position(), Written())
+
+    def _what_is_there(self, force: bool) -> Mapping[str, Any] | None:
+        """The manifest of the output, where it is what the job would make.
+
+        Raises:
+            DataError: it is something else.
+        """
+        held, path = self._held(), self._manifest_path()
+        if not held:
+            return None
+        found = manifest.read_manifest(path)
+        if found is None and (path in held or self.job.format != "megatron"):
+            raise DataError(f"{held[0]} is there, and was not prepared here: remove it, or name another OUTPUT")
+        if force:
+            return None
+        if found is None:
+            raise DataError(f"{held[0]} is there: name another OUTPUT, or replace it by --force")
+        different = self._differences(found)
+        if not different:
+            return found
+        raise DataError(
+            f"{held[0]} was prepared from {found['source'].get('name')} with {found['tokenizer'].get('name')}, and now "
+            f"{listing(different)} {'is' if len(different) == 1 else 'are'} another: name another OUTPUT, or replace "
+            "it by --force"
+        )
+
+    def _differences(self, found: Mapping[str, Any]) -> list[str]:
+        """What is not as a manifest tells; the text is read only if all else is."""
+        own: dict[str, Any] = self.identity
+        made = found.get("identity")
+        if not isinstance(made, dict) or made.get("version") != own["version"]:
+            return ["the version of shardwise"]
+        different = ["the format"] if made.get("format") != own["format"] else []
+        different += ["the tokenizer"] if made.get("tokenizer") != own["tokenizer"] else []
+        if not different:
+            options, before = own["options"], found["options"]
+            different = [f"--{name.replace('_', '-')}" for name in options if options[name] != before.get(name)]
+        if not different and found["source"].get("sha256") != self._content():
+            different = ["the text"]
+        return different
+
+    def _held(self) -> list[Path]:
+        """What is at the output."""
+        output = self.job.output
+        if self.job.format == "megatron":
+            names = (Path(f"{output}{suffix}") for suffix in (".idx", ".bin", ".json"))
+            return [path for path in names if path.exists()]
+        is_empty = output.is_dir() and not any(output.iterdir())
+        return [output] if output.exists() and not is_empty else []
+
+    def _content(self) -> str:
+        """The digest of the source's text, which is read where nothing tells."""
+        known = cache.known_content(cache.cache_root(), self.stamp)
+        if known is not None:
+            return known
+        digest = ContentDigest()
+        for _ in digest.watch(self.source.pieces()):
+            pass
+        return digest.hexdigest()
+
+    def _check_room(self) -> space.Expected | None:
+        job = self.job
+        expected = space.expect(job.data, self.source, self.tokenizer, sentences=self.sentences)
+        if expected is None:
+            self.announce(f"preparing {job.output}: how large {self.source.name} is shows only while it is read")
+            return None
+        itemsize = written_dtype(self.tokenizer.vocab_size).itemsize
+        needed = expected.tokens * itemsize + 32 * (expected.sentences + expected.documents)
+        if job.format == "arrow":
+            needed += (
+                expected.tokens // job.options["sequence_length"] * arrow.row_bytes(job.options["sequence_length"])
+            )
+        if job.format == "hdf5":
+            length, predictions = job.options["sequence_length"], job.options["max_predictions"]
+            rows = expected.tokens // chunk_room(length) + expected.documents
+            needed += rows * job.options["dupe_factor"] * hdf5.row_bytes(length, predictions)
+        space.check_room(needed, space.held_by(self.work.folder), job.output.parent, str(job.output), self.announce)
+        return expected
+
+    def _tokenize(self, workers: Workers, begin: Progress, expected: space.Expected | None) -> Progress:
+        total = expected.bytes if expected is not None and expected.exact else None
+        longest = _LONGEST_DOCUMENT if self.job.format == "hdf5" else None
+        cut, size = Cut(self.sentences, self.end, longest), self.tokenizer.vocab_size
+        with self._bar(f"tokenizing {self.source.name}", total) as advance:
+            arguments = (self.source, workers, self.work, cut, size)
+            try:
+                if begin.read.batches:
+                    self.announce(f"going on after {begin.read.documents:,} documents, {begin.written.tokens:,} tokens")
+                done = write_tokens(*arguments, begin, self._save, advance)
+            except ChangedError as error:
+                self.announce(f"{error}: it begins anew")
+                with self.work.writing():
+                    self.work.clear()
+                done = write_tokens(*arguments, Progress(Position(), Written()), self._save, advance)
+        if not done.written.tokens:
+            self.work.clear()
+            raise DataError(f"{self.source.name} holds no text that becomes tokens: name another source")
+        return done
+
+    def _save(self, progress: Progress) -> None:
+        self.work.save({"identity": self.identity, "complete": False, "progress": as_state(progress)})
+
+    def _finish(self, workers: Workers, progress: Progress) -> dict[str, Any]:
+        """Step 2; returns what the manifest tells of it."""
+        job, prefix = self.job, self.work.folder / PREFIX
+        dtype = written_dtype(self.tokenizer.vocab_size).name
+        if job.format == "megatron":
+            return {"dtype": dtype, "sequences": progress.written.sequences, "tokens": progress.written.tokens}
+        output = self.work.output
+        if job.format == "arrow":
+            self.work.remove_output()
+            tokens, length = IndexedFile.open(prefix), job.options["sequence_length"]
+            with self._bar("writing blocks", tokens.tokens.nbytes) as advance:
+                blocks = arrow.write_blocks(tokens, length, output, progress.read.digest[:16], advance)
+            return {"dtype": "int32", "sequences": blocks, "tokens": blocks * length}
+        output.mkdir(exist_ok=True)
+        shards = list(hdf5.shards(prefix, output, job.output.name, job.options["dupe_factor"], self._pair_options()))
+        rows = 0
+        with self._bar("masking", sum(shard.bytes for shard in shards)) as advance:
+            for shard, found in workers.each(hdf5.write_shard, shards):
+                rows += found
+                advance(shard.bytes)
+        sync_folder(output)
+        return {"dtype": "int32", "sequences": rows, "tokens": progress.written.tokens, "shards": len(shards)}
+
+    def _pair_options(self) -> hdf5.PairOptions:
+        options = self.job.options
+        return hdf5.PairOptions(
+            options["sequence_length"],
+            options["max_predictions"],
+            options["masked_fraction"],
+            options["seed"],
+            self.tokenizer.pair_tokens(),
+            self.tokenizer.vocab_size,
+            self.continuations,
+        )
+
+    def _facts(self, progress: Progress, counts: Mapping[str, Any]) -> dict[str, Any]:
+        """The manifest."""
+        named = Path(self.job.tokenizer).expanduser()
+        read = progress.read
+        return {
+            "format": self.job.format,
+            "tokenizer": {
+                "name": str(named.absolute()) if named.exists() else self.job.tokenizer,
+                "sha256": self.tokenizer.digest,
+                "vocab_size": self.tokenizer.vocab_size,
+                "end_of_document": self.tokenizer.end_of_document if self.end is not None else None,
+            },
+            "source": {
+                "name": self.source.name,
+                "sha256": read.digest,
+                "documents": read.documents,
+                "characters": read.characters,
+                "bytes": read.bytes,
+            },
+            "documents": read.documents,
+            **counts,
+            "options": dict(self.job.options),
+            "identity": self.identity,
+        }
+
+    def _manifest_path(self) -> Path:
+        output = self.job.output
+        return manifest.of_prefix(output) if self.job.format == "megatron" else manifest.of_folder(output)
+
+    def _complete(self, facts: Mapping[str, Any]) -> None:
+        """Writes the manifest where it will be published from; from then on nothing is left to do but that."""
+        folder = self.work.folder if self.job.format == "megatron" else self.work.output
+        path = folder / manifest.NAME
+        manifest.write_manifest(path, facts)
+        with path.open("ab") as file:
+            to_disk(file)
+        sync_folder(folder)
+        self.work.save({"identity": self.identity, "complete": True, "facts": facts})
+
+    def _publish(self) -> None:
+        folder, output = self.work.folder, self.job.output
+        if self.job.format != "megatron":
+            self.work.publish([(self.work.output, output)])
+            return
+        self.work.publish(
+            [
+                (folder / f"{PREFIX}.bin", Path(f"{output}.bin")),
+                (folder / manifest.NAME, self._manifest_path()),
+                (folder / f"{PREFIX}.idx", Path(f"{output}.idx")),
+            ]
+        )
+
+    @contextlib.contextmanager
+    def _bar(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        with self.bar(what, total) as advance:
+            yield advance or (lambda _amount: None)

@@ -1,0 +1,97 @@
+"""How much disk a preparation will take: known before it starts, so that nobody waits hours for a full disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.config import DataConfig
+from shardwise.data.encoding import ContentDigest
+from shardwise.data.sentences import cut_sentences
+from shardwise.data.sources import PIECE_CHARACTERS, Source
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import DataError
+from shardwise.units import size
+
+# Text of a packed file over its bytes, more than most have.
+_PACKED = {".gz": 6.0, ".parquet": 6.0}
+# What the beginning of a text tells of all of it is not exact.
+_MARGIN = 1.25
+# A page of a file system and the state; below that nothing is worth a message.
+_LEAST = 1 << 16
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a source will become, a little more rather than less.
+
+    Attributes:
+        bytes: of text. exact: whether they are the text's own, and not those of files that pack or wrap it.
+    """
+
+    bytes: int
+    exact: bool
+    tokens: int
+    sentences: int
+    documents: int
+
+
+def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Expected | None:
+    """From the sizes of the files and the beginning of the text; None where no file tells."""
+    files = _files(data, source)
+    if files is None:
+        return None
+    total = sum(round(path.stat().st_size * _PACKED.get(path.suffix, 1.0)) for path in files)
+    exact = not any(path.suffix in (*_PACKED, ".jsonl") for path in files)
+    digest = ContentDigest()
+    pieces, characters = [], 0
+    for piece in digest.watch(source.pieces()):
+        pieces.append(piece)
+        characters += piece.characters
+        if characters >= PIECE_CHARACTERS:
+            break
+    if sentences:
+        texts = [sentence for piece in pieces for sentence in cut_sentences(piece.text)]
+    else:
+        texts = [piece.text for piece in pieces]
+    tokens = len(tokenizer.encode_rows(texts, literally=sentences)[0])
+    ended = sum(piece.ends_document for piece in pieces)
+    scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
+    documents = max(len(files), round(ended * scale))
+    return Expected(total, exact, round(tokens * scale) + documents, round(len(texts) * scale) + documents, documents)
+
+
+def check_room(needed: int, held: int, folder: Path, name: str, announce: Callable[[str], None]) -> None:
+    """Tells what will be needed, `held` of which is there already.
+
+    Raises:
+        DataError: the disk has less.
+    """
+    there = folder
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    missing = max(needed - held, 0)
+    if missing > free and missing > _LEAST:
+        raise DataError(
+            f"{folder} has {size(free)} free, and preparing {name} takes about {size(missing)}: make room, or name "
+            "another disk"
+        )
+    announce(f"preparing {name}: takes about {size(missing)} of the {size(free)} that are free")
+
+
+def held_by(folder: Path) -> int:
+    """Bytes of the files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _files(data: DataConfig, source: Source) -> list[Path] | None:
+    files = getattr(source, "files", None)
+    if files is not None:
+        return list(files)
+    if data.path is None:
+        return None
+    path = Path(data.path).expanduser()
+    return [each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()]

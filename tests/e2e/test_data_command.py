@@ -1,0 +1,332 @@
+"""`shardwise data` as a user runs it: from text to a run, cut off by kill -9, on bad input, on large files."""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import struct
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from shardwise.data.indexed import MAGIC
+from tests.arch.source import ROOT
+from tests.e2e.command import Outcome, metrics, shardwise, start
+from tests.unit.prepare.jobs import WORDS, texts, write_jsonl
+
+TRAIN = ("train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.eval_every=0", "log.tensorboard=false")
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`a.jsonl`, `b.txt`, and the vocabulary of BERT in which the words' ends go on with them."""
+    folder = tmp_path_factory.mktemp("data")
+    write_jsonl(folder / "a.jsonl", texts(200))
+    (folder / "b.txt").write_text("\n".join(texts(200, seed=1)))
+    (folder / "vocabulary").mkdir()
+    pieces = [word[:2] for word in WORDS] + [f"##{word[2:]}" for word in WORDS if len(word) > 2] + ["a", "."]
+    (folder / "vocabulary" / "vocab.txt").write_text("\n".join(dict.fromkeys(SPECIAL + pieces)) + "\n")
+    return folder
+
+
+def prepared(at: Path, *arguments: str | Path) -> Outcome:
+    done = shardwise("data", "prepare", *arguments, at=at)
+    assert done.code == 0, done.err
+    return done
+
+
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in metrics(run, "step")]
+
+
+def test_text_to_arrow_to_gpt2(at: Path) -> None:
+    """The tutorials' first way: text becomes blocks of tokens, which a GPT-2 reads; another tokenizer is refused."""
+    given = ("--format", "arrow", "--tokenizer", "vocabulary", "--sequence-length", "32")
+    prepared(at, "a.jsonl", "blocks", *given)
+    run = ("model.vocab_size=64", "data.path=blocks", "train.sequence_length=32")
+    shardwise("train", "gpt-tiny", *TRAIN, *run, "data.tokenizer=vocabulary", "--run-dir", "arrow", at=at).succeeded()
+    assert len(losses(at / "arrow")) == 3
+    (at / "other").mkdir(exist_ok=True)
+    lines = (at / "vocabulary" / "vocab.txt").read_text().splitlines()
+    (at / "other" / "vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
+    said = shardwise("train", "gpt-tiny", *TRAIN, *run, "data.tokenizer=other", "--run-dir", "no", at=at).failed(2)
+    assert "data.tokenizer (other, " in said, said
+    assert "manifest.json" in said, said
+
+
+def test_text_to_megatron_to_a_blend(at: Path) -> None:
+    """The tutorials' third way: two texts become .bin and .idx, which a GPT reads in proportions."""
+    for source, prefix in (("a.jsonl", "a"), ("b.txt", "b")):
+        prepared(at, source, prefix, "--format", "megatron", "--tokenizer", "vocabulary")
+    run = ("model.vocab_size=64", "data.blend=[0.7,a,0.3,b]", "data.tokenizer=vocabulary", "train.sequence_length=32")
+    shardwise("train", "gpt-tiny", *TRAIN, *run, "--run-dir", "blend", at=at).succeeded()
+    assert len(losses(at / "blend")) == 3
+
+
+@pytest.fixture(scope="module")
+def shards(at: Path) -> Path:
+    given = ("--format", "hdf5", "--tokenizer", "vocabulary", "--sequence-length", "32", "--max-predictions", "5")
+    prepared(at, "a.jsonl", "shards", *given, "--whole-word", "--dupe-factor", "2")
+    return at / "shards"
+
+
+def test_text_to_hdf5_to_bert(at: Path, shards: Path) -> None:
+    """The tutorials' second way: sentence pairs whose whole words are masked."""
+    run = ("model.vocab_size=64", "data.path=shards", "data.tokenizer=vocabulary", "train.sequence_length=32")
+    shardwise("train", "bert-tiny", *TRAIN, *run, "--run-dir", "pairs", at=at).succeeded()
+    assert len(losses(at / "pairs")) == 3
+    vocabulary = (at / "vocabulary" / "vocab.txt").read_text().split()
+    goes_on = np.array([token.startswith("##") for token in vocabulary])
+    with h5py.File(shards / "shards_training_0.hdf5") as file:
+        whole, positions, ids = (file[key][:] for key in ("input_ids", "masked_lm_positions", "masked_lm_ids"))
+    rows, places = np.nonzero(positions)
+    whole[rows, positions[rows, places]] = ids[rows, places]
+    masked = np.zeros(whole.shape, dtype=bool)
+    masked[rows, positions[rows, places]] = True
+    joined = goes_on[whole[:, 1:]] & (whole[:, :-1] >= len(SPECIAL))
+    assert joined.any()
+    assert np.array_equal(masked[:, 1:][joined], masked[:, :-1][joined]), "a word is masked whole or not at all"
+
+
+def test_another_tokenizer_than_the_manifests_is_refused(at: Path, shards: Path) -> None:
+    (at / "other").mkdir(exist_ok=True)
+    lines = (at / "vocabulary" / "vocab.txt").read_text().splitlines()
+    (at / "other" / "vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
+    prepared(at, "a.jsonl", "refused", "--format", "megatron", "--tokenizer", "vocabulary")
+    for recipe, path, name in (("gpt-tiny", "refused", "refused.json"), ("bert-tiny", "shards", "manifest.json")):
+        run = ("model.vocab_size=64", f"data.path={path}", "data.tokenizer=other", "train.sequence_length=32")
+        said = shardwise("train", recipe, *TRAIN, *run, "--run-dir", "refused-run", at=at).failed(2)
+        assert "data.tokenizer (other, " in said, said
+        assert name in said, said
+        assert len(said.splitlines()) == 1
+
+
+MOMENTS = {
+    "megatron": (
+        lambda work: (work / "state.json").exists(),
+        lambda work: size_of(work / "tokens.bin") > 200_000,
+        lambda work: (work / "tokens.idx").exists(),
+    ),
+    "hdf5": (
+        lambda work: size_of(work / "tokens.bin") > 200_000,
+        lambda work: any(work.glob("output/*.hdf5")),
+    ),
+}
+
+
+@pytest.mark.parametrize("format_", MOMENTS)
+def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, format_: str, tmp_path: Path) -> None:
+    """Killed at several moments, and then left alone: the same bytes as without."""
+    write_jsonl(tmp_path / "large.jsonl", texts(200, seed=2) * 20)
+    (tmp_path / "sitecustomize.py").write_text(  # durable at once, and by several processes
+        "import shardwise.prepare.tokens as t, shardwise.prepare.batches as b, shardwise.prepare.job as j\n"
+        "import shardwise.prepare.hdf5 as h\n"
+        "t.COMMIT_SECONDS, b.BATCH_CHARACTERS, j._ALONE_BYTES, h.SECTION_TOKENS = 0.0, 20_000, 0, 60_000\n"
+    )
+    variables = {"PYTHONPATH": str(tmp_path), "SHARDWISE_CACHE": str(tmp_path / "cache")}
+    given = ("data", "prepare", "large.jsonl", "--format", format_, "--tokenizer", at / "vocabulary")
+    work = tmp_path / ".part.preparing"
+    for reached in MOMENTS[format_]:
+        process = start(*given, "part", at=tmp_path, **variables)
+        while process.poll() is None and not reached(work):
+            time.sleep(0.002)
+        assert process.poll() is None, process.communicate()
+        process.kill()
+        process.communicate()
+        assert not (tmp_path / "part.idx").exists()
+        assert not (tmp_path / "part").exists()
+    for name in ("part", "whole"):
+        done = shardwise(*given, name, at=tmp_path, **variables)
+        assert done.code == 0, done.err
+        assert ("going on after" in done.err) == (name == "part"), done.err
+    whole, part = ({path.name: path.read_bytes() for path in files(tmp_path, name)} for name in ("whole", "part"))
+    assert {name.replace("whole", "part") for name in whole} == set(part)
+    assert [name for name in whole if whole[name] != part[name.replace("whole", "part")]] == []
+    end = time.monotonic() + 20
+    while alive := working_in(tmp_path):
+        assert time.monotonic() < end, f"{alive} outlive the preparation that was killed"
+        time.sleep(0.1)
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def files(at: Path, name: str) -> list[Path]:
+    return [*at.glob(f"{name}.*"), *at.glob(f"{name}/*")]
+
+
+def working_in(at: Path) -> list[str]:
+    """Processes in a folder."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (place / "cwd").readlink() == at:
+                found.append(place.name)
+    return found
+
+
+def test_ctrl_c_is_one_line(at: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "large.jsonl", texts(200, seed=2) * 200)
+    process = start(
+        "data", "prepare", "large.jsonl", "out", "--format", "megatron", "--tokenizer", at / "vocabulary", at=tmp_path
+    )
+    state = tmp_path / ".out.preparing" / "lock"
+    while not state.exists():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "shardwise: stopped by Ctrl-C (SIGINT)"
+
+
+BAD = {
+    "no-such.txt out --format megatron --tokenizer vocabulary": "INPUT (no-such.txt) does not exist",
+    "a.jsonl out --format megatron --tokenizer ./no-such": "--tokenizer (./no-such)",
+    "a.jsonl out --format megatron --tokenizer vocabulary --dupe-factor 2": "--dupe-factor must be left out with",
+    "a.jsonl out --format hdf5 --tokenizer vocabulary --sequence-length 4": "--sequence-length (4) must be in 5 …",
+    "a.jsonl out --format hdf5 --tokenizer vocabulary --dupe-factor 0": "--dupe-factor (0) must be at least 1",
+    "a.jsonl out --format arrow --tokenizer vocabulary --seed 3": "--seed must be left out with --format arrow",
+    "a.jsonl out --format megatron --tokenizer vocabulary --text-key body": "has no field 'body': set --text-key",
+    "latin.txt out --format megatron --tokenizer vocabulary": "latin.txt: byte 3 (0xe9) is not UTF-8",
+    "empty.jsonl out --format hdf5 --tokenizer vocabulary": "empty.jsonl: line 2: the field 'text' is empty",
+    "a.jsonl vocabulary --format hdf5 --tokenizer vocabulary": "vocabulary is there, and was not prepared here",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_one_line(line: str, at: Path) -> None:
+    (at / "latin.txt").write_bytes(b"caf\xe9")
+    (at / "empty.jsonl").write_text('{"text": "one"}\n{"text": ""}\n')
+    said = shardwise("data", "prepare", *line.split(), at=at).failed(2)
+    assert BAD[line] in said, said
+    assert sum(not each.startswith("preparing") for each in said.splitlines()) == 1, said
+    assert not list(at.glob("*out*"))
+    assert not list(at.glob(".*out*"))
+
+
+def commands(heading: str) -> list[str]:
+    """The commands of a chapter of docs/data.md."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    block = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    return [line for line in block.splitlines() if line.startswith("shardwise ")]
+
+
+def test_what_the_documentation_shows(at: Path, tmp_path: Path) -> None:
+    """docs/data.md: from text to runs, which are not started, and a look at what was made."""
+    pytest.importorskip("datasets")
+    write_jsonl(tmp_path / "wiki.jsonl", texts(400))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("\n".join(texts(400, seed=1)))
+    lines = commands("Preparing data") + commands("Looking at data")
+    assert len(lines) > 8
+    for line in lines:
+        _, *arguments = shlex.split(line.replace("bert-large-uncased", "gpt2").replace("gpt2", str(at / "vocabulary")))
+        if arguments[0] == "train":
+            arguments += ["model.vocab_size=64", "--dry-run"]
+        done = shardwise(*arguments, at=tmp_path)
+        assert done.code == 0, f"{line}\n{done.err}"
+
+
+def test_inspect_fits_a_terminal(at: Path, shards: Path) -> None:
+    prepared(at, "a.jsonl", "seen", "--format", "megatron", "--tokenizer", "vocabulary")
+    for path, words in (
+        ("seen", ("Megatron .bin and .idx", "documents  200\n", "uint16", "made of    a.jsonl, 200 documents")),
+        ("seen.idx", ("Megatron .bin and .idx",)),
+        ("shards", ("2 of 375 samples", "HDF5 shards", "whole-word yes", "[CLS]")),
+        ("shards/*_0.hdf5", ("HDF5 shards", "1 of ")),
+        ("a.jsonl", ("text", "documents   200\n")),
+        (".", ("files",)),
+    ):
+        if path == ".":
+            (at / "texts").mkdir(exist_ok=True)
+            for name in ("x", "y"):
+                (at / "texts" / f"{name}.txt").write_text("some text")
+            path = "texts"
+        said = shardwise("data", "inspect", path, at=at).succeeded().out
+        assert all(word in said for word in words), said
+        assert max(map(len, said.splitlines())) <= 80, said
+    found = json.loads(shardwise("data", "inspect", "seen", "--json", "--samples", "1", at=at).succeeded().out)
+    assert (found["documents"], found["dtype"]) == (200, "uint16")
+    assert len(found["samples"]) == 1
+    assert sum(number for _, _, number in found["lengths"]["bins"]) == 200
+
+
+def test_a_large_file_is_inspected_at_once(tmp_path: Path) -> None:
+    """A sparse .bin of 100 GB."""
+    tokens, documents = 50_000_000_000, 1000
+    with (tmp_path / "large.bin").open("wb") as file:
+        file.truncate(2 * tokens)
+    sizes = np.full(documents, tokens // documents, dtype="<i4")
+    pointers = np.arange(documents, dtype="<i8") * (tokens // documents) * 2
+    with (tmp_path / "large.idx").open("wb") as file:
+        file.write(MAGIC + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
+        file.write(sizes.tobytes() + pointers.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes())
+    begin = time.monotonic()
+    said = shardwise("data", "inspect", "large", at=tmp_path).succeeded().out
+    assert time.monotonic() - begin < 20
+    assert "50,000,000,000, uint16" in said
+    assert "that were looked at" in said
+
+
+INSPECTED = {
+    "no-such": "PATH (no-such) does not exist",
+    "cut": "cut.idx (40 bytes) must have",
+    "longer": "longer.bin",
+    "magic": "magic.idx: byte 0",
+    "key.hdf5": "key.hdf5 must have the array next_sentence_labels",
+    "ragged.hdf5": "the rows of input_ids must have one length, and they are ragged",
+    "none.hdf5": "none.hdf5 must be an HDF5 file",
+    "latin.txt": "latin.txt: byte 3 (0xe9) is not UTF-8",
+    "bad.jsonl": "bad.jsonl: line 2",
+    "arrow": "arrow cannot be opened as an arrow folder",
+}
+
+
+@pytest.mark.parametrize("path", INSPECTED)
+def test_inspect_tells_what_is_wrong_in_one_line(path: str, at: Path, shards: Path) -> None:
+    if path == "arrow":
+        pytest.importorskip("datasets")
+    at = shards.parent
+    damage(at, path)
+    said = shardwise("data", "inspect", path, at=at).failed(2)
+    assert INSPECTED[path] in said, said
+    assert len(said.splitlines()) == 1, said
+
+
+def damage(at: Path, path: str) -> None:
+    if path in ("cut", "longer", "magic"):
+        prepared(at, "a.jsonl", path, "--format", "megatron", "--tokenizer", "vocabulary", "--force")
+        idx, found = at / f"{path}.idx", at / f"{path}.bin"
+        if path == "cut":
+            os.truncate(idx, 40)
+        elif path == "magic":
+            idx.write_bytes(b"x" + idx.read_bytes()[1:])
+        else:
+            found.write_bytes(found.read_bytes() + b"\0\0")
+    elif path in ("key.hdf5", "ragged.hdf5"):
+        with h5py.File(at / "shards" / "shards_training_0.hdf5") as file:
+            arrays = {key: file[key][:] for key in file}
+        with h5py.File(at / path, "w") as file:
+            for key, array in arrays.items():
+                if path == "ragged.hdf5" and key == "input_ids":
+                    rows = file.create_dataset(key, (2,), dtype=h5py.vlen_dtype(np.dtype("i4")))
+                    rows[0], rows[1] = [1, 2], [3]
+                elif path == "ragged.hdf5" or key != "next_sentence_labels":
+                    file[key] = array
+    elif path == "none.hdf5":
+        (at / path).write_bytes(b"nothing")
+    elif path == "latin.txt":
+        (at / path).write_bytes(b"caf\xe9")
+    elif path == "bad.jsonl":
+        (at / path).write_text('{"text": "one"}\n{"text"\n')
+    elif path == "arrow":
+        (at / path).mkdir(exist_ok=True)
+        (at / path / "state.json").write_text("{")

@@ -1,0 +1,94 @@
+"""Small preparations: a text, its tokenizer, and what is made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.config import DataConfig
+from shardwise.data.tokenizer import Tokenizer, train_tokenizer
+from shardwise.prepare import Format, Job, Outcome, prepare
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "megatron": {"append_eod": True, "split_sentences": False},
+    "arrow": {"append_eod": True, "sequence_length": 16},
+    "hdf5": {
+        "sequence_length": 32,
+        "max_predictions": 5,
+        "masked_fraction": 0.15,
+        "whole_word": False,
+        "dupe_factor": 2,
+        "seed": 0,
+    },
+}
+WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
+
+
+def texts(number: int, seed: int = 0) -> list[str]:
+    """Documents of 1 to 6 sentences."""
+    generator = np.random.default_rng(seed)
+    return [
+        " ".join(" ".join(generator.choice(WORDS, 8)).capitalize() + "." for _ in range(generator.integers(1, 7)))
+        for _ in range(number)
+    ]
+
+
+def write_jsonl(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+@dataclass
+class Told:
+    """What the user was told, and bytes of the text that were tokenized or skipped."""
+
+    lines: list[str] = field(default_factory=list)
+    advanced: int = 0
+
+    @contextlib.contextmanager
+    def bar(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+        def advance(amount: int) -> None:
+            self.advanced += amount if what.startswith("tokenizing") else 0
+
+        yield advance
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where a test works: `text.jsonl` of `documents`, and `tokenizer`."""
+
+    at: Path
+    documents: list[str]
+
+    @classmethod
+    def fill(cls, at: Path, number: int = 60) -> Folder:
+        found = cls(at, texts(number))
+        write_jsonl(at / "text.jsonl", found.documents)
+        train_tokenizer(found.documents, 300, "test", pairs=True).save(at / "tokenizer")
+        return found
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.at / "tokenizer")
+
+    def job(self, format_: Format, output: str, source: str = "text.jsonl", **options: Any) -> Job:
+        data = DataConfig(path=str(self.at / source))
+        return Job(data, self.at / output, format_, str(self.at / "tokenizer"), OPTIONS[format_] | options)
+
+    def run(self, job: Job, *, force: bool = False, told: Told | None = None) -> Outcome:
+        told = Told() if told is None else told
+        return prepare(job, force=force, announce=told.lines.append, bar=told.bar)
+
+    def left(self, output: str) -> dict[str, bytes]:
+        """All files whose path begins so, by their path."""
+        return {
+            str(path.relative_to(self.at)): path.read_bytes()
+            for path in sorted(self.at.rglob("*"))
+            if path.is_file() and str(path.relative_to(self.at)).startswith(output)
+        }

@@ -1,0 +1,358 @@
+"""What is made of text: as the formats' readers read it, whatever happens on the way."""
+
+import errno
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from shardwise.data.hdf5 import Shard, Shards, in_list
+from shardwise.data.indexed import IndexedFile, IndexedWriter
+from shardwise.data.sentences import cut_sentences
+from shardwise.data.tokenizer import PairTokens, Tokenizer
+from shardwise.errors import ConfigError, DataError
+from shardwise.prepare import Format, batches, hdf5, space, tokens, work
+from shardwise.prepare.job import _Preparation
+from tests.unit.prepare.jobs import Folder, Told, write_jsonl
+
+FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Batches of a few documents, each of them durable; pieces that end within a document."""
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
+    monkeypatch.setattr(tokens, "COMMIT_SECONDS", 0.0)
+    monkeypatch.setattr("shardwise.data.sources.PIECE_CHARACTERS", 150)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder.fill(tmp_path)
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return [int(each) for each in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool) -> None:
+    folder.run(folder.job("megatron", "made", append_eod=append_eod))
+    tokenizer = folder.tokenizer
+    with IndexedWriter(folder.at / "by-hand", tokenizer.vocab_size) as writer:
+        for text in folder.documents:
+            writer.add([*ids(tokenizer, text), *([tokenizer.end_of_document_id] if append_eod else [])])
+    for suffix in (".bin", ".idx"):
+        assert (folder.at / f"made{suffix}").read_bytes() == (folder.at / f"by-hand{suffix}").read_bytes(), suffix
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_sentences_are_sequences(folder: Folder, append_eod: bool) -> None:
+    folder.run(folder.job("megatron", "made", append_eod=append_eod, split_sentences=True))
+    tokenizer = folder.tokenizer
+    with IndexedWriter(folder.at / "by-hand", tokenizer.vocab_size) as writer:
+        for text in folder.documents:
+            sentences = [ids(tokenizer, each) for each in cut_sentences(text)]
+            sentences[-1] += [tokenizer.end_of_document_id] if append_eod else []
+            writer.add(list(itertools.chain(*sentences)), list(map(len, sentences)))
+    for suffix in (".bin", ".idx"):
+        assert (folder.at / f"made{suffix}").read_bytes() == (folder.at / f"by-hand{suffix}").read_bytes(), suffix
+
+
+def test_arrow_blocks_are_the_tokens_in_their_order(folder: Folder) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder.run(folder.job("arrow", "made"))
+    tokenizer = folder.tokenizer
+    row = [each for text in folder.documents for each in [*ids(tokenizer, text), tokenizer.end_of_document_id]]
+    opened = datasets.load_from_disk(str(folder.at / "made"))
+    assert opened.column_names == ["input_ids"]
+    assert opened["input_ids"][:] == [row[at : at + 16] for at in range(0, len(row) - 15, 16)]
+
+
+def test_hdf5_samples_are_pairs_of_the_text(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without masks the samples are runs of the text; each section of it is there as often as `dupe_factor` says."""
+    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 1000)
+    outcome = folder.run(folder.job("hdf5", "made", dupe_factor=3))
+    paths = sorted((folder.at / "made").glob("made_training_*.hdf5"))
+    assert len(paths) == outcome.manifest["shards"] == 3 * (len(paths) // 3) > 3
+    tokenizer = folder.tokenizer
+    text = [each for document in folder.documents for each in ids(tokenizer, document)]
+    joined = "," + ",".join(map(str, text)) + ","
+    special = pair_tokens(tokenizer)
+    found = 0
+    for path in paths:
+        shard = Shard.open(path, 32)
+        rows = Shards([shard], tokenizer.vocab_size, 2).take(np.arange(shard.rows))
+        whole = rows["input_ids"].copy()
+        listed = in_list(rows["masked_lm_positions"])
+        row_numbers = np.nonzero(listed)[0]
+        whole[row_numbers, rows["masked_lm_positions"][listed]] = rows["masked_lm_ids"][listed]
+        assert (whole[:, 0] == special.cls).all()
+        assert set(rows["input_ids"][row_numbers, rows["masked_lm_positions"][listed]]) >= {special.mask}
+        for ids_, mask, segments in zip(whole, rows["input_mask"], rows["segment_ids"], strict=True):
+            for segment in (0, 1):
+                inside = [each for each, m, s in zip(ids_, mask, segments, strict=True) if m and s == segment]
+                run = [each for each in inside if each not in (special.cls, special.sep)]
+                assert f",{','.join(map(str, run))}," in joined
+        found += shard.rows
+    assert found == outcome.manifest["sequences"]
+    with h5py.File(paths[0]) as first, h5py.File(paths[1]) as second:
+        assert not np.array_equal(first["masked_lm_positions"][:], second["masked_lm_positions"][:])
+
+
+def pair_tokens(tokenizer: Tokenizer) -> PairTokens:
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    return PairTokens(**{role: tokenizer.token_id(name) or 0 for role, name in names.items()})
+
+
+def test_sections_are_whole_documents_of_about_a_size(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexedWriter(folder.at / "many", 10) as writer:
+        for size in (3, 900, 1, 40, 40, 5, 60, 30, 2):
+            writer.add([1] * size)
+    index = IndexedFile.open(folder.at / "many")
+    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 100)
+    found = hdf5.sections(index)
+    assert [first for first, _ in found[1:]] == [after for _, after in found[:-1]], "each document once"
+    assert (found[0][0], found[-1][1]) == (0, 9)
+    held = [int(np.diff(index.starts(np.array(bounds)))[0]) for bounds in found]
+    assert len(held) > 1
+    assert min(held) >= 50, "none is too small to find a random sentence in"
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
+    folder: Folder, format_: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if format_ == "arrow":
+        pytest.importorskip("datasets")
+    monkeypatch.setattr(hdf5, "SECTION_TOKENS", 1000)
+    folder.run(folder.job(format_, "whole/out"))
+    whole = folder.left("whole/")
+    size = sum(len(text.encode()) for text in folder.documents)
+    replace = Path.replace
+    for last in itertools.count(1):
+        seen = 0
+
+        def dying(source: Path, target: Path, last: int = last) -> Path:
+            nonlocal seen
+            seen += 1
+            if seen > last:
+                raise Killed
+            return replace(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", dying)
+            try:
+                folder.run(folder.job(format_, "part/out"))
+                break
+            except Killed:
+                left = {name for name in folder.left("part/") if not name.startswith("part/.out.preparing/")}
+                readable = {"part/out.idx", "part/out/manifest.json"} & left
+                assert not readable, f"after {last} replacements a reader would find {readable}"
+        told = Told()
+        done = folder.run(folder.job(format_, "part/out"), told=told)
+        assert not done.was_there
+        assert told.advanced in (0, size), "all text is passed, none of it twice"
+        made = {name.replace("part/", "whole/"): content for name, content in folder.left("part/").items()}
+        assert made.keys() == whole.keys()
+        different = [name for name in whole if made[name].replace(b"part", b"whole") != whole[name]]
+        assert not different, f"after {last} replacements {different} are other bytes"
+        shutil.rmtree(folder.at / "part")
+    assert last > 10, "it was cut off at many places"
+
+
+def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = 0
+    save = _Preparation._save
+
+    def dying(self: _Preparation, progress: Any) -> None:
+        nonlocal saves
+        save(self, progress)
+        saves += 1
+        if saves == 8:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Preparation, "_save", dying)
+        with pytest.raises(Killed):
+            folder.run(folder.job("megatron", "out"))
+    encoded = []
+    rows = Tokenizer.encode_rows
+    monkeypatch.setattr(
+        Tokenizer, "encode_rows", lambda self, each, **o: (encoded.append(len(each)), rows(self, each, **o))[1]
+    )
+    told = Told()
+    folder.run(folder.job("megatron", "out"), told=told)
+    expected = len(list(batches.text_batches(_Preparation(folder.job("megatron", "x"), print, told.bar).source, False)))
+    assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
+    assert any("going on after" in line for line in told.lines)
+
+
+def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_off(folder, monkeypatch, "out")
+    write_jsonl(folder.at / "text.jsonl", ["other beginning", *folder.documents])
+    told = Told()
+    folder.run(folder.job("megatron", "out"), told=told)
+    assert any("changed" in line for line in told.lines)
+    folder.run(folder.job("megatron", "fresh"))
+    assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
+
+
+def test_another_preparation_that_was_cut_off_is_removed(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_off(folder, monkeypatch, "out")
+    folder.run(folder.job("megatron", "out", append_eod=False))
+    folder.run(folder.job("megatron", "fresh", append_eod=False))
+    assert (folder.at / "out.bin").read_bytes() == (folder.at / "fresh.bin").read_bytes()
+
+
+def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    def dying(self: work.Work, state: dict[str, Any]) -> None:
+        save(self, state)
+        if state["progress"]["written"]["documents"] > 20:
+            raise Killed
+
+    save = work.Work.save
+    with monkeypatch.context() as patch:
+        patch.setattr(work.Work, "save", dying)
+        with pytest.raises(Killed):
+            folder.run(folder.job("megatron", output))
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Folder, format_: Format) -> None:
+    if format_ == "arrow":
+        pytest.importorskip("datasets")
+    job = folder.job(format_, "out")
+    assert not folder.run(job).was_there
+    before = folder.left("out")
+    assert folder.run(job).was_there
+    other = folder.job(format_, "out", **({"append_eod": False} if format_ != "hdf5" else {"seed": 1}))
+    flag = "--seed" if format_ == "hdf5" else "--append-eod"
+    with pytest.raises(
+        DataError, match=rf"out(\.idx)? was prepared from .*text\.jsonl with .*, and now {flag} is another"
+    ):
+        folder.run(other)
+    assert folder.left("out") == before
+    folder.run(other, force=True)
+    assert folder.left("out").keys() == before.keys()
+    assert folder.left("out") != before
+    write_jsonl(folder.at / "text.jsonl", folder.documents[:-1])
+    with pytest.raises(DataError, match=r"now the text is another: name another OUTPUT, or replace it by --force"):
+        folder.run(other)
+    assert not list(folder.at.glob(".*preparing"))
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_what_was_not_prepared_here_is_never_removed(folder: Folder, format_: Format) -> None:
+    if format_ == "arrow":
+        pytest.importorskip("datasets")
+    mine = folder.at / ("out.json" if format_ == "megatron" else "out/mine.txt")
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("{}")
+    with pytest.raises(DataError, match="was not prepared here: remove it, or name another OUTPUT"):
+        folder.run(folder.job(format_, "out"), force=True)
+    assert mine.read_text() == "{}"
+
+
+def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 100_000
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
+    monkeypatch.setattr(space, "_LEAST", 0)
+    folder.run(folder.job("megatron", "small"))
+    with pytest.raises(DataError, match=r"has 97\.7 KiB free, and preparing .*out takes about .* MiB: make room"):
+        folder.run(folder.job("hdf5", "out", dupe_factor=100))
+    assert not list(folder.at.glob(".*preparing"))
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    if format_ == "arrow":
+        pytest.importorskip("datasets")
+    needed = []
+    monkeypatch.setattr(space, "check_room", lambda amount, *_: needed.append(amount))
+    most = 0
+    save = work.Work.save
+
+    def watched(self: work.Work, state: dict[str, Any]) -> None:
+        nonlocal most
+        most = max(most, space.held_by(self.folder))
+        save(self, state)
+
+    monkeypatch.setattr(work.Work, "save", watched)
+    folder.run(folder.job(format_, "out"))
+    assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+
+        def full(self: work.Work, state: dict[str, Any]) -> None:
+            if state["progress"]["written"]["documents"] > 20:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            save(self, state)
+
+        save = work.Work.save
+        patch.setattr(work.Work, "save", full)
+        with pytest.raises(DataError, match=r"out cannot be written: No space left on device; what is finished stays"):
+            folder.run(folder.job("megatron", "out"))
+    told = Told()
+    folder.run(folder.job("megatron", "out"), told=told)
+    assert any("going on after" in line for line in told.lines)
+
+
+def test_two_at_once_do_not_meet(folder: Folder) -> None:
+    job = folder.job("megatron", "out")
+    with work.Work(job.output).held(), pytest.raises(ConfigError, match="is being prepared by another process"):
+        folder.run(job)
+
+
+def test_text_without_tokens_is_refused(folder: Folder) -> None:
+    write_jsonl(folder.at / "text.jsonl", [" ", "\n"])
+    with pytest.raises(DataError, match="holds no text that becomes tokens"):
+        folder.run(folder.job("hdf5", "out"))
+    assert not list(folder.at.glob("*out*"))
+
+
+def test_too_little_text_is_refused(folder: Folder) -> None:
+    write_jsonl(folder.at / "text.jsonl", ["one word"])
+    with pytest.raises(ConfigError, match="must be at least 2"):
+        folder.run(folder.job("hdf5", "out"))
+    pytest.importorskip("datasets")
+    with pytest.raises(DataError, match=r"must have 1,000 or more, --sequence-length"):
+        folder.run(folder.job("arrow", "out", sequence_length=1000))
+
+
+def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
+    with pytest.raises(ConfigError, match="must lie outside INPUT"):
+        folder.run(folder.job("megatron", "texts/out", source="."))
+
+
+def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
+    outcome = folder.run(folder.job("megatron", "out"))
+    found = json.loads((folder.at / "out.json").read_bytes())
+    index = IndexedFile.open(folder.at / "out")
+    assert found["documents"] == index.num_documents == 60
+    assert found["tokens"] == len(index.tokens)
+    assert found["source"]["characters"] == sum(map(len, folder.documents))
+    assert found["tokenizer"]["sha256"] == folder.tokenizer.digest
+    assert outcome.manifest["source"]["sha256"] == found["source"]["sha256"]
+
+
+def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.run(folder.job("megatron", "alone"))
+    monkeypatch.setattr("shardwise.prepare.job._ALONE_BYTES", 0)
+    folder.run(folder.job("megatron", "several"))
+    for suffix in (".bin", ".idx"):
+        assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()
