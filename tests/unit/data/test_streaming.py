@@ -329,6 +329,15 @@ def test_what_cannot_be_streamed(tokenizer: Path, tmp_path: Path) -> None:
         prepare(config(tmp_path / "tokens", tokenizer), tmp_path / "cache")
 
 
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [("90,5,5", "must be two weights, training and"), ("train,test", "is no data set with splits")],
+)
+def test_parts_that_a_stream_has_not(split: str, says: str, whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        prepare(config(whole, tokenizer, split=split), tmp_path)
+
+
 def test_another_file_is_other_data(tokenizer: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "data", "jsonl", TEXTS)
     chosen = config(path, tokenizer)
