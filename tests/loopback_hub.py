@@ -121,7 +121,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(404, {"X-Error-Code": "EntryNotFound"})
             return
         content = next(held[name] for revision, held in self.site.files.items() if self.site.commit(revision) == commit)
-        self.reply(200, {"ETag": f'"{_git_hash(content)}"', "X-Repo-Commit": commit}, content)
+        headers = {"ETag": f'"{_git_hash(content)}"', "X-Repo-Commit": commit}
+        if asked := self.headers.get("Range"):
+            first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+            self.reply(206, headers, content[first : last + 1])
+        else:
+            self.reply(200, headers, content)
 
     def reply(self, status: int, headers: dict[str, str] | None = None, content: bytes = b"") -> None:
         self.send_response(status)

@@ -33,6 +33,8 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
 # Keys that name the data: those of a command replace those of the run.
 _SOURCES = ("dataset", "path", "blend")
+# What a run says of its own data, and of no others.
+_OF_SOURCE = ("config", "streaming", "shuffle_buffer")
 # Keys of a run that say how its model reads text.
 _RUN_KEYS = {"train": ("sequence_length", "micro_batch", "seed"), "precision": ("mode",)}
 _LONGEST = 1024
@@ -209,8 +211,8 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
             data[key] = None
         if "format" not in chosen and data.get("format") in ("megatron", "hdf5", "datasets"):
             data["format"] = "auto"
-        if "config" not in chosen:
-            data["config"] = None
+        for key in set(_OF_SOURCE) - set(chosen):
+            data.pop(key, None)
     if chosen.get("tokenizer") is None:
         data["tokenizer"] = None if folder.tokenizer is None else str(folder.tokenizer)
     config = config_from(sections)

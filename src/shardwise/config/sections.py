@@ -20,6 +20,7 @@ SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules whose second stage of a rank is as far from the end as its first is from the start."""
 MASKED_FRACTION = 0.15
+SHUFFLE_BUFFER = 10_000
 _MAX_SEED = 2**63 - 1
 # A colon and digits are a port. What follows any other may have a slash, as the secret keys of S3 do.
 _PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
@@ -220,6 +221,17 @@ class DataConfig(Section):
         description="weights of the training and evaluation parts, and of a test part of Megatron data and of HDF5 "
         "shards: 980,10,10; or a data set's own splits for these parts: train,validation,test",
     )
+    streaming: bool = Field(
+        default=False,
+        description="text is tokenized while it is trained on, for data too large to prepare: text files, .jsonl, "
+        ".parquet, save_to_disk or a hub data set, with a tokenizer",
+    )
+    shuffle_buffer: int = Field(
+        default=SHUFFLE_BUFFER,
+        gt=0,
+        description="documents of a stream that are read, shuffled and in memory at once; evaluations read at most as "
+        "many",
+    )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
         gt=0,
@@ -273,7 +285,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        problems = self._split_problems() + self._dataset_problems()
+        problems = self._split_problems() + self._dataset_problems() + self._streaming_problems()
         if self.blend is not None and self.path is not None:
             problems.append(
                 f"data.path ({self.path}) must be left out with data.blend ({self.name}): name the data by one of "
@@ -322,6 +334,22 @@ class DataConfig(Section):
                 "data.format (datasets) needs data.path, a folder that save_to_disk wrote: a data set of the hub is "
                 "named by data.dataset alone"
             )
+        return problems
+
+    def _streaming_problems(self) -> list[str]:
+        if not self.streaming:
+            if self.shuffle_buffer == SHUFFLE_BUFFER:
+                return []
+            return [f"data.shuffle_buffer ({self.shuffle_buffer}) must be left out without data.streaming=true"]
+        problems = []
+        if self.tokenizer is None:
+            problems.append("data.streaming (true) needs data.tokenizer: one is trained on prepared text alone")
+        if self.blend is not None or self.format in ("megatron", "hdf5"):
+            problems.append(
+                f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read where they lie"
+            )
+        elif self.path is None and not self.is_hub_dataset:
+            problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")
         return problems
 
     @property

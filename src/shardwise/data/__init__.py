@@ -13,6 +13,7 @@ from shardwise.data.preparation import prepare
 from shardwise.data.prepared import PreparedData, PreparedText
 from shardwise.data.sampler import Sampler
 from shardwise.data.sentences import Sentences
+from shardwise.data.streaming import StreamBatches
 from shardwise.data.tokenizer import PairTokens, Tokenizer, special_token_ids
 from shardwise.data.tokens import TokenBatches
 
@@ -33,6 +34,7 @@ __all__ = [
     "SentencePairBatches",
     "Sentences",
     "ShardBatches",
+    "StreamBatches",
     "TokenBatches",
     "Tokenizer",
     "fetch_dataset",

@@ -52,6 +52,14 @@ class _Tables(Protocol):
         """
         ...
 
+    def files(self) -> Mapping[str, list[str]]:
+        """The files that a stream of each split is read from, in their order.
+
+        Raises:
+            DataError: as `load`.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class _Saved:
@@ -66,6 +74,13 @@ class _Saved:
     def load(self) -> Mapping[str, Any]:
         datasets = _library()
         return {name: self._table(datasets, folder) for name, folder in self._folders().items()}
+
+    def files(self) -> dict[str, list[str]]:
+        """The files of each split's table."""
+        return {
+            name: [str(path) for path in self._files(folder, _json(folder / _STATE))]
+            for name, folder in self._folders().items()
+        }
 
     def _folders(self) -> dict[str, Path]:
         if (self.path / _SPLITS).is_file():
@@ -106,7 +121,7 @@ class _Saved:
             return datasets.Dataset.load_from_disk(str(folder))
         except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
             for path in files:
-                _require_whole(path)
+                require_whole(path)
             raise DataError(f"{folder} cannot be opened as a data set ({_first_line(error)}): save it again") from None
 
 
@@ -135,6 +150,11 @@ class _OnHub:
             if tables is not None:
                 return tables
         raise DataError(f"the cache of datasets ({builder.cache_dir}) returns other rows than were written")
+
+    def files(self) -> dict[str, list[str]]:
+        """The addresses (hf://…) of each split's files."""
+        found = self._builder(_library()).config.data_files
+        return {str(name): list(files) for name, files in (found or {}).items()}
 
     def _builder(self, datasets: Any) -> Any:
         place = f"hf://datasets/{self.repository}"
@@ -206,17 +226,27 @@ class DataSet:
     def _splits(self) -> Mapping[str, Any]:
         """The tables that are read, by the names of their splits, in the order of the parts."""
         tables = self.tables.load()
-        named, held = self.data.split_names, [name for name in tables if name != _UNNAMED]
+        return {name: tables[name] for name in self._chosen(list(tables))}
+
+    def files(self) -> dict[str, list[str]]:
+        """The files of the splits that are read, which are not opened.
+
+        Raises:
+            DataError: there is no such split.
+        """
+        files = self.tables.files()
+        return {name: list(files[name]) for name in self._chosen(list(files))}
+
+    def _chosen(self, there: list[str]) -> tuple[str, ...]:
+        """The splits that are read, in the order of the parts."""
+        named, held = self.data.split_names, [name for name in there if name != _UNNAMED]
         if named:
-            missing = [name for name in named if name not in held]
-            if missing:
-                there = f"it has {listing(held)}" if held else "it has none with names: give weights, such as 95,5"
-                raise DataError(f"data.split ({self.data.split}) must name splits of {self.shown}: {there}")
-            return {name: tables[name] for name in named}
-        if len(tables) == 1:
-            return tables
-        if "train" in tables:
-            return {"train": tables["train"]}
+            if not set(named) <= set(held):
+                has = f"it has {listing(held)}" if held else "it has none with names: give weights, such as 95,5"
+                raise DataError(f"data.split ({self.data.split}) must name splits of {self.shown}: {has}")
+            return named
+        if len(there) == 1 or "train" in there:
+            return ("train",) if "train" in there else (there[0],)
         raise DataError(
             f"data.split ({self.data.split}) must name the splits of {self.shown} to read, it has {listing(held)}: "
             f"such as data.split={','.join(held[:2])}"
@@ -360,8 +390,8 @@ def _json(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _require_whole(path: Path) -> None:
-    """DataError where a table's file cannot be read to its end."""
+def require_whole(path: Path) -> None:
+    """Raises DataError where a table's file cannot be read to its end."""
     arrow = importlib.import_module("pyarrow")
     try:
         with arrow.memory_map(str(path)) as file, arrow.ipc.open_stream(file) as stream:

@@ -22,7 +22,8 @@ from shardwise.data.hdf5 import prepare_shards, reads_shards
 from shardwise.data.huggingface import open_dataset, reads_datasets
 from shardwise.data.megatron import prepare_indexed, reads_indexed
 from shardwise.data.pairs import chunk_room
-from shardwise.data.prepared import PreparedData, PreparedText, in_pairs, padding_problems, too_short
+from shardwise.data.prepared import PreparedData, PreparedText, in_pairs, needed_parts, padding_problems, too_short
+from shardwise.data.prepared_stream import prepare_stream
 from shardwise.data.rows import prepare_rows
 from shardwise.data.sentences import RULE
 from shardwise.data.sources import ColumnSource, Piece, Source, open_source
@@ -76,6 +77,8 @@ def prepare(
     if in_pairs(config):
         chunk_room(config.train.sequence_length)
     root = cache.cache_root(cache_dir)
+    if config.data.streaming:
+        return prepare_stream(config, root, announce, any_size=any_size)
     if reads_indexed(config.data):
         return prepare_indexed(config, root, any_size=any_size)
     if reads_shards(config.data):
@@ -227,7 +230,8 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, Piece]], characters: int) -> It
 def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool) -> PreparedText:
     facts = entry.manifest
     special = PairTokens(**facts["pair_tokens"]) if in_pairs(config) else None
-    problems = padding_problems(special, config) + ([] if any_size else too_short(entry, source.name, config))
+    needed = [] if any_size else needed_parts(config)
+    problems = padding_problems(special, config) + too_short(entry, source.name, config, needed)
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from shardwise.config import Config
 from shardwise.data import cache
@@ -60,7 +62,6 @@ class PreparedText:
     tokenizer_path: Path | None
     train_tokens: TokenArray
     eval_tokens: TokenArray
-    test_tokens: TokenArray
     fingerprint: str
     """A digest of the text and of all its tokens."""
     vocab_size: int
@@ -70,6 +71,7 @@ class PreparedText:
     """Of each part, where samples are sentence pairs."""
     pair_tokens: PairTokens | None = None
     """The ids that pairs are made with, likewise."""
+    test_tokens: TokenArray = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
 
     def count(self, part: Part) -> int:
         return len(self._row(part))
@@ -151,11 +153,15 @@ def kept_tokenizer(config: Config, tokenizer: Tokenizer, root: Path) -> Path:
     )
 
 
-def too_short(entry: cache.Entry, name: str, config: Config) -> list[str]:
-    """Which parts of the data `name` hold less than training needs."""
-    needed: list[Part] = ["train", "eval"] if config.train.eval_every > 0 else ["train"]
+def needed_parts(config: Config) -> list[Part]:
+    """The parts that training reads."""
+    return ["train", "eval"] if config.train.eval_every > 0 else ["train"]
+
+
+def too_short(entry: cache.Entry, name: str, config: Config, parts: Sequence[Part]) -> list[str]:
+    """Which of these parts of the data `name` hold less than a sample, or for sentence pairs two."""
     problems = []
-    for part in needed:
+    for part in parts:
         sentences = entry.sentences(part) if in_pairs(config) else None
         found = shortage(config, entry.manifest[part]["tokens"], sentences)
         if found is not None:

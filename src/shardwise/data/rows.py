@@ -18,7 +18,7 @@ from shardwise.data import cache
 from shardwise.data.encoding import token_writers
 from shardwise.data.huggingface import DataSet
 from shardwise.data.manifest import of_folder, tokenizer_problems
-from shardwise.data.prepared import PreparedText, in_pairs, kept_tokenizer, too_short, without_tokenizer
+from shardwise.data.prepared import PreparedText, in_pairs, kept_tokenizer, needed_parts, too_short, without_tokenizer
 from shardwise.data.split import PART_NAMES, Part, Split, plan_split
 from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
 from shardwise.errors import DataError, listing
@@ -165,7 +165,7 @@ def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, 
             problems += tokenizer_problems(tokenizer, config.data.tokenizer, map(of_folder, folders))
         except DataError as error:
             problems += error.problems
-    problems += [] if any_size or problems else too_short(entry, dataset.name, config)
+    problems = problems or too_short(entry, dataset.name, config, [] if any_size else needed_parts(config))
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PART_NAMES}

@@ -88,8 +88,8 @@ class FileSource:
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.files:
-            for blocks in documents(path, self.kind or kind_of(path), self.text_key):
-                yield from _cut_document(blocks)
+            for _, blocks in documents(path, self.kind or kind_of(path), self.text_key):
+                yield from cut_document(blocks)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ColumnSource:
                 "holds tokens: set data.text_key"
             )
         for blocks in self.dataset.documents(split):
-            yield from _cut_document(blocks)
+            yield from cut_document(blocks)
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class PythonSource:
             except OSError as error:
                 raise unreadable(path, error) from None
             if text:
-                yield from _cut_document(slices(text))
+                yield from cut_document(slices(text))
         for text in _python_topics():
-            yield from _cut_document(slices(text))
+            yield from cut_document(slices(text))
 
 
 def open_source(data: DataConfig) -> Source:
@@ -246,7 +246,7 @@ def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     return digest.hexdigest() if newest < time.time() - _SETTLED_SECONDS else None
 
 
-def _cut_document(blocks: Iterable[str]) -> Iterator[Piece]:
+def cut_document(blocks: Iterable[str]) -> Iterator[Piece]:
     """One document's pieces from blocks of its text."""
     pending = ""
     for block in blocks:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from shardwise.data.tokenizer import train_tokenizer
 from tests.arch.source import ROOT
 from tests.loopback_hub import TOKEN, Site, serve, user_of
 from tests.unit.data.test_preparation import stories
@@ -153,8 +154,12 @@ def test_eight_at_once_fetch_and_build_once(user: User, site: Site) -> None:
     assert [name for name in site.fetched if name.endswith(".parquet")] == data, "nothing is fetched again"
 
 
-@pytest.mark.parametrize(("pattern", "fetched"), [("hub/*/snapshots/*/data.jsonl", 1), ("datasets/**/*.arrow", 0)])
-def test_what_is_cut_off_is_fetched_or_made_again(pattern: str, fetched: int, user: User, site: Site) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "fetched", "processes"), [("hub/*/snapshots/*/data.jsonl", 1, 8), ("datasets/**/*.arrow", 0, 1)]
+)
+def test_what_is_cut_off_is_fetched_or_made_again(
+    pattern: str, fetched: int, processes: int, user: User, site: Site
+) -> None:
     """The hub's client looks at names alone, and the library at a table's beginning."""
     job = {"dataset": "acme/tiny@plain", "split": "1,0"}
     (first,) = user.prepare(job)
@@ -166,7 +171,7 @@ def test_what_is_cut_off_is_fetched_or_made_again(pattern: str, fetched: int, us
     if fetched:
         shutil.rmtree(user.at / "hf/datasets")
     before = len(site.fetched)
-    again = user.prepare(*[job] * 8, at_once=True)
+    again = user.prepare(*[job] * processes, at_once=True)
     assert {json.dumps(each.get("parts")) for each in again} == {json.dumps(first["parts"])}
     assert len(site.fetched) - before == fetched
     assert built(again) == 1
@@ -213,3 +218,47 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
         assert problem(each) == text
     assert problem(near).endswith("; did you mean data.dataset=python?")
     assert ", 10 documents, " in allowed["summary"]
+
+
+STREAMED = """
+import json, sys
+from pathlib import Path
+from shardwise.data import Tokenizer, fetch_dataset, make_batches, prepare
+from shardwise.data.streaming import Place
+from tests.unit.data.test_streaming import config
+
+root, tokenizer, keys = json.loads(sys.argv[1])
+chosen = config(None, Path(tokenizer), buffer=20, **keys)
+fetch_dataset(chosen.data, None)
+data = prepare(chosen, Path(root))
+batches, place, texts = make_batches(chosen, data, "train"), Place(), []
+for block in range(3):
+    found = batches._stream.block(place)
+    texts += Tokenizer.load(tokenizer).decode(found.samples.tokens).split("<|endoftext|>")[:-1]
+    place = found.after
+again = make_batches(chosen, data, "train")._stream.block(found.start).samples.tokens.tolist()
+assert again == found.samples.tokens.tolist(), "from where a block begins, the same is read"
+print(json.dumps({"texts": texts, "held": data.count("eval"), "summary": data.summary}))
+"""
+
+
+def test_a_data_set_of_the_hub_is_streamed(user: User, site: Site, tmp_path: Path) -> None:
+    """Nothing is downloaded but what is read; which files there are is kept."""
+    train_tokenizer(TEXTS, 300, "text").save(tmp_path / "tokenizer")
+    keys = {"dataset": "acme/tiny", "config": "en", "split": "train,validation"}
+    for start in range(2):
+        asked = len(site.requests)
+        arguments = json.dumps([str(tmp_path / "cache"), str(tmp_path / "tokenizer"), keys])
+        done = subprocess.run(
+            [sys.executable, "-c", STREAMED, arguments],
+            cwd=ROOT, env=user.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["summary"].startswith("acme/tiny: a stream of 2 files, ")
+        assert found["held"] > 0
+        assert len(found["texts"]) == 60
+        assert set(found["texts"]) < set(TEXTS[:80])
+        assert not list((user.at / "hf").rglob("*.parquet")), "a file lies in the cache, and may not fit there"
+        resolved = any("dataset_infos.json" in request for request in site.requests[asked:])
+        assert resolved == (start == 0), "which files there are is asked once"
