@@ -1,4 +1,4 @@
-"""The sections beside `model.*`: how it is cut, trained, updated, stored, started from and logged; `data` has a file of its own."""
+"""The sections beside `model` and `data`: how it is cut, trained, updated, stored, started from and logged."""
 
 from __future__ import annotations
 
