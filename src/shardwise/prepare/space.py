@@ -63,23 +63,23 @@ def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences:
     return Expected(total, exact, round(tokens * scale) + documents, round(len(texts) * scale) + documents, documents)
 
 
-def check_room(needed: int, held: int, folder: Path, name: str, announce: Callable[[str], None]) -> None:
-    """Tells what will be needed, `held` of which is there already.
+def check_room(needed: int, held: int, output: Path, announce: Callable[[str], None]) -> None:
+    """Tells what will be needed for `output`, `held` of which is there already.
 
     Raises:
         DataError: the disk has less.
     """
-    there = folder
+    there = output.absolute().parent
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
     missing = max(needed - held, 0)
     if missing > free and missing > _LEAST:
         raise DataError(
-            f"{folder} has {size(free)} free, and preparing {name} takes about {size(missing)}: make room, or name "
-            "another disk"
+            f"the disk of {there} ({size(free)} free) must have about {size(missing)} free for {output}: make room, or "
+            "name another place"
         )
-    announce(f"preparing {name}: takes about {size(missing)} of the {size(free)} that are free")
+    announce(f"preparing {output}: takes about {size(missing)} of the {size(free)} that are free")
 
 
 def held_by(folder: Path) -> int:

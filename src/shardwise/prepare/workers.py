@@ -28,21 +28,21 @@ _tokenizer: Tokenizer | None = None
 
 
 class Workers:
-    """As many processes as there are cores, four at most, which share out the cores; none with `alone`.
+    """As many processes as there are cores, four at most, which share out the cores.
 
-    tokenizer: the path of what `tokenize` uses.
+    path: of the tokenizer that `tokenize` uses. own: the same, opened: then this process does all itself.
     """
 
-    def __init__(self, tokenizer: str | None, *, alone: bool) -> None:
+    def __init__(self, path: str, own: Tokenizer | None = None) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.count = 1 if alone else min(cores, _MOST)
+        self.count = min(cores, _MOST)
         self._pool: ProcessPoolExecutor | None = None
-        if alone:
-            _open(tokenizer)
+        if own is not None:
+            _use(own)
         else:
             # Not forked: a library of this process may have threads, and these do not come along.
             self._pool = ProcessPoolExecutor(
-                self.count, get_context("spawn"), _begin, (tokenizer, max(1, cores // self.count), os.getpid())
+                self.count, get_context("spawn"), _begin, (path, max(1, cores // self.count), os.getpid())
             )
 
     def __enter__(self) -> Workers:
@@ -85,16 +85,16 @@ def tokenize(texts: list[str], literally: bool) -> Rows:
     return _tokenizer.encode_rows(texts, literally=literally)
 
 
-def _open(tokenizer: str | None) -> None:
+def _use(tokenizer: Tokenizer) -> None:
     global _tokenizer
-    _tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
+    _tokenizer = tokenizer
 
 
-def _begin(tokenizer: str | None, threads: int, parent: int) -> None:
+def _begin(path: str, threads: int, parent: int) -> None:
     """In a new process."""
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent tells of it
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
-    _open(tokenizer)
+    _use(Tokenizer.load(path))

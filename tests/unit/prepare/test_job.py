@@ -271,7 +271,7 @@ def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.Mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
     monkeypatch.setattr(space, "_LEAST", 0)
     folder.run(folder.job("megatron", "small"))
-    with pytest.raises(DataError, match=r"has 97\.7 KiB free, and preparing .*out takes about .* MiB: make room"):
+    with pytest.raises(DataError, match=r"\(97\.7 KiB free\) must have about .* MiB free for .*out: make room"):
         folder.run(folder.job("hdf5", "out", dupe_factor=100))
     assert not list(folder.at.glob(".*preparing"))
 
@@ -332,6 +332,7 @@ def test_too_little_text_is_refused(folder: Folder) -> None:
     pytest.importorskip("datasets")
     with pytest.raises(DataError, match=r"must have 1,000 or more, --sequence-length"):
         folder.run(folder.job("arrow", "out", sequence_length=1000))
+    assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
 
 
 def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
