@@ -42,7 +42,7 @@ from shardwise.prepare.workers import Workers
 VERSION = 1
 """Belongs to what is prepared: raise it when the same text and options become other bytes."""
 # Below that, processes take longer to start than they save.
-_ALONE_BYTES = 8 << 20
+_SMALL_BYTES = 8 << 20
 _ANY_VOCABULARY = 1 << 31
 _LONGEST_DOCUMENT = 1 << 26
 
@@ -130,17 +130,17 @@ class _Preparation:
     def _make(self, begin: Progress) -> Mapping[str, Any]:
         """Steps 1 and 2; returns the manifest."""
         expected = self._check_room()
-        alone = expected is not None and expected.bytes < _ALONE_BYTES
-        with Workers(str(self.path), self.tokenizer if alone else None) as workers:
+        small = expected is not None and expected.bytes < _SMALL_BYTES
+        with Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
             progress = self._tokenize(workers, begin, expected)
-            with self.work.writing():
-                try:
-                    facts = self._facts(progress, self._finish(workers, progress))
-                except ConfigError:
-                    self.work.clear()  # of too little text nothing can be made
-                    raise
-                self.output.complete(self.work, facts)
-                self.work.save({"identity": self.identity, "complete": True, "facts": facts})
+        with self.work.writing():
+            try:
+                facts = self._facts(progress, self._finish(progress))
+            except ConfigError:
+                self.work.clear()  # of too little text nothing can be made
+                raise
+            self.output.complete(self.work, facts)
+            self.work.save({"identity": self.identity, "complete": True, "facts": facts})
         cache.remember_content(cache.cache_root(), self.stamp, progress.read.digest)
         return facts
 
@@ -231,7 +231,7 @@ class _Preparation:
     def _save(self, progress: Progress) -> None:
         self.work.save({"identity": self.identity, "complete": False, "progress": as_state(progress)})
 
-    def _finish(self, workers: Workers, progress: Progress) -> dict[str, Any]:
+    def _finish(self, progress: Progress) -> dict[str, Any]:
         """Step 2; returns what the manifest tells of it."""
         job, prefix = self.job, self.work.folder / PREFIX
         if job.format == "megatron":
@@ -247,7 +247,8 @@ class _Preparation:
         output.mkdir(exist_ok=True)
         shards = list(hdf5.shards(prefix, output, job.output.name, job.options["dupe_factor"], self._pair_options()))
         rows = 0
-        with self._bar("masking", sum(shard.bytes for shard in shards)) as advance:
+        total = sum(shard.bytes for shard in shards)
+        with self._bar("masking", total) as advance, Workers.for_masking(len(shards)) as workers:
             for shard, found in workers.each(hdf5.write_shard, shards):
                 rows += found
                 advance(shard.bytes)

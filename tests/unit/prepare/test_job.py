@@ -353,7 +353,8 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("megatron", "alone"))
-    monkeypatch.setattr("shardwise.prepare.job._ALONE_BYTES", 0)
+    monkeypatch.setattr("shardwise.prepare.job._SMALL_BYTES", 0)
+    monkeypatch.setattr("shardwise.prepare.workers.CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()
