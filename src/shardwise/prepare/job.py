@@ -248,7 +248,8 @@ class _Preparation:
         shards = list(hdf5.shards(prefix, output, job.output.name, job.options["dupe_factor"], self._pair_options()))
         rows = 0
         total = sum(shard.bytes for shard in shards)
-        with self._bar("masking", total) as advance, Workers.for_masking(len(shards)) as workers:
+        small = total < _SMALL_BYTES
+        with self._bar("masking", total) as advance, Workers.for_masking(len(shards), small=small) as workers:
             for shard, found in workers.each(hdf5.write_shard, shards):
                 rows += found
                 advance(shard.bytes)

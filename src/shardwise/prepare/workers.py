@@ -48,9 +48,9 @@ class Workers:
         return cls._processes(min(_MOST, -(-_cores() // max(CORES_OF_A_PROCESS, 1))), path)
 
     @classmethod
-    def for_masking(cls, tasks: int) -> Workers:
-        """Processes, one for a task at most."""
-        count = min(_cores(), _MOST, tasks)
+    def for_masking(cls, tasks: int, *, small: bool) -> Workers:
+        """Processes, one for a task at most; a thread where there is little to do."""
+        count = 1 if small else min(_cores(), _MOST, tasks)
         return cls._processes(count, None) if count > 1 else cls(ThreadPoolExecutor(1), 1)
 
     @classmethod
