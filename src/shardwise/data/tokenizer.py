@@ -112,7 +112,8 @@ class Tokenizer:
         self, texts: list[str], *, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """As `encode_batch`: the ids of all texts one after another, and how many each has."""
-        self._backend.encode_special_tokens = literally
+        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
+            self._backend.encode_special_tokens = literally
         found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         sizes = np.fromiter(map(len, found), np.int64, len(found))
         ids = chain.from_iterable(encoding.ids for encoding in found)

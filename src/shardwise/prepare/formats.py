@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ _LENGTHS = 1 << 20
 """Documents whose lengths are looked at, at most."""
 _BLOCKS, _BLOCK = 256, 1 << 16
 """Blocks of tokens in which the lowest and the highest are looked for, and tokens of each."""
-_ROWS = 4096
+_RUNS, _RUN = 64, 64
+"""Runs of rows of HDF5, and rows of each: neighbours lie in one compressed chunk."""
+_ARROW_ROWS = 1024
 _TEXT_BYTES = 1 << 26
 _TEXT = ("string", "large_string")
 _SAMPLE_TOKENS, _SAMPLE_CHARACTERS = 64, 400
@@ -77,7 +80,7 @@ def hdf5(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
     decoder = Decoder.find(tokenizer, record)
     opened = Shards(shards, 1 << 31, 2)
     number = len(opened)
-    rows_B = spread(number, _ROWS)
+    rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN)), number - 1))
     values = opened.take(rows_B)
     lengths = values["input_mask"].sum(axis=1)
     listed = in_list(values["masked_lm_positions"])
@@ -140,6 +143,7 @@ def text(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
         lengths.append(held)
     files = getattr(source, "files", ())
     size_ = sum(path.stat().st_size for path in files)
+    kinds = {"".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]) for path in files} - {""}
     number = len(lengths) if whole else None
     limit = "" if whole else f" in the first {size(read)} of text"
     counts: dict[str, Any] = {
@@ -154,7 +158,7 @@ def text(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
         counts["bytes_per_token"] = encoded / tokens
         rows.append(("tokens", f"about {count(read * tokens / encoded)}{limit}, {encoded / tokens:.2f} bytes each"))
     return Inspection(
-        source.name, "text", size_, rows, counts,
+        source.name, f"text{'' if len(kinds) != 1 else f', {kinds.pop()}'}", size_, rows, counts,
         Lengths.of("characters of a document", np.array(lengths), number), found, None,
     )  # fmt: skip
 
@@ -191,26 +195,25 @@ def _arrow(path: Path, parts: Mapping[str, Any], tokenizer: str | None, samples:
     types = {each: str(schema.field(each).type) for each in columns}
     rows = [("rows", splits), ("columns", ", ".join(f"{each} ({kind})" for each, kind in types.items()))]
     counts: dict[str, Any] = {"rows": {each or "all": len(part) for each, part in parts.items()}, "columns": columns}
-    column = COLUMN if COLUMN in columns else next((each for each in columns if types[each] in _TEXT), None)
+    has_tokens = "list<" in types.get(COLUMN, "")
+    column = COLUMN if has_tokens else next((each for each in columns if types[each] in _TEXT), None)
     if column is None or not len(rows_of):
         return Inspection(str(path), "arrow", size_, rows, counts, None, (), record)
-    chosen = rows_of.select(spread(len(rows_of), _ROWS).tolist()) if len(rows_of) > _ROWS else rows_of
-    values = chosen[column][:]
-    lengths = Lengths.of(
-        f"{'tokens' if column == COLUMN else 'characters'} of {column}",
-        np.array([len(value) for value in values]),
-        total,
-    )
-    first = rows_of[: min(samples, len(rows_of))][column]
-    if column != COLUMN:
-        found = [Sample(number, value[:_SAMPLE_CHARACTERS], None) for number, value in enumerate(first)]
+    arrow = importlib.import_module("pyarrow.compute")
+    table = rows_of.select_columns([column]).with_format("arrow")
+    looked_at = table[spread(len(rows_of), _ARROW_ROWS).tolist()].column(0)
+    first = table[: min(samples, len(rows_of))].column(0).to_pylist()
+    if not has_tokens:
+        lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
+        found = [Sample(number, (value or "")[:_SAMPLE_CHARACTERS], None) for number, value in enumerate(first)]
         return Inspection(str(path), "arrow", size_, rows, counts, lengths, found, record)
+    lengths = Lengths.of(f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total)
     decoder = Decoder.find(tokenizer, record)
-    found = [decoder.sample(number, np.array(value[:_SAMPLE_TOKENS])) for number, value in enumerate(first)]
-    flat = np.concatenate([np.asarray(value, dtype=np.int64) for value in values])
-    lowest, highest = (int(flat.min()), int(flat.max())) if len(flat) else (0, 0)
-    counts["ids"] = {"lowest": lowest, "highest": highest, "looked_at": len(flat)}
-    rows.append(("ids", _ids(lowest, highest, len(flat), round(lengths.mean * total))))
+    found = [decoder.sample(number, np.array(value or [])[:_SAMPLE_TOKENS]) for number, value in enumerate(first)]
+    ids = arrow.list_flatten(looked_at)
+    lowest, highest = (arrow.min_max(ids)[each].as_py() or 0 for each in ("min", "max"))
+    counts["ids"] = {"lowest": lowest, "highest": highest, "looked_at": len(ids)}
+    rows.append(("ids", _ids(lowest, highest, len(ids), round(lengths.mean * total))))
     return Inspection(str(path), "arrow", size_, rows, counts, lengths, found, record, _notes(decoder, record, highest))
 
 

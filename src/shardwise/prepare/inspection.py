@@ -135,8 +135,9 @@ def inspect(path: str, *, tokenizer: str | None, samples: int, text_key: str) ->
 
     place = Path(path).expanduser()
     data = DataConfig(path=path, text_key=text_key)
-    if formats.is_arrow(place):
-        return formats.arrow(place, tokenizer, samples)
+    folder = place.parent if place.suffix == ".arrow" else place
+    if formats.is_arrow(folder):
+        return formats.arrow(folder, tokenizer, samples)
     if is_indexed(path):
         return formats.megatron(path, tokenizer, samples)
     if reads_shards(data):

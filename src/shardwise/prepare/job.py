@@ -11,19 +11,21 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shardwise import hub
 from shardwise.config import DataConfig
-from shardwise.data import cache, manifest
+from shardwise.data import cache
 from shardwise.data.encoding import ContentDigest
-from shardwise.data.indexed import IndexedFile, sync_folder, to_disk, written_dtype
+from shardwise.data.hdf5 import library as hdf5_library
+from shardwise.data.indexed import IndexedFile, sync_folder, written_dtype
 from shardwise.data.pairs import chunk_room
 from shardwise.data.sources import Source, open_source
 from shardwise.data.tokenizer import open_user_tokenizer
-from shardwise.errors import ConfigError, DataError, listing
+from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.batches import Position
+from shardwise.prepare.outputs import Format, Output
 from shardwise.prepare.tokens import (
     PREFIX,
     ChangedError,
@@ -37,12 +39,11 @@ from shardwise.prepare.tokens import (
 from shardwise.prepare.work import Work
 from shardwise.prepare.workers import Workers
 
-Format = Literal["megatron", "arrow", "hdf5"]
 VERSION = 1
 """Belongs to what is prepared: raise it when the same text and options become other bytes."""
 # Below that, processes take longer to start than they save.
-_ALONE_BYTES = 8 << 20
-_NO_TOKENIZER_VOCABULARY = 1 << 31
+_SMALL_BYTES = 8 << 20
+_ANY_VOCABULARY = 1 << 31
 _LONGEST_DOCUMENT = 1 << 26
 
 Bar = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None] | None]]
@@ -89,8 +90,8 @@ class _Preparation:
         pairs = job.format == "hdf5"
         self._check_options()
         self._check_place()
-        self.path = str(hub.resolve_tokenizer(job.tokenizer, announce=announce))
-        self.tokenizer = open_user_tokenizer(job.tokenizer, _NO_TOKENIZER_VOCABULARY, pairs=pairs)
+        self.path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
+        self.tokenizer = open_user_tokenizer(job.tokenizer, _ANY_VOCABULARY, pairs=pairs)
         self.source: Source = open_source(job.data)
         self.stamp = self.source.stamp()
         self.sentences = pairs or bool(job.options.get("split_sentences"))
@@ -108,6 +109,7 @@ class _Preparation:
             "tokenizer": self.tokenizer.digest,
             "options": dict(job.options),
         }
+        self.output = Output(job.output, job.format, self.identity)
 
     def run(self, force: bool) -> Outcome:
         with self.work.held():
@@ -117,24 +119,28 @@ class _Preparation:
                 # It was cut off between the files' last names.
                 facts = state["facts"]
             else:
-                found = self._what_is_there(force)
+                found = self.output.find(self._content, force=force)
                 if found is not None:
                     return Outcome(found, was_there=True)
                 facts = self._make(self._begin(state if same else None))
             with self.work.writing():
-                self._publish()
+                self.output.publish(self.work)
         return Outcome(facts, was_there=False)
 
     def _make(self, begin: Progress) -> Mapping[str, Any]:
         """Steps 1 and 2; returns the manifest."""
         expected = self._check_room()
-        alone = expected is not None and expected.bytes < _ALONE_BYTES
-        with Workers(self.path, alone=alone) as workers:
+        small = expected is not None and expected.bytes < _SMALL_BYTES
+        with Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
             progress = self._tokenize(workers, begin, expected)
-            with self.work.writing():
-                facts = self._facts(progress, self._finish(workers, progress))
         with self.work.writing():
-            self._complete(facts)
+            try:
+                facts = self._facts(progress, self._finish(progress))
+            except ConfigError:
+                self.work.clear()  # of too little text nothing can be made
+                raise
+            self.output.complete(self.work, facts)
+            self.work.save({"identity": self.identity, "complete": True, "facts": facts})
         cache.remember_content(cache.cache_root(), self.stamp, progress.read.digest)
         return facts
 
@@ -146,9 +152,7 @@ class _Preparation:
             if options["sequence_length"] < 1:
                 problems.append(f"--sequence-length ({options['sequence_length']}) must be at least 1")
         if self.job.format == "hdf5":
-            from shardwise.data.hdf5 import library
-
-            library()
+            hdf5_library()
             length, predictions = options["sequence_length"], options["max_predictions"]
             try:
                 chunk_room(length)
@@ -176,55 +180,6 @@ class _Preparation:
             self.work.clear()
         return Progress(Position(), Written())
 
-    def _what_is_there(self, force: bool) -> Mapping[str, Any] | None:
-        """The manifest of the output, where it is what the job would make.
-
-        Raises:
-            DataError: it is something else.
-        """
-        held, path = self._held(), self._manifest_path()
-        if not held:
-            return None
-        found = manifest.read_manifest(path)
-        if found is None and (path in held or self.job.format != "megatron"):
-            raise DataError(f"{held[0]} is there, and was not prepared here: remove it, or name another OUTPUT")
-        if force:
-            return None
-        if found is None:
-            raise DataError(f"{held[0]} is there: name another OUTPUT, or replace it by --force")
-        different = self._differences(found)
-        if not different:
-            return found
-        raise DataError(
-            f"{held[0]} was prepared from {found['source'].get('name')} with {found['tokenizer'].get('name')}, and now "
-            f"{listing(different)} {'is' if len(different) == 1 else 'are'} another: name another OUTPUT, or replace "
-            "it by --force"
-        )
-
-    def _differences(self, found: Mapping[str, Any]) -> list[str]:
-        """What is not as a manifest tells; the text is read only if all else is."""
-        own: dict[str, Any] = self.identity
-        made = found.get("identity")
-        if not isinstance(made, dict) or made.get("version") != own["version"]:
-            return ["the version of shardwise"]
-        different = ["the format"] if made.get("format") != own["format"] else []
-        different += ["the tokenizer"] if made.get("tokenizer") != own["tokenizer"] else []
-        if not different:
-            options, before = own["options"], found["options"]
-            different = [f"--{name.replace('_', '-')}" for name in options if options[name] != before.get(name)]
-        if not different and found["source"].get("sha256") != self._content():
-            different = ["the text"]
-        return different
-
-    def _held(self) -> list[Path]:
-        """What is at the output."""
-        output = self.job.output
-        if self.job.format == "megatron":
-            names = (Path(f"{output}{suffix}") for suffix in (".idx", ".bin", ".json"))
-            return [path for path in names if path.exists()]
-        is_empty = output.is_dir() and not any(output.iterdir())
-        return [output] if output.exists() and not is_empty else []
-
     def _content(self) -> str:
         """The digest of the source's text, which is read where nothing tells."""
         known = cache.known_content(cache.cache_root(), self.stamp)
@@ -244,14 +199,13 @@ class _Preparation:
         itemsize = written_dtype(self.tokenizer.vocab_size).itemsize
         needed = expected.tokens * itemsize + 32 * (expected.sentences + expected.documents)
         if job.format == "arrow":
-            needed += (
-                expected.tokens // job.options["sequence_length"] * arrow.row_bytes(job.options["sequence_length"])
-            )
+            length = job.options["sequence_length"]
+            needed += expected.tokens // length * arrow.row_bytes(length)
         if job.format == "hdf5":
             length, predictions = job.options["sequence_length"], job.options["max_predictions"]
             rows = expected.tokens // chunk_room(length) + expected.documents
             needed += rows * job.options["dupe_factor"] * hdf5.row_bytes(length, predictions)
-        space.check_room(needed, space.held_by(self.work.folder), job.output.parent, str(job.output), self.announce)
+        space.check_room(needed, space.held_by(self.work.folder), job.output, self.announce)
         return expected
 
     def _tokenize(self, workers: Workers, begin: Progress, expected: space.Expected | None) -> Progress:
@@ -277,11 +231,11 @@ class _Preparation:
     def _save(self, progress: Progress) -> None:
         self.work.save({"identity": self.identity, "complete": False, "progress": as_state(progress)})
 
-    def _finish(self, workers: Workers, progress: Progress) -> dict[str, Any]:
+    def _finish(self, progress: Progress) -> dict[str, Any]:
         """Step 2; returns what the manifest tells of it."""
         job, prefix = self.job, self.work.folder / PREFIX
-        dtype = written_dtype(self.tokenizer.vocab_size).name
         if job.format == "megatron":
+            dtype = written_dtype(self.tokenizer.vocab_size).name
             return {"dtype": dtype, "sequences": progress.written.sequences, "tokens": progress.written.tokens}
         output = self.work.output
         if job.format == "arrow":
@@ -293,7 +247,9 @@ class _Preparation:
         output.mkdir(exist_ok=True)
         shards = list(hdf5.shards(prefix, output, job.output.name, job.options["dupe_factor"], self._pair_options()))
         rows = 0
-        with self._bar("masking", sum(shard.bytes for shard in shards)) as advance:
+        total = sum(shard.bytes for shard in shards)
+        small = total < _SMALL_BYTES
+        with self._bar("masking", total) as advance, Workers.for_masking(len(shards), small=small) as workers:
             for shard, found in workers.each(hdf5.write_shard, shards):
                 rows += found
                 advance(shard.bytes)
@@ -336,33 +292,6 @@ class _Preparation:
             "options": dict(self.job.options),
             "identity": self.identity,
         }
-
-    def _manifest_path(self) -> Path:
-        output = self.job.output
-        return manifest.of_prefix(output) if self.job.format == "megatron" else manifest.of_folder(output)
-
-    def _complete(self, facts: Mapping[str, Any]) -> None:
-        """Writes the manifest where it will be published from; from then on nothing is left to do but that."""
-        folder = self.work.folder if self.job.format == "megatron" else self.work.output
-        path = folder / manifest.NAME
-        manifest.write_manifest(path, facts)
-        with path.open("ab") as file:
-            to_disk(file)
-        sync_folder(folder)
-        self.work.save({"identity": self.identity, "complete": True, "facts": facts})
-
-    def _publish(self) -> None:
-        folder, output = self.work.folder, self.job.output
-        if self.job.format != "megatron":
-            self.work.publish([(self.work.output, output)])
-            return
-        self.work.publish(
-            [
-                (folder / f"{PREFIX}.bin", Path(f"{output}.bin")),
-                (folder / manifest.NAME, self._manifest_path()),
-                (folder / f"{PREFIX}.idx", Path(f"{output}.idx")),
-            ]
-        )
 
     @contextlib.contextmanager
     def _bar(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:

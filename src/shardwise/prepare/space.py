@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,11 +40,13 @@ class Expected:
 
 def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Expected | None:
     """From the sizes of the files and the beginning of the text; None where no file tells."""
-    files = _files(data, source)
+    files: Sequence[Path] | None = getattr(source, "files", None)
+    exact = files is not None and not any(path.suffix in (*_PACKED, ".jsonl") for path in files)
     if files is None:
-        return None
+        if data.path is None:
+            return None
+        files = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
     total = sum(round(path.stat().st_size * _PACKED.get(path.suffix, 1.0)) for path in files)
-    exact = not any(path.suffix in (*_PACKED, ".jsonl") for path in files)
     digest = ContentDigest()
     pieces, characters = [], 0
     for piece in digest.watch(source.pieces()):
@@ -63,35 +65,25 @@ def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences:
     return Expected(total, exact, round(tokens * scale) + documents, round(len(texts) * scale) + documents, documents)
 
 
-def check_room(needed: int, held: int, folder: Path, name: str, announce: Callable[[str], None]) -> None:
-    """Tells what will be needed, `held` of which is there already.
+def check_room(needed: int, held: int, output: Path, announce: Callable[[str], None]) -> None:
+    """Tells what will be needed for `output`, `held` of which is there already.
 
     Raises:
         DataError: the disk has less.
     """
-    there = folder
+    there = output.absolute().parent
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
     missing = max(needed - held, 0)
     if missing > free and missing > _LEAST:
         raise DataError(
-            f"{folder} has {size(free)} free, and preparing {name} takes about {size(missing)}: make room, or name "
-            "another disk"
+            f"the disk of {there} ({size(free)} free) must have about {size(missing)} free for {output}: make room, or "
+            "name another place"
         )
-    announce(f"preparing {name}: takes about {size(missing)} of the {size(free)} that are free")
+    announce(f"preparing {output}: takes about {size(missing)} of the {size(free)} that are free")
 
 
 def held_by(folder: Path) -> int:
     """Bytes of the files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _files(data: DataConfig, source: Source) -> list[Path] | None:
-    files = getattr(source, "files", None)
-    if files is not None:
-        return list(files)
-    if data.path is None:
-        return None
-    path = Path(data.path).expanduser()
-    return [each for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file()]

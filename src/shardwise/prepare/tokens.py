@@ -165,7 +165,7 @@ class _Writer:
         tokens, sizes = rows
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
         ends = self._ends(batch, starts)
-        # The last token of each document that ends here, counted from the batch's first.
+        # The tokens of the batch before each end of a document.
         at = starts[ends]
         if self._cut.sentences:
             lengths, bounds = self._sentences(sizes, ends)

@@ -1,4 +1,4 @@
-"""Processes that tokenize and mask, several at once where the work is worth their start."""
+"""Where tokenizing and masking run: threads of this process, or processes of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TypeVar
@@ -22,35 +22,48 @@ from shardwise.launch.guard import die_with_parent
 Rows = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
-# Each has a copy of the tokenizer: with four of them all stay below 1 GiB together. More cores are theirs as threads.
+# One process makes arrays of the ids as fast as so many cores find them; threads share the tokenizer's caches.
+CORES_OF_A_PROCESS = 8
+# With four processes of their own all stay below 1 GiB together.
 _MOST = 4
 _tokenizer: Tokenizer | None = None
 
 
 class Workers:
-    """As many processes as there are cores, four at most, which share out the cores; none with `alone`.
+    """Threads or processes that share out tasks."""
 
-    tokenizer: the path of what `tokenize` uses.
-    """
+    def __init__(self, pool: Executor, count: int) -> None:
+        self._pool, self._count = pool, count
 
-    def __init__(self, tokenizer: str | None, *, alone: bool) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.count = 1 if alone else min(cores, _MOST)
-        self._pool: ProcessPoolExecutor | None = None
-        if alone:
-            _open(tokenizer)
-        else:
-            # Not forked: a library of this process may have threads, and these do not come along.
-            self._pool = ProcessPoolExecutor(
-                self.count, get_context("spawn"), _begin, (tokenizer, max(1, cores // self.count), os.getpid())
-            )
+    @classmethod
+    def for_tokenizing(cls, path: str, own: Tokenizer, *, small: bool) -> Workers:
+        """What `tokenize` runs in, on all cores: this process, unless they are many and the text is not small.
+
+        path, own: the tokenizer, and the same one opened. Two threads: one makes arrays while the other one's ids are
+        found, by the library's own threads on all cores.
+        """
+        if small or _cores() <= CORES_OF_A_PROCESS:
+            _use(own)
+            return cls(ThreadPoolExecutor(2), 2)
+        return cls._processes(min(_MOST, -(-_cores() // max(CORES_OF_A_PROCESS, 1))), path)
+
+    @classmethod
+    def for_masking(cls, tasks: int, *, small: bool) -> Workers:
+        """Processes, one for a task at most; a thread where there is little to do."""
+        count = 1 if small else min(_cores(), _MOST, tasks)
+        return cls._processes(count, None) if count > 1 else cls(ThreadPoolExecutor(1), 1)
+
+    @classmethod
+    def _processes(cls, count: int, path: str | None) -> Workers:
+        # Not forked: a library of this process may have threads, and these do not come along.
+        start = (path, max(1, _cores() // count), os.getpid())
+        return cls(ProcessPoolExecutor(count, get_context("spawn"), _begin, start), count)
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     def each(self, call: Callable[[_Task], _Result], tasks: Iterable[_Task]) -> Iterator[tuple[_Task, _Result]]:
         """Each task and what the call makes of it, in order; few tasks are under way at once.
@@ -58,15 +71,11 @@ class Workers:
         Raises:
             RunError: a process has ended.
         """
-        if self._pool is None:
-            for task in tasks:
-                yield task, call(task)
-            return
         under_way: deque[tuple[_Task, Future[_Result]]] = deque()
         try:
             for task in tasks:
                 under_way.append((task, self._pool.submit(call, task)))
-                while len(under_way) > 2 * self.count or (under_way and under_way[0][1].done()):
+                while len(under_way) > 2 * self._count or (under_way and under_way[0][1].done()):
                     first, future = under_way.popleft()
                     yield first, future.result()
             while under_way:
@@ -85,16 +94,21 @@ def tokenize(texts: list[str], literally: bool) -> Rows:
     return _tokenizer.encode_rows(texts, literally=literally)
 
 
-def _open(tokenizer: str | None) -> None:
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _use(tokenizer: Tokenizer) -> None:
     global _tokenizer
-    _tokenizer = None if tokenizer is None else Tokenizer.load(tokenizer)
+    _tokenizer = tokenizer
 
 
-def _begin(tokenizer: str | None, threads: int, parent: int) -> None:
+def _begin(path: str | None, threads: int, parent: int) -> None:
     """In a new process."""
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent tells of it
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
-    _open(tokenizer)
+    if path is not None:
+        _use(Tokenizer.load(path))

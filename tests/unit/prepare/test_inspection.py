@@ -91,6 +91,15 @@ def test_arrow_of_text_and_of_parts(tmp_path: Path) -> None:
     found = looked(tmp_path / "parts")
     assert ("rows", "train 2, test 1") in found.rows
     assert [sample.text for sample in found.samples] == ["one", "three"]
+    named = looked(next((tmp_path / "parts" / "test").glob("*.arrow")))
+    assert ("rows", "1") in named.rows
+    ragged = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [], [4]]})
+    ragged.save_to_disk(str(tmp_path / "ragged"))
+    found = looked(tmp_path / "ragged")
+    assert found.lengths is not None
+    assert (found.lengths.least, found.lengths.most) == (0, 3)
+    assert [sample.ids for sample in found.samples] == [[1, 2, 3], []]
+    assert ("ids", "1 … 4") in found.rows
     (tmp_path / "parts" / "train" / "state.json").unlink()
     with pytest.raises(DataError, match="cannot be opened as an arrow folder"):
         looked(tmp_path / "parts")

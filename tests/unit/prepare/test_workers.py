@@ -1,0 +1,21 @@
+"""Tasks that processes share out."""
+
+import os
+
+import pytest
+
+from shardwise.errors import RunError
+from shardwise.prepare.workers import Workers
+
+
+def test_results_come_in_the_order_of_tasks() -> None:
+    with Workers._processes(2, None) as workers:
+        assert list(workers.each(abs, range(-20, 0))) == [(task, -task) for task in range(-20, 0)]
+
+
+def test_a_process_that_ends_is_told_of() -> None:
+    with (
+        Workers._processes(1, None) as workers,
+        pytest.raises(RunError, match="a process that prepares data has ended before its time"),
+    ):
+        list(workers.each(os._exit, [3]))
