@@ -23,6 +23,7 @@ SECTIONS = {
     "dropout": "dropout in both modes, and recompute: time and memory",
     "checkpoint": "saving and loading against plain writes and copies",
     "data_prepare": "data prepare of 100 MB beside the bare batch encoder (slow: only when named)",
+    "data_reading": "opening, indexing and reading data, and what the quickstart waits for them",
     "start_up": "what commands take before they do what they are for",
     "memory": "optimizer state and peak memory against their formulas",
     "precision": "the quickstart in float32, mixed and bfloat16 (slow: only when named)",

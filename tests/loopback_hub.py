@@ -1,4 +1,4 @@
-"""A hub on the loopback interface: the part of huggingface.co's API that `huggingface_hub` uses to fetch a model."""
+"""A hub on the loopback interface: the part of huggingface.co's API that fetches models and data sets."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_do_not_tell_anyone"
 Files = dict[str, dict[str, bytes]]
+_OURS = ("/api/models/acme/", "/api/datasets/acme/", "/acme/", "/datasets/acme/")
 
 
 @dataclass
 class Site:
     """acme/tiny is open; acme/gated and acme/private ask for `TOKEN`; acme/broken fails. All have the same files.
+
+    Each is a model and a data set.
 
     files: contents by name, of each revision. requests: all so far.
     """
@@ -34,7 +38,8 @@ class Site:
     @property
     def fetched(self) -> list[str]:
         """Files that went over the wire, in order."""
-        return [request.split("/", 5)[-1] for request in self.requests if request.startswith("GET /acme/")]
+        gets = [request.removeprefix("GET ").removeprefix("/datasets") for request in self.requests]
+        return [request.split("/", 5)[-1] for request in gets if request.startswith("/acme/")]
 
 
 @contextmanager
@@ -64,8 +69,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.answer()
 
+    def do_POST(self) -> None:
+        self.answer()
+
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.site.requests.append(f"{self.command} {path}")
         token = self.headers.get("Authorization")
         if path == "/api/agent-harnesses":  # the client's own affair, once a day
@@ -74,18 +83,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.reply(500)
         elif token not in (None, f"Bearer {TOKEN}"):
             self.reply(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
-        elif ("acme/private" in path and token is None) or not path.startswith(("/api/models/acme/", "/acme/")):
+        elif ("acme/private" in path and token is None) or not path.startswith(_OURS):
             self.reply(401, {"X-Error-Code": "RepoNotFound"})
-        elif path.startswith("/api/models/"):
-            self.metadata(path.removeprefix("/api/models/").split("/"))
+        elif path.startswith("/api/"):
+            self.metadata(path.split("/")[3:], content)
         elif "acme/gated" in path and token is None:
             self.reply(401, {"X-Error-Code": "GatedRepo"})
         else:
-            self.file(path.removeprefix("/").split("/", 4))
+            self.file(path.removeprefix("/datasets").removeprefix("/").split("/", 4))
 
-    def metadata(self, parts: list[str]) -> None:
-        """`owner/name[/revision/REVISION]` or `owner/name/tree/COMMIT`."""
-        files, kind, revision = self.site.files, parts[2:3], "/".join(parts[3:]) or "main"
+    def metadata(self, parts: list[str], asked: bytes) -> None:
+        """`owner/name[/revision/REVISION]`, `owner/name/tree/COMMIT[/FOLDER]` or `owner/name/paths-info/COMMIT`."""
+        files, kind, revision, folder = self.site.files, parts[2:3], *["/".join(parts[3:4]) or "main", parts[4:]]
         found = [name for name in files if revision in (name, self.site.commit(name))]
         if not found:
             self.reply(404, {"X-Error-Code": "RevisionNotFound"})
@@ -99,18 +108,25 @@ class _Handler(BaseHTTPRequestHandler):
             "private": False,
         }
         if kind == ["tree"]:
-            answer = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in contents.items()
-            ]
+            answer = _listed(contents, "/".join(folder))
+        elif kind == ["paths-info"]:
+            wanted = parse_qs(asked.decode())["paths"]
+            answer = [each for each in _listed(contents) if each["path"] in wanted]
         self.reply(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
     def file(self, parts: list[str]) -> None:
         """`owner/name/resolve/COMMIT/file`."""
         commit, name = parts[3], parts[4]
+        if not any(name in held for revision, held in self.site.files.items() if self.site.commit(revision) == commit):
+            self.reply(404, {"X-Error-Code": "EntryNotFound"})
+            return
         content = next(held[name] for revision, held in self.site.files.items() if self.site.commit(revision) == commit)
-        tag = hashlib.sha1(content).hexdigest()
-        self.reply(200, {"ETag": f'"{tag}"', "X-Repo-Commit": commit}, content)
+        headers = {"ETag": f'"{_git_hash(content)}"', "X-Repo-Commit": commit}
+        if asked := self.headers.get("Range"):
+            first, last = (int(number) for number in asked.removeprefix("bytes=").split("-"))
+            self.reply(206, headers, content[first : last + 1])
+        else:
+            self.reply(200, headers, content)
 
     def reply(self, status: int, headers: dict[str, str] | None = None, content: bytes = b"") -> None:
         self.send_response(status)
@@ -125,6 +141,24 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing on the terminal."""
 
 
+def _listed(contents: dict[str, bytes], folder: str = "") -> list[dict[str, Any]]:
+    """Files and folders below `folder`, as the hub lists them recursively."""
+    inside = {name: content for name, content in contents.items() if name.startswith(f"{folder}/" if folder else "")}
+    folders = {str(parent) for name in inside for parent in PurePosixPath(name).parents} - {".", folder}
+    return [
+        *({"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in sorted(folders)),
+        *(
+            {"type": "file", "path": name, "size": len(content), "oid": _git_hash(content)}
+            for name, content in inside.items()
+        ),
+    ]
+
+
+def _git_hash(content: bytes) -> str:
+    """What the hub calls a file that is not large."""
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
 def user_of(site: str, home: str) -> dict[str, str]:
     """Environment of a user of that site: nothing of the real hub's, a cache of their own."""
     return {
@@ -133,5 +167,6 @@ def user_of(site: str, home: str) -> dict[str, str]:
         "HF_HUB_CACHE": f"{home}/hub",
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_OFFLINE": "0",
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
         "NO_PROXY": "*",
     }

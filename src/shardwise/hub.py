@@ -1,4 +1,4 @@
-"""Where weights and tokenizers come from: this machine, or a hub id, fetched once into Hugging Face's cache.
+"""Where weights, tokenizers and data sets come from: this machine, or a hub id, fetched once into Hugging Face's cache.
 
 A hub id is fetched by the launching process and then opened from the cache. Only safetensors, JSON and tokenizer files
 are fetched: a pickle is never opened. The token that gated repositories need stays where `huggingface_hub` reads it
@@ -7,6 +7,7 @@ are fetched: a pickle is never opened. The token that gated repositories need st
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.errors import ConfigError, listing, nearest_name
@@ -27,10 +29,13 @@ _TOKENIZER_FILES = (
 BESIDE_WEIGHTS = ("generation_config.json", *_TOKENIZER_FILES)
 """What a model's folder has beside its weights and config.json."""
 _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
+# What a data set's repository has beside its data: how many configurations there are, and which files are whose.
+_DATA_CARD = ("README.md", ".gitattributes")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # As the hub has them: owner/name, or the name alone of its oldest models.
 _ID = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
 _LONGEST_ID = 96
+_SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _SHOWN = 6
 
 
@@ -101,8 +106,74 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
         is_there=holds_tokenizer,
         lacking=lambda names: without_tokenizer(key, names),
         check=check,
+        verified=True,
     )  # fmt: skip
     return _from_cache(wanted) if cached else _fetch(wanted, announce)
+
+
+def resolve_dataset(
+    named: str, *, built_in: Iterable[str], cached: bool = False, announce: Callable[[str], None] | None = None
+) -> tuple[str, Path]:
+    """The repository that `data.dataset` names, and the folder of its newest commit, whose name is the commit's.
+
+    The folder has what was fetched of the data so far; this fetches none. `@` and the rest are as in
+    `resolve_tokenizer`. `built_in`: names of texts that come with this package, one of which may have been meant.
+
+    Raises:
+        ConfigError: no such repository or revision, or no access to it.
+    """
+    repository, at, revision = named.partition("@")
+    key = f"data.dataset ({named})"
+    near = nearest_name(repository, built_in)
+    hint = f"; did you mean data.dataset={near}?" if near else ""
+    path = Path(named).expanduser()
+    if path.exists() and "/" in named:
+        raise ConfigError(f"{key} must be {listing(built_in, 'or')} or a hub id, it is a path: set data.path={named}")
+    missing = f"{key} must be {listing(built_in, 'or')} or a hub id, and a path is named by data.path"
+    if len(repository) > _LONGEST_ID or not _ID.fullmatch(repository):
+        raise ConfigError(f"{missing}: a hub id reads owner/name, of letters, digits, '-', '_' and '.'{hint}")
+    if at and not revision:
+        raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
+    wanted = _Wanted(
+        "data.dataset", repository, revision or None, "the revision of data.dataset", _DATA_CARD,
+        is_there=lambda names: True,
+        lacking=lambda names: "",
+        check=lambda folder: None,
+        repo_type="dataset",
+        hint=hint,
+        verified=True,
+    )  # fmt: skip
+    return repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
+
+
+def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
+    """Deletes files of a commit's folder in the cache that are not as they were fetched; they are fetched again.
+
+    The hub's client looks whether a file is there and at nothing else. Its cache calls a file's content by its hash:
+    SHA-256 of large files, that of git of others; what is called otherwise is taken as it is.
+    """
+    damaged = []
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        content = path.resolve()
+        if path.is_file() and content.name != _hash_like(content):
+            damaged.append(path)
+            content.unlink()
+            path.unlink(missing_ok=True)
+    return damaged
+
+
+def _hash_like(content: Path) -> str:
+    """The hash of a file, of the kind that its name is; its name where that is none."""
+    if _SHA256.fullmatch(content.name):
+        digest = hashlib.sha256()
+    elif _GIT.fullmatch(content.name):
+        digest = hashlib.sha1(f"blob {content.stat().st_size}\0".encode(), usedforsecurity=False)
+    else:
+        return content.name
+    with content.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def holds_tokenizer(names: Collection[str]) -> bool:
@@ -225,6 +296,8 @@ class _Wanted:
     Attributes:
         key: what names it. revision_key: what names its revision. patterns: the files to fetch. is_there: whether files
         of these names are enough; lacking: why they are not. check: ConfigError where a folder is not complete.
+        repo_type: the hub's word for what the repository holds. hint: what else may have been meant. verified: files
+        are so small that all that the cache has are read, and fetched again where they are damaged.
     """
 
     key: str
@@ -235,6 +308,14 @@ class _Wanted:
     is_there: Callable[[Collection[str]], bool]
     lacking: Callable[[Collection[str]], str]
     check: Callable[[Path], object]
+    repo_type: Literal["model", "dataset"] = "model"
+    hint: str = ""
+    verified: bool = False
+
+    @property
+    def page(self) -> str:
+        """Its page, below the hub's address."""
+        return self.repository if self.repo_type == "model" else f"datasets/{self.repository}"
 
     @property
     def named(self) -> str:
@@ -244,8 +325,8 @@ class _Wanted:
         from huggingface_hub import snapshot_download
 
         folder = snapshot_download(
-            self.repository, revision=self.revision, allow_patterns=[*self.patterns], ignore_patterns=["*/*"],
-            local_files_only=local_files_only,
+            self.repository, repo_type=self.repo_type, revision=self.revision, allow_patterns=[*self.patterns],
+            ignore_patterns=["*/*"], local_files_only=local_files_only,
         )  # fmt: skip
         return Path(folder)
 
@@ -276,8 +357,9 @@ def _fetch(wanted: _Wanted, announce: Callable[[str], None] | None) -> Path:
     site = _site(constants.ENDPOINT)
     try:
         folder = wanted.download(local_files_only=True)
+        damaged = drop_damaged(folder, wanted.patterns) if wanted.verified else []
         wanted.check(folder)
-        if wanted.revision == folder.name:
+        if wanted.revision == folder.name and not damaged:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:
@@ -286,7 +368,7 @@ def _fetch(wanted: _Wanted, announce: Callable[[str], None] | None) -> Path:
     try:
         folder = wanted.download()
         if not wanted.is_there(_names(folder)):
-            names = HfApi().list_repo_files(wanted.repository, revision=folder.name)
+            names = HfApi().list_repo_files(wanted.repository, revision=folder.name, repo_type=wanted.repo_type)
             raise ConfigError(wanted.lacking([name for name in names if "/" not in name]))
     except ConfigError:
         raise
@@ -319,7 +401,7 @@ def _refusal(error: Exception, wanted: _Wanted, site: str) -> str:
 
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
         error = error.__cause__
-    page, tokens = f"{site}/{wanted.repository}", f"{site}/settings/tokens"
+    page, tokens = f"{site}/{wanted.page}", f"{site}/settings/tokens"
     key = f"{wanted.key} ({wanted.named})"
     if isinstance(error, GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set HF_TOKEN to a token of that account ({tokens})"
@@ -329,16 +411,21 @@ def _refusal(error: Exception, wanted: _Wanted, site: str) -> str:
             f"see {page}"
         )
     if isinstance(error, RepositoryNotFoundError):
+        nowhere = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
+        if wanted.repo_type == "dataset":
+            nowhere = f"on {site} there is no such data set"
         return (
-            f"{key}: there is no such folder in {Path.cwd()}, and on {site} no such repository that this account may "
-            f"read: check the name, or accept the licence on {page} and set HF_TOKEN to a token of that account "
-            f"({tokens})"
+            f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
+            f"HF_TOKEN to a token of that account ({tokens}){wanted.hint}"
         )
     if isinstance(error, LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
+        use = f"set {wanted.key} to the folder"
+        if wanted.repo_type == "dataset":
+            use = f"set data.path to its files, or share the cache by HF_HOME{wanted.hint}"
         return (
             f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
-            f"there is access (`hf download`), and set {wanted.key} to the folder"
+            f"there is access (`hf download`), and {use}"
         )
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code

@@ -338,7 +338,7 @@ def roundtrip(mode: str) -> list[Any]:
     state.seek(0)
     made[1].model.load_state_dict(weights)
     made[1].optimizer.load_state_dict(torch.load(state, weights_only=True))
-    batches = [made[0].batches.local_batch(24 + 8 * i, 8, mesh.dp.rank, mesh.dp.size, 2) for i in range(3)]
+    batches = [made[0].feed.at(24 + 8 * i) for i in range(3)]
     for trainer in made:
         for batch in batches:
             trainer._forward_backward(batch, trainer._counted(batch))

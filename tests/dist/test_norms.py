@@ -18,8 +18,7 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[
     config = make_config(**sections)
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
-    batch = config.train
-    micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
+    micro_batches = trainer.feed.at(0)
     counted = trainer._counted(micro_batches)
     trainer._forward_backward(micro_batches, counted)
     meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]

@@ -60,7 +60,7 @@ def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pai
         tokens.append((tokens[-1] * 7 + 3) % vocabulary if noise < 0.8 else int(noise * 1000) % vocabulary)
     row = np.asarray(tokens, dtype=np.uint16)
     evaluation = row[: 8 * length + 1]
-    data = PreparedText(Path(), row, evaluation, "test", vocabulary, "test")
+    data = PreparedText(Path(), row, evaluation, row[:0], "test", vocabulary, "test")
     if not pairs:
         return data
     parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
@@ -97,8 +97,7 @@ def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = 
         _uncount(trainer.batches)
     before = trainer.evaluate()
     weights = {n: t.clone() for n, t in canonical_weights(trainer.model).items()}
-    batch = config.train
-    micro_batches = trainer.batches.local_batch(0, batch.global_batch, mesh.dp.rank, mesh.dp.size, batch.micro_batch)
+    micro_batches = trainer.feed.at(0)
     trainer._forward_backward(micro_batches, trainer._counted(micro_batches))
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     trainer.optimizer.zero_grad()

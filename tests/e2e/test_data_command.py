@@ -45,6 +45,21 @@ def losses(run: Path) -> list[float]:
     return [event["loss"] for event in metrics(run, "step")]
 
 
+def test_text_to_arrow_to_gpt2(at: Path) -> None:
+    """The tutorials' first way: text becomes blocks of tokens, which a GPT-2 reads; another tokenizer is refused."""
+    given = ("--format", "arrow", "--tokenizer", "vocabulary", "--sequence-length", "32")
+    prepared(at, "a.jsonl", "blocks", *given)
+    run = ("model.vocab_size=64", "data.path=blocks", "train.sequence_length=32")
+    shardwise("train", "gpt-tiny", *TRAIN, *run, "data.tokenizer=vocabulary", "--run-dir", "arrow", at=at).succeeded()
+    assert len(losses(at / "arrow")) == 3
+    (at / "other").mkdir(exist_ok=True)
+    lines = (at / "vocabulary" / "vocab.txt").read_text().splitlines()
+    (at / "other" / "vocab.txt").write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
+    said = shardwise("train", "gpt-tiny", *TRAIN, *run, "data.tokenizer=other", "--run-dir", "no", at=at).failed(2)
+    assert "data.tokenizer (other, " in said, said
+    assert "manifest.json" in said, said
+
+
 def test_text_to_megatron_to_a_blend(at: Path) -> None:
     """The tutorials' third way: two texts become .bin and .idx, which a GPT reads in proportions."""
     for source, prefix in (("a.jsonl", "a"), ("b.txt", "b")):

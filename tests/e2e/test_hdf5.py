@@ -1,15 +1,13 @@
 """BERT's HDF5 shards from the command line: trained on, gone on with, evaluated; what is wrong is one sentence."""
 
 import re
-import shlex
-import sys
 from pathlib import Path
 
 import h5py
 import pytest
 
-from tests.arch.source import ROOT
 from tests.e2e.command import metrics, shardwise
+from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 from tests.e2e.test_megatron import losses
 from tests.unit.data.hdf5_shards import arrays, write
@@ -77,12 +75,4 @@ def test_what_is_wrong_is_one_sentence(at: Path) -> None:
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     """docs/data.md: its program makes the shards that its commands read."""
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## BERT's")[2].partition("\n## ")[0]
-    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (commands,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "write.py").write_text(program, encoding="utf-8")
-    written = shardwise("write.py", at=tmp_path, program=(sys.executable,))
-    assert (written.code, written.err) == (0, "")
-    for line in commands.splitlines():
-        done = shardwise(*shlex.split(line)[1:], at=tmp_path)
-        assert done.code == 0, f"{line}\n{done.err}"
+    run_section("BERT's", tmp_path)

@@ -1,8 +1,5 @@
 """Megatron's data sets from the command line: trained on, gone on with, evaluated; what needs a tokenizer says so."""
 
-import re
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +8,8 @@ import pytest
 
 from shardwise.data.indexed import IndexedWriter
 from shardwise.data.tokenizer import train_tokenizer
-from tests.arch.source import ROOT
 from tests.e2e.command import Outcome, metrics, shardwise
+from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 
 WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
@@ -138,12 +135,5 @@ def test_a_token_beyond_the_vocabulary_is_named(data: Data) -> None:
 @pytest.mark.slow
 def test_the_page_runs(tmp_path: Path) -> None:
     """docs/data.md: its program makes the data that its commands read."""
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition("## Megatron's")[2].partition("\n## ")[0]
-    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (commands,) = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "write.py").write_text(program, encoding="utf-8")
-    written = shardwise("write.py", at=tmp_path, program=(sys.executable,))
-    assert written.out == "201 [  1   2   3   4   5 511] [2 4]\n", written.err
-    for line in commands.splitlines():
-        done = shardwise(*shlex.split(line)[1:], at=tmp_path)
-        assert done.code == 0, f"{line}\n{done.err}"
+    written, _ = run_section("Megatron's", tmp_path)
+    assert written.out == "201 [  1   2   3   4   5 511] [2 4]\n"

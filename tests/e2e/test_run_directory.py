@@ -85,7 +85,7 @@ def test_every_rank_has_its_own_lines(trained: Trained) -> None:
     for rank in (0, 1):
         lines = json_lines(trained.run / f"ranks/rank-000{rank}.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3, 4]
-        assert all(set(line) == {"step", "step_seconds", "peak_memory_bytes"} for line in lines)
+        assert all(set(line) == {"step", "step_seconds", "input_seconds", "peak_memory_bytes"} for line in lines)
 
 
 def test_results(trained: Trained) -> None:

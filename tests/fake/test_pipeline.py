@@ -90,7 +90,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
     mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device="cpu")
     assert mesh.pp.rank == rank
     row = np.zeros(config.train.sequence_length * config.train.global_batch + 1, dtype=np.uint16)
-    data = PreparedText(Path(), row, row[:0], "zeros", config.model.vocab_size, "zeros")
+    data = PreparedText(Path(), row, row[:0], row[:0], "zeros", config.model.vocab_size, "zeros")
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer = build_trainer(config, layout, mesh, data)
         execution = trainer.execution

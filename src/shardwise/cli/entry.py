@@ -20,7 +20,7 @@ COMMANDS = {
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",
     "checkpoint": "inspect, verify, compare and prune checkpoints",
-    "data": "prepare data for training, and look at data",
+    "data": "fetch data, prepare them for training, and look at them",
     "recipes": "list the shipped recipes, print one, or copy one to edit",
 }
 

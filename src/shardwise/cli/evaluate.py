@@ -120,10 +120,11 @@ def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> P
 
 
 def _prepare(config: Config, folder: ModelFolder, announce: Any) -> None:
-    from shardwise.data import prepare
+    from shardwise.data import fetch_dataset, prepare
 
     if config.data.tokenizer is not None:
         open_tokenizer(config, folder, announce=announce)
+    fetch_dataset(config.data, announce)
     prepare(config, announce=announce, any_size=True)
 
 

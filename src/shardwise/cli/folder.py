@@ -17,7 +17,7 @@ from shardwise.cli.checkpoint import places
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import OwnConfig
-from shardwise.data import Tokenizer, reads_indexed, reads_shards
+from shardwise.data import Tokenizer, reads_datasets, reads_indexed, reads_shards
 from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.store.chunks import read_whole
 from shardwise.store.manifest import MANIFEST, Manifest
@@ -33,6 +33,8 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
 # Keys that name the data: those of a command replace those of the run.
 _SOURCES = ("dataset", "path", "blend")
+# What a run says of its own data, and of no others.
+_OF_SOURCE = ("config", "streaming", "shuffle_buffer")
 # Keys of a run that say how its model reads text.
 _RUN_KEYS = {"train": ("sequence_length", "micro_batch", "seed"), "precision": ("mode",)}
 _LONGEST = 1024
@@ -207,12 +209,15 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if named:
         for key in {"path", "blend"} - named:
             data[key] = None
-        if "format" not in chosen and data.get("format") in ("megatron", "hdf5"):
+        if "format" not in chosen and data.get("format") in ("megatron", "hdf5", "datasets"):
             data["format"] = "auto"
+        for key in set(_OF_SOURCE) - set(chosen):
+            data.pop(key, None)
     if chosen.get("tokenizer") is None:
         data["tokenizer"] = None if folder.tokenizer is None else str(folder.tokenizer)
     config = config_from(sections)
-    if config.data.tokenizer is None and not (reads_indexed(config.data) or reads_shards(config.data)):
+    may_hold_tokens = reads_indexed(config.data) or reads_shards(config.data) or reads_datasets(config.data)
+    if config.data.tokenizer is None and not may_hold_tokens:
         raise _without_tokenizer(folder)
     return config
 

@@ -8,16 +8,17 @@ from shardwise.config import Config
 
 
 def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> None:
-    """Fetch what `checkpoint.load` and `data.tokenizer` name, where it is a hub id, and tokenize the data; each once.
+    """Fetch what configuration keys name by a hub id, and tokenize the data; each once.
 
     Raises:
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
     from shardwise import hub
-    from shardwise.data import prepare
+    from shardwise.data import fetch_dataset, prepare
 
     if config.checkpoint.load is not None and not hub.is_url(config.checkpoint.load):
         hub.resolve(config.checkpoint.load, config.checkpoint.revision, announce=announce)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
+    fetch_dataset(config.data, announce)
     prepare(config, announce=announce)

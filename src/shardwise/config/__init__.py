@@ -7,6 +7,7 @@ from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.resumption import resume_changes, resume_problems
 from shardwise.config.root import Config
 from shardwise.config.sections import (
+    BUILT_IN_TEXTS,
     CheckpointConfig,
     DataConfig,
     DropoutMode,
@@ -23,6 +24,7 @@ from shardwise.config.sections import (
 from shardwise.config.text import dump_yaml, parse_yaml
 
 __all__ = [
+    "BUILT_IN_TEXTS",
     "BertConfig",
     "CheckpointConfig",
     "Config",

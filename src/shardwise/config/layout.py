@@ -123,7 +123,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
         micro_batches = None if problems else train.global_batch // (train.micro_batch * data)
     problems += composition_problems(config) + pipeline_problems(config, micro_batches)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
-    problems += _resume_problems(config) + _trace_problems(config, is_new)
+    problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
     if problems:
         raise ConfigError(problems)
     return Layout(world, tensor, sequence, pipeline, parallel.stages_per_rank)
@@ -144,6 +144,23 @@ def _trace_problems(config: Config, is_new: bool) -> list[str]:
         ]
     if resume != "auto" and steps[-1] <= resume < last:
         return [f"{trace} must have a step after checkpoint.resume ({resume}): set log.trace={resume + 1}:{resume + 2}"]
+    return []
+
+
+def _document_problems(config: Config) -> list[str]:
+    """What the end of a document changes is for families that predict the next token."""
+    data, model, keys = config.data, config.model, config.data.document_options
+    if "mlm" in model.objectives:
+        return [f"{key} (true) must be false with model.family {model.family}, which masks tokens" for key in keys]
+    if data.eod_token is None:
+        return []
+    if not keys:
+        return [
+            f"data.eod_token ({data.eod_token}) must be left out unless one of data.eod_mask_loss, "
+            "data.reset_position_ids and data.reset_attention_mask is true"
+        ]
+    if data.eod_token >= model.vocab_size:
+        return [f"data.eod_token ({data.eod_token}) must be below model.vocab_size ({model.vocab_size})"]
     return []
 
 

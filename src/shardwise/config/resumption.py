@@ -10,6 +10,7 @@ from shardwise.config.load import config_from
 from shardwise.errors import ConfigError
 
 _FIXED_SECTIONS = ("model", "data")
+_FREE_KEYS = ("data.workers",)
 _FIXED_KEYS = ("train.seed", "train.sequence_length", "train.dropout_mode", "optimizer.name")
 
 
@@ -54,7 +55,7 @@ def _differences(
     """(key, value then, value now), in the order of the new configuration."""
     then, now = dict(_leaves(stored)), dict(_leaves(new))
     for key in dict.fromkeys([*now, *then]):
-        is_fixed = key.partition(".")[0] in _FIXED_SECTIONS or key in _FIXED_KEYS
+        is_fixed = key in _FIXED_KEYS or (key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_KEYS)
         if is_fixed == fixed and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
 

@@ -226,6 +226,8 @@ def _core(case: Case) -> tuple[int, int, int]:
         padding_mask = a * case.tokens if isinstance(model, BertConfig) else 0
         return qkv + rotated, qkv + rotated, log_sum_exp + padding_mask
     masks = case.config.train.sequence_length**2 if model.causal else case.tokens
+    if case.config.data.reset_attention_mask:
+        masks = 0  # of all blocks one, which is added
     inside = (_FLOAT32 + 1 + a) * case.probabilities + masks + query
     rotated_key = key_value if model.rotary_dim else 0
     if local.query != local.key_value:

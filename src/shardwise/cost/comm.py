@@ -1,8 +1,8 @@
 """Bytes that one rank puts on the wire in an optimizer step, collective by collective.
 
 Legend: see `cost/case.py`. A collective over n ranks on a whole tensor of b bytes costs each rank 2·b·(n-1)/n
-(all-reduce) or b·(n-1)/n (all-gather, reduce-scatter): the ring algorithm's volume, whatever the backend really does.
-A message from one rank to another costs the sender its b bytes.
+(all-reduce) or b·(n-1)/n (all-gather, reduce-scatter, broadcast): the ring algorithm's volume, whatever the backend
+really does. A message from one rank to another costs the sender its b bytes.
 
 Axes are named as the groups in `comm.py`: "tp", "dp", "pp", "world", "tp/c" for the c neighbouring ranks that hold the
 same key/value heads, and "pp/ends" for the two that hold a tied embedding, where these are not all of "pp".
@@ -20,9 +20,9 @@ from shardwise.cost.case import Case
 from shardwise.cost.params import DTYPE_BYTES, local_parameters
 from shardwise.cost.stages import rank_of
 
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 
-_FLOAT32, _FLOAT64 = 4, 8
+_FLOAT32, _FLOAT64, _INT64 = 4, 8, 8
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,20 @@ def _forward(case: Case) -> list[Transfer]:
     """What this rank's stages do, and x from each of them to the next, where another rank has that."""
     embedding = _embedding(case) if case.has_first else []
     head = _head(case) if case.has_last else []
-    return embedding + _blocks(case) + head + _messages(case, 1, "outputs of stages")
+    return [_samples(case), *embedding, *_blocks(case), *head, *_messages(case, 1, "outputs of stages")]
+
+
+def _samples(case: Case) -> Transfer:
+    """What one rank reads for all of its tensor-parallel group: ids and targets [T], or BERT's ids, types and mask [T]
+    with positions and targets [P·B] and labels [B]; two rows for documents within a sample, [T]; counted targets [K].
+    """
+    model, data = case.model, case.config.data
+    if isinstance(model, BertConfig):
+        numbers = 3 * case.tokens + 2 * case.predicted + case.config.train.micro_batch
+    else:
+        numbers = (2 + data.reset_position_ids + data.reset_attention_mask) * case.tokens
+    size = _INT64 * (numbers + len(model.objectives))
+    return Transfer("tp", "broadcast", case.layout.tensor, size, 1, "token ids and targets")
 
 
 def _messages(case: Case, step: int, what: str) -> list[Transfer]:

@@ -130,7 +130,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     blocks = block_stack(case, len(stage.layers))
     embedding = _embedding_activations(case) if stage.is_first else 0
     last = _last_activations(case) if stage.is_last else 0
-    kept = blocks.kept + embedding + last
+    kept = blocks.kept + embedding + last + _document_tables(case)
     received = 0
     if not stage.is_first and (block_activations(case).saves_input or case.config.train.recompute == "full"):
         received = _boundary(case)
@@ -222,6 +222,20 @@ def _last_activations(case: Case) -> int:
         case _:
             norm = layer_norm_bytes(case)
     return norm + case.a * case.tokens_between * case.model.hidden_size
+
+
+def _document_tables(case: Case) -> int:
+    """What all blocks of a stage share where documents end within a sample.
+
+    The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's own position, [T·r].
+
+    Attention that goes step by step keeps no mask that is added, unless recompute will need it again.
+    """
+    data, train, model = case.config.data, case.config.train, case.model
+    masked = data.reset_attention_mask and not (case.attends_step_by_step and train.recompute == "none")
+    mask = train.micro_batch * train.sequence_length**2 if masked else 0
+    turns = case.tokens * model.rotary_dim if data.reset_position_ids else 0
+    return case.a * (mask + turns)
 
 
 def _loss(case: Case) -> int:

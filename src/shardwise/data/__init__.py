@@ -1,10 +1,11 @@
-"""Data: text becomes tokens once, and tokens become the same batches at any layout. numpy, tokenizers and h5py only."""
+"""Data: text becomes tokens once, and tokens become the same batches at any layout. no torch."""
 
 from shardwise.data.batch import IGNORE, Batch, Batches
 from shardwise.data.blend import BlendedBatches
 from shardwise.data.build import make_batches, make_evaluation
 from shardwise.data.documents import DocumentBatches
 from shardwise.data.hdf5 import PreparedShards, ShardBatches, reads_shards
+from shardwise.data.huggingface import fetch_dataset, reads_datasets
 from shardwise.data.indexed import IndexedFile, IndexedWriter
 from shardwise.data.megatron import PreparedDocuments, reads_indexed
 from shardwise.data.pairs import SentencePairBatches
@@ -12,6 +13,7 @@ from shardwise.data.preparation import prepare
 from shardwise.data.prepared import PreparedData, PreparedText
 from shardwise.data.sampler import Sampler
 from shardwise.data.sentences import Sentences
+from shardwise.data.streaming import StreamBatches
 from shardwise.data.tokenizer import PairTokens, Tokenizer, special_token_ids
 from shardwise.data.tokens import TokenBatches
 
@@ -32,11 +34,14 @@ __all__ = [
     "SentencePairBatches",
     "Sentences",
     "ShardBatches",
+    "StreamBatches",
     "TokenBatches",
     "Tokenizer",
+    "fetch_dataset",
     "make_batches",
     "make_evaluation",
     "prepare",
+    "reads_datasets",
     "reads_indexed",
     "reads_shards",
     "special_token_ids",

@@ -82,13 +82,17 @@ class Batches(Protocol):
         """Samples of one epoch."""
         ...
 
+    def blank(self, micro_batch: int) -> Batch:
+        """A micro-batch that counts nothing; the arrays of any other have its names and shapes."""
+        ...
+
     def local_batch(
         self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> list[Batch]:
         """One rank's micro-batches of the global batch that follows `consumed` samples.
 
         Micro-batch `m` of rank `r` holds the `micro_batch` samples from `(m · dp_size + r) · micro_batch`, so all
-        ranks' first micro-batches come before all second ones.
+        ranks' first micro-batches come before all second ones. Several threads may call it at once.
         """
         ...
 
@@ -123,6 +127,10 @@ class SampledBatches(ABC):
         `samples` becomes `Batch.samples`.
         """
 
+    def blank(self, micro_batch: int) -> Batch:
+        none = np.zeros(micro_batch, dtype=np.int64)
+        return self.collate(none - 1, none, none)
+
     def global_batch(self, consumed: int, size: int) -> Batch:
         """The `size` samples that follow `consumed` samples, as one batch."""
         return self.local_batch(consumed, size, 0, 1, size)[0]
@@ -144,10 +152,16 @@ class SampledBatches(ABC):
         check_division(global_batch, dp_rank, dp_size, micro_batch)
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
-        for rows in rows_of_rank(-(-real // portion) * portion, dp_rank, dp_size, micro_batch):
+        total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
+        for rows in rows_of_rank(total, dp_rank, dp_size, micro_batch):
             samples = np.arange(rows.start, rows.stop)
             # Epoch 0 each time: every evaluation sees the same samples.
             yield self.collate(np.where(samples < real, samples, -1), np.zeros_like(samples), samples)
+
+
+def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
+    """Micro-batches of each rank in an evaluation over at most `count` global batches; all ranks' one is a portion."""
+    return -(-min(count * global_batch, num_samples) // portion)
 
 
 def rows_of_rank(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardwise.data.batch import Batch, SampledBatches, check_division, rows_of_rank
+from shardwise.data.batch import Batch, SampledBatches, check_division, eval_micro_batches, rows_of_rank
 from shardwise.data.sampler import IntArray
 
 _BLOCK = 100_000
@@ -83,6 +83,9 @@ class BlendedBatches:
         """All samples of all sources."""
         return sum(batches.num_samples for batches in self.batches)
 
+    def blank(self, micro_batch: int) -> Batch:
+        return self.batches[0].blank(micro_batch)
+
     def local_batch(
         self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> list[Batch]:
@@ -106,8 +109,9 @@ class BlendedBatches:
         check_division(global_batch, dp_rank, dp_size, micro_batch)
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
+        total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
         sizes = [batches.num_samples for batches in self.batches]
-        for rows in rows_of_rank(-(-real // portion) * portion, dp_rank, dp_size, micro_batch):
+        for rows in rows_of_rank(total, dp_rank, dp_size, micro_batch):
             samples = np.arange(rows.start, rows.stop)
             numbers = self.pattern.once(sizes, np.minimum(samples, real - 1))
             sources = self.pattern.sources(numbers)

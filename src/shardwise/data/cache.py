@@ -1,9 +1,10 @@
 """The cache of tokenized data: entries that appear whole or not at all, and are checked when opened.
 
     ROOT/sources/STAMP.json     what a text that has not changed since contains
-    ROOT/tokens/KEY/            tokenizer/, train.bin, eval.bin, manifest.json; for sentence pairs also
-                                {train,eval}.{sentences,documents}.bin
+    ROOT/tokens/KEY/            tokenizer/ (of text), {train,eval,test}.bin, manifest.json; for sentence pairs also
+                                {train,eval,test}.{sentences,documents}.bin
     ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
+    ROOT/shards/KEY/            HDF5 arrays that lay in chunks (`unpacking`)
     ROOT/locks/KEY.lock         one process builds an entry, the others wait
 
 Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) as int64.
@@ -19,12 +20,13 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.data.batch import TokenArray
 from shardwise.data.sentences import Sentences
@@ -62,6 +64,11 @@ def writing(root: Path) -> Iterator[None]:
         ) from error
 
 
+def returns_other_bytes(root: Path) -> DataError:
+    """What the user reads where an entry is not sound that was built a moment ago."""
+    return DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
+
+
 @contextlib.contextmanager
 def locked(root: Path, key: str) -> Iterator[bool]:
     """Waits for the only lock on `key`; false where the file system has no locks (then several may build at once)."""
@@ -89,8 +96,8 @@ class ArrayWriter:
     length: int = 0
     _digest: Any = field(default_factory=hashlib.sha256)
 
-    def write(self, values: list[int]) -> None:
-        content = np.array(values, dtype=self.dtype).tobytes()
+    def write(self, values: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
+        content = np.asarray(values, dtype=self.dtype).tobytes()
         self.file.write(content)
         self._digest.update(content)
         self.length += len(values)
@@ -155,7 +162,8 @@ def open_entry(root: Path, key: str) -> Entry | None:
     path = entry_path(root, key)
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        sound = manifest["format"] == FORMAT and tokenizer_digest(path / "tokenizer") == manifest["tokenizer"]
+        digest = manifest["tokenizer"]
+        sound = manifest["format"] == FORMAT and (digest is None or digest == tokenizer_digest(path / "tokenizer"))
         itemsize = np.dtype(manifest["dtype"]).itemsize
         for part in PARTS:
             file, facts = path / f"{part}.bin", manifest[part]

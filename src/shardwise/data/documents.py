@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.batch import IGNORE, Batch, SampledBatches
+from shardwise.data.batch import Batch, SampledBatches
+from shardwise.data.causal import DocumentEnds, causal_batch
 from shardwise.data.hashing import mix_integer
 from shardwise.data.indexed import IndexedFile
 from shardwise.data.sampler import IntArray, Sampler
@@ -126,24 +128,34 @@ class DocumentBatches(SampledBatches):
     The first batch of an epoch makes its index: 12 bytes a document, and 16 where there are 2³¹ or more. Then a
     sample is found in a time that does not depend on where it lies.
 
-    Inputs: `ids_SB` and `targets_SB`. A sample that counts nothing has ids 0 and targets `IGNORE`.
+    Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
     Args:
         tail: what is left after the last whole sample is a sample too, filled up with ids 0 and targets `IGNORE`.
+        ends: what the end of a document changes.
     """
 
     objectives = ("lm",)
 
-    def __init__(self, documents: Documents, sequence_length: int, seed: int, *, tail: bool = False) -> None:
+    def __init__(
+        self,
+        documents: Documents,
+        sequence_length: int,
+        seed: int,
+        *,
+        tail: bool = False,
+        ends: DocumentEnds | None = None,
+    ) -> None:
         least = 2 if tail else sequence_length + 1
         if len(documents) < least:
             raise ConfigError(f"the tokens ({len(documents)}) must be at least {least}")
         targets = len(documents) - 1
         super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
         self.documents = documents
-        self.sequence_length = sequence_length
+        self.sequence_length, self.ends = sequence_length, ends
         self._order = Sampler(documents.count, mix_integer(_DOCUMENT_ORDER, seed))
         self._epochs: dict[int, _Epoch] = {}
+        self._making = Lock()
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         length = self.sequence_length
@@ -158,11 +170,7 @@ class DocumentBatches(SampledBatches):
                 filled = np.zeros(rows_BS.shape, dtype=np.bool_)
                 filled[chosen] = np.arange(length + 1) < sizes_B[chosen, None]
                 rows_BS[filled] = self.documents.take(places)
-        targets_B = np.maximum(sizes_B - 1, 0)
-        targets_SB = rows_BS[:, 1:].T.copy()  # inputs and targets must not share memory
-        targets_SB[np.arange(length)[:, None] >= targets_B] = IGNORE
-        counts = np.array([int(targets_B.sum())])
-        return Batch({"ids_SB": rows_BS[:, :-1].T.copy(), "targets_SB": targets_SB}, counts, samples)
+        return causal_batch(rows_BS, np.maximum(sizes_B - 1, 0), samples, self.ends)
 
     def _places(self, epoch: int, begins_B: IntArray, sizes_B: IntArray) -> IntArray:
         """Where the tokens `[begin, begin + size)` of an epoch's row lie among the documents' own, one after another.
@@ -183,11 +191,12 @@ class DocumentBatches(SampledBatches):
 
     def _index(self, epoch: int) -> _Epoch:
         """The epoch's index, made where it is not at hand; a batch may lie in two epochs."""
-        if epoch not in self._epochs:
-            while len(self._epochs) >= _EPOCHS_KEPT:
-                del self._epochs[min(self._epochs)]
-            self._epochs[epoch] = self._make_index(epoch)
-        return self._epochs[epoch]
+        with self._making:
+            if epoch not in self._epochs:
+                while len(self._epochs) >= _EPOCHS_KEPT:
+                    del self._epochs[min(self._epochs)]
+                self._epochs[epoch] = self._make_index(epoch)
+            return self._epochs[epoch]
 
     def _make_index(self, epoch: int) -> _Epoch:
         count = self.documents.count

@@ -9,6 +9,8 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.sentences import CutPiece, sentence_pieces
 from shardwise.data.sources import Piece
@@ -20,7 +22,7 @@ _T = TypeVar("_T", Piece, CutPiece)
 
 
 class ContentDigest:
-    """A digest of all text that passes, and of where documents end."""
+    """A digest of all text that passes, and of where documents end, and parts that are the text's own."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -36,6 +38,10 @@ class ContentDigest:
                 self._digest.update(b"\xff")  # in no UTF-8 text
             yield piece
 
+    def end_part(self) -> None:
+        """Notes that all of a part has passed."""
+        self._digest.update(b"\xfe")  # likewise
+
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
 
@@ -43,7 +49,7 @@ class ContentDigest:
 def encode_documents(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Writes each part's tokens, documents closed by the end of document; returns the manifest's records."""
     with ExitStack() as files:
-        writers = _token_writers(files, tokenizer, folder)
+        writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
         for batch in _batches(parts):
             encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
             for (part, piece), ids in zip(batch, encoded, strict=True):
@@ -60,7 +66,7 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
     Each sentence is encoded by itself. One without tokens is left out, and so is a document without sentences.
     """
     with ExitStack() as files:
-        writers = _token_writers(files, tokenizer, folder)
+        writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
         bounds = {
             part: {
                 name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
@@ -91,8 +97,8 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
     }
 
 
-def _token_writers(files: ExitStack, tokenizer: Tokenizer, folder: Path) -> dict[Part, TokenWriter]:
-    dtype = token_dtype(tokenizer.vocab_size)
+def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:
+    """A file of tokens for each part, which `files` closes."""
     return {part: TokenWriter(files.enter_context((folder / f"{part}.bin").open("wb")), dtype) for part in PARTS}
 
 

@@ -15,9 +15,10 @@ import glob
 import hashlib
 import importlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from shardwise.data.prepared import kept_tokenizer, padding_problems
 from shardwise.data.sampler import IntArray
 from shardwise.data.split import PART_NAMES, Part, part_bounds
 from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
+from shardwise.data.unpacking import Chunked, lies_in_chunks, unpack
 from shardwise.errors import DataError, listing
 from shardwise.units import count, size
 
@@ -52,8 +54,8 @@ _ANEW = "write the shard anew"
 _VOCABULARY = "set model.vocab_size to that of the tokenizer that made the data"
 # Of all shards together; of each the first and the last one at least.
 _CHECKED_BLOCKS = 256
-# Far below the usual limit of 1,024 open files.
-_FILES_KEPT = 128
+# Far below the usual limit of 65,530 maps of a process, of which a shard takes one for each array.
+_SHARDS_KEPT = 1024
 _PROBLEMS_SHOWN = 5
 
 
@@ -107,13 +109,17 @@ class Shard:
     """A file whose arrays are there and fit one another; nothing of them has been read.
 
     Attributes:
-        rows: N. length: S. predictions: P.
+        rows: N. length: S. predictions: P. nbytes: of the arrays. chunked: whether they lie in chunks.
+        unpacked: where they lie row after row in the cache.
     """
 
     path: Path
     rows: int
     length: int
     predictions: int
+    nbytes: int
+    chunked: bool
+    unpacked: Path | None = None
 
     @classmethod
     def open(cls, path: Path, sequence_length: int | None = None) -> Shard:
@@ -133,6 +139,7 @@ class Shard:
                             f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
                             f"{_ANEW}"
                         )
+            nbytes, chunked = sum(file[key].nbytes for key in KEYS), lies_in_chunks(file, KEYS)
         for dimension, (key, length) in sizes.items():
             if length == 0:
                 raise DataError(
@@ -144,7 +151,14 @@ class Shard:
                 f"{path}: the sequences ({length} tokens) must have those of train.sequence_length "
                 f"({sequence_length}): set train.sequence_length={length}, or name other shards"
             )
-        return cls(path, rows, length, predictions)
+        return cls(path, rows, length, predictions, nbytes, chunked)
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """By key, mapped into memory from the file or from the cache."""
+        if self.unpacked is not None:
+            return {key: np.load(self.unpacked / f"{key}.npy", mmap_mode="r") for key in KEYS}
+        with _opened(self.path) as file:
+            return {key: _mapped(self.path, file[key]) for key in KEYS}
 
 
 def library() -> Any:
@@ -165,10 +179,17 @@ def _opened(path: Path) -> Any:
     if not h5py.is_hdf5(path):
         raise DataError(f"{path} must be an HDF5 file, and it is none: leave it out, or copy it again")
     try:
-        # Without a cache of chunks: rows come in random order, and a file's cache could take megabytes for each array.
-        return h5py.File(path, "r", rdcc_nbytes=0, locking="best-effort")
+        return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
         raise DataError(f"{path} cannot be opened ({error}): it is damaged, copy it again") from None
+
+
+def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
+    """An array of an opened file; read as a whole where it is so small that it does not lie by itself."""
+    offset = array.id.get_offset()
+    if offset is None:
+        return np.asarray(array[...])
+    return np.memmap(path, dtype=array.dtype, mode="r", offset=offset, shape=array.shape)
 
 
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
@@ -205,7 +226,8 @@ class Shards:
         self.length = shards[0].length
         self.predictions = max(shard.predictions for shard in shards)
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._opening = Lock()
         token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {_ANEW}")
         self._limits = {
             "input_ids": token,
@@ -241,27 +263,20 @@ class Shards:
 
     def _read(self, number: int, rows: IntArray) -> dict[str, IntArray]:
         """Ascending rows of one shard."""
-        path, file = self.shards[number].path, self._file(number)
-        first, last = int(rows[0]), int(rows[-1])
-        chosen = slice(first, last + 1) if last - first == len(rows) - 1 else rows
-        try:
-            found = {key: np.asarray(file[key][chosen]).astype(np.int64) for key in KEYS}
-        except (OSError, RuntimeError) as error:
-            raise DataError(
-                f"{path}: rows {first} to {last} cannot be read ({error}): the file is damaged, copy it again"
-            ) from None
-        self._check(path, rows, found)
+        found = {key: array[rows].astype(np.int64) for key, array in self._arrays(number).items()}
+        self._check(self.shards[number].path, rows, found)
         return found
 
-    def _file(self, number: int) -> Any:
-        """The opened shard; of those that are open the one that was not used for longest gives way."""
-        file = self._open.pop(number, None)
-        if file is None:
-            while len(self._open) >= _FILES_KEPT:
-                self._open.pop(next(iter(self._open))).close()
-            file = _opened(self.shards[number].path)
-        self._open[number] = file
-        return file
+    def _arrays(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        """Of one shard; of those that are mapped the one that was not used for longest gives way."""
+        with self._opening:
+            found = self._open.pop(number, None)
+            if found is None:
+                while len(self._open) >= _SHARDS_KEPT:
+                    del self._open[next(iter(self._open))]
+                found = self.shards[number].arrays()
+            self._open[number] = found
+        return found
 
     def _check(self, path: Path, rows: IntArray, found: dict[str, IntArray]) -> None:
         listed = in_list(found["masked_lm_positions"])
@@ -365,8 +380,10 @@ class PreparedShards:
         return ShardBatches(self.shards, rows.start, rows.stop, config.train.seed) if rows else None
 
 
-def prepare_shards(config: Config, root: Path, *, any_size: bool) -> PreparedShards:
-    """Opens the shards of `config`; only the tokenizer, where one is named, is kept in the cache `root`.
+def prepare_shards(
+    config: Config, root: Path, announce: Callable[[str], None] | None = None, *, any_size: bool
+) -> PreparedShards:
+    """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache.
 
     Raises:
         DataError: with every problem of the files and the tokenizer, or of the parts' sizes.
@@ -398,7 +415,7 @@ def prepare_shards(config: Config, root: Path, *, any_size: bool) -> PreparedSha
             problems += error.problems
     if problems:
         raise DataError(problems)
-    opened = Shards(shards, model.vocab_size, model.type_vocab_size)
+    opened = Shards(_unpacked(shards, root, announce), model.vocab_size, model.type_vocab_size)
     bounds = part_bounds(len(opened), data.split_weights)
     problems = [] if any_size else _too_few(bounds, config)
     if problems:
@@ -410,6 +427,15 @@ def prepare_shards(config: Config, root: Path, *, any_size: bool) -> PreparedSha
         fingerprint=_fingerprint(shards, bounds),
         summary=_summary(opened, bounds, config),
     )
+
+
+def _unpacked(shards: Sequence[Shard], root: Path, announce: Callable[[str], None] | None) -> list[Shard]:
+    try:
+        chunked = [Chunked(shard.path, shard.nbytes) for shard in shards if shard.chunked]
+        folders = unpack(root, chunked, list(KEYS), _opened, announce)
+    except OSError as error:
+        raise _unreadable(Path(error.filename), error) from None
+    return [replace(shard, unpacked=folders.get(shard.path)) for shard in shards]
 
 
 def _too_few(bounds: Sequence[int], config: Config) -> list[str]:

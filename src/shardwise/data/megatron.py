@@ -11,11 +11,19 @@ from pathlib import Path
 from shardwise.config import Config, DataConfig
 from shardwise.data.batch import Batches, SampledBatches
 from shardwise.data.blend import BlendedBatches
+from shardwise.data.causal import DocumentEnds
 from shardwise.data.documents import DocumentBatches, Documents
 from shardwise.data.hashing import mix_integer
 from shardwise.data.indexed import IndexedFile, is_indexed
 from shardwise.data.manifest import of_prefix, tokenizer_problems
-from shardwise.data.prepared import in_pairs, kept_tokenizer, padding_problems, pair_batches, shortage
+from shardwise.data.prepared import (
+    in_pairs,
+    kept_tokenizer,
+    padding_problems,
+    pair_batches,
+    shortage,
+    without_tokenizer,
+)
 from shardwise.data.split import PART_NAMES, Part, part_bounds
 from shardwise.data.tokenizer import PairTokens, Tokenizer, open_user_tokenizer
 from shardwise.errors import DataError, listing
@@ -75,7 +83,8 @@ class PreparedDocuments:
         length = config.train.sequence_length
         if len(documents) <= (1 if tail else length):
             return None
-        return DocumentBatches(documents, length, _EVALUATION_SEED if evaluation else seed, tail=tail)
+        ends = DocumentEnds.of(config, self.tokenizer_path)
+        return DocumentBatches(documents, length, _EVALUATION_SEED if evaluation else seed, tail=tail, ends=ends)
 
 
 def reads_indexed(data: DataConfig) -> bool:
@@ -94,7 +103,7 @@ def prepare_indexed(config: Config, root: Path, *, any_size: bool) -> PreparedDo
     Raises:
         DataError: with every problem of the files, of the tokenizer and of the parts' sizes.
     """
-    problems = _unreadable_keys(config)
+    problems = without_tokenizer(config)
     files: list[IndexedFile] = []
     for _, prefix in config.data.weighted_prefixes:
         try:
@@ -127,19 +136,6 @@ def prepare_indexed(config: Config, root: Path, *, any_size: bool) -> PreparedDo
         summary=_summary(files, parts, config),
         pair_tokens=special,
     )
-
-
-def _unreadable_keys(config: Config) -> list[str]:
-    """What needs a tokenizer, which tokens alone do not have."""
-    if config.data.tokenizer is not None:
-        return []
-    needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
-    problems = []
-    if in_pairs(config):
-        problems.append(f"model.family ({config.model.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
-    if config.log.sample_prompt is not None:
-        problems.append(f"log.sample_prompt ({config.log.sample_prompt!r}) {needs}")
-    return problems
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:

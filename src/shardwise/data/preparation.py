@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,12 +19,15 @@ from shardwise.data import cache
 from shardwise.data.encoding import ContentDigest, encode_documents, encode_sentences
 from shardwise.data.hashing import mix_integer
 from shardwise.data.hdf5 import prepare_shards, reads_shards
+from shardwise.data.huggingface import open_dataset, reads_datasets
 from shardwise.data.megatron import prepare_indexed, reads_indexed
 from shardwise.data.pairs import chunk_room
-from shardwise.data.prepared import PreparedData, PreparedText, in_pairs, padding_problems, shortage
+from shardwise.data.prepared import PreparedData, PreparedText, in_pairs, needed_parts, padding_problems, too_short
+from shardwise.data.prepared_stream import prepare_stream
+from shardwise.data.rows import prepare_rows
 from shardwise.data.sentences import RULE
-from shardwise.data.sources import Piece, Source, open_source
-from shardwise.data.split import PARTS, Part, Split, plan_split
+from shardwise.data.sources import ColumnSource, Piece, Source, open_source
+from shardwise.data.split import PART_NAMES, PARTS, Part, Split, plan_split
 from shardwise.data.tokenizer import (
     PairTokens,
     export_user_tokenizer,
@@ -30,11 +35,13 @@ from shardwise.data.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import DataError
+from shardwise.errors import DataError, listing
 from shardwise.units import count, size
 
 # More text changes the merges of a small vocabulary little and costs memory and time.
 _TOKENIZER_CHARACTERS = 1 << 25
+_ALL = Split(None, sys.maxsize)
+"""One part."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +77,36 @@ def prepare(
     if in_pairs(config):
         chunk_room(config.train.sequence_length)
     root = cache.cache_root(cache_dir)
+    if config.data.streaming:
+        return prepare_stream(config, root, announce, any_size=any_size)
     if reads_indexed(config.data):
         return prepare_indexed(config, root, any_size=any_size)
     if reads_shards(config.data):
-        return prepare_shards(config, root, any_size=any_size)
-    if test_weight:
+        return prepare_shards(config, root, announce, any_size=any_size)
+    if test_weight and not config.data.split_names:
         raise DataError(
             f"data.split ({config.data.split}) must be two weights, training and evaluation, where {config.data.key} "
             f"({config.data.name}) is text: only Megatron data and HDF5 shards have a test part"
         )
-    source = open_source(config.data)
-    stamp = source.stamp()
-    content = cache.known_content(root, stamp)
-    scan = None
-    if content is None:
-        scan = _scan(source)
-        content = scan.content
-        cache.remember_content(root, stamp, content)
+    source: Source
+    if reads_datasets(config.data):
+        source = ColumnSource(open_dataset(config.data))
+        rows = prepare_rows(source.dataset, config, root, announce, any_size=any_size)
+        if rows is not None:
+            return rows
+        if any_size and config.data.tokenizer is None:
+            raise DataError(
+                f"{source.dataset.shown} holds text, which is read with the model's tokenizer: name it by "
+                "data.tokenizer"
+            )
+    elif config.data.split_names:
+        raise DataError(
+            f"data.split ({config.data.split}) must be weights such as 95,5 where {config.data.key} "
+            f"({config.data.name}) is no data set with splits"
+        )
+    else:
+        source = open_source(config.data)
+    content, scan = _content(root, source, announce)
     key = _key(content, config)
     entry = cache.open_entry(root, key)
     if entry is None:
@@ -98,20 +118,53 @@ def prepare(
                 _build(root, key, exclusive, source, scan or _scan(source), config)
                 entry = cache.open_entry(root, key)
     if entry is None:
-        raise DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
+        raise cache.returns_other_bytes(root)
     return _prepared(entry, source, config, any_size)
+
+
+def _content(root: Path, source: Source, announce: Callable[[str], None] | None) -> tuple[str, _Scan | None]:
+    """The digest of a text, and what reading it told, where it was read to know.
+
+    A data set is read by one process, as it is fetched first where it lies on the hub; the others wait.
+    """
+    stamp = source.stamp()
+    content = cache.known_content(root, stamp)
+    if content is not None:
+        return content, None
+    with ExitStack() as held:
+        if isinstance(source, ColumnSource):
+            held.enter_context(cache.locked(root, source.dataset.stamp()[:32]))
+            content = cache.known_content(root, stamp)
+            if content is not None:
+                return content, None
+            if announce is not None:
+                announce(f"preparing the data {source.name}: reading them")
+        scan = _scan(source)
+        cache.remember_content(root, stamp, scan.content)
+    return scan.content, scan
 
 
 def _scan(source: Source) -> _Scan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
-    for piece in digest.watch(source.pieces()):
+    for _, piece in _parts(source, _ALL, digest):
         document += len(piece.text)
         if piece.ends_document:
             characters.append(document)
             document = 0
     return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+
+
+def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tuple[Part, Piece]]:
+    """All pieces of a text with their parts, which are the data set's own where it has them, else those of `split`."""
+    if not isinstance(source, ColumnSource) or not source.dataset.data.split_names:
+        yield from split.parts(digest.watch(source.pieces()))
+        return
+    for part, name in zip(PART_NAMES, source.dataset.splits, strict=False):
+        for piece in digest.watch(source.pieces_of(name)):
+            yield part, piece
+        digest.end_part()
 
 
 def _key(content: str, config: Config) -> str:
@@ -120,7 +173,7 @@ def _key(content: str, config: Config) -> str:
     parts = {
         "format": cache.FORMAT,
         "content": content,
-        "split": weights[1] / sum(weights),
+        "split": list(config.data.split_names) or weights[1] / sum(weights),
         "tokenizer": "byte-level BPE" if own is None else user_tokenizer_digest(own),
         "vocab_size": config.model.vocab_size,
     }
@@ -133,7 +186,7 @@ def _build(root: Path, key: str, exclusive: bool, source: Source, scan: _Scan, c
     split = plan_split(scan.characters, config.data.split_weights)
     own, pairs = config.data.tokenizer, in_pairs(config)
     if own is None:
-        texts = _tokenizer_texts(split, source.pieces(), int(scan.characters.sum()))
+        texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
         tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
     else:
         tokenizer = open_user_tokenizer(own, config.model.vocab_size, pairs=pairs)
@@ -144,11 +197,13 @@ def _build(root: Path, key: str, exclusive: bool, source: Source, scan: _Scan, c
             export_user_tokenizer(own, tokenizer, folder / "tokenizer")
         digest = ContentDigest()
         encode = encode_sentences if pairs else encode_documents
-        parts = encode(split.parts(digest.watch(source.pieces())), tokenizer, folder)
+        parts = encode(_parts(source, split, digest), tokenizer, folder)
         if digest.hexdigest() != scan.content:
             raise DataError(f"{source.name} changed while it was read: start again once it is complete")
         digests = [scan.content]
-        for facts in parts.values():
+        for part, facts in parts.items():
+            if part == "test" and not config.data.split_names:
+                continue  # there is none, and the fingerprint is that of before there were any
             digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
         facts = {
             "dtype": cache.token_dtype(tokenizer.vocab_size).str,
@@ -165,9 +220,9 @@ def _build(root: Path, key: str, exclusive: bool, source: Source, scan: _Scan, c
         cache.write_manifest(folder, facts)
 
 
-def _tokenizer_texts(split: Split, pieces: Iterable[Piece], characters: int) -> Iterator[str]:
+def _tokenizer_texts(parts: Iterable[tuple[Part, Piece]], characters: int) -> Iterator[str]:
     """Training text, thinned by a hash of the piece's number to about as much as a tokenizer needs."""
-    for number, (part, piece) in enumerate(split.parts(pieces)):
+    for number, (part, piece) in enumerate(parts):
         if part == "train" and mix_integer(number) % characters < _TOKENIZER_CHARACTERS:
             yield piece.text
 
@@ -175,40 +230,26 @@ def _tokenizer_texts(split: Split, pieces: Iterable[Piece], characters: int) -> 
 def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool) -> PreparedText:
     facts = entry.manifest
     special = PairTokens(**facts["pair_tokens"]) if in_pairs(config) else None
-    problems = padding_problems(special, config) + ([] if any_size else _too_short(entry, source, config))
+    needed = [] if any_size else needed_parts(config)
+    problems = padding_problems(special, config) + too_short(entry, source.name, config, needed)
     if problems:
         raise DataError(problems)
-    train, evaluation = facts["train"]["tokens"], facts["eval"]["tokens"]
+    tokens = {part: entry.tokens(part) for part in PARTS}
+    shown = [f"{count(len(row))} {PART_NAMES[part]}" for part, row in tokens.items() if part != "test" or len(row)]
     documents = "document" if facts["documents"] == 1 else "documents"
     summary = (
-        f"{source.name}: {size(facts['bytes'])}, {facts['documents']:,} {documents}, {count(train)} training and "
-        f"{count(evaluation)} evaluation tokens, vocabulary {facts['vocab_size']:,}, "
-        f"{facts['bytes'] / max(1, train + evaluation):.2f} bytes per token"
+        f"{source.name}: {size(facts['bytes'])}, {facts['documents']:,} {documents}, {listing(shown)} tokens, "
+        f"vocabulary {facts['vocab_size']:,}, {facts['bytes'] / max(1, sum(map(len, tokens.values()))):.2f} bytes per "
+        "token"
     )
     return PreparedText(
         tokenizer_path=entry.tokenizer_path,
-        train_tokens=entry.tokens("train"),
-        eval_tokens=entry.tokens("eval"),
+        train_tokens=tokens["train"],
+        eval_tokens=tokens["eval"],
+        test_tokens=tokens["test"],
         fingerprint=facts["fingerprint"],
         vocab_size=facts["vocab_size"],
         summary=summary,
         sentences={part: entry.sentences(part) for part in PARTS} if special else {},
         pair_tokens=special,
     )
-
-
-def _too_short(entry: cache.Entry, source: Source, config: Config) -> list[str]:
-    needed: list[tuple[Part, str]] = [("train", "training")]
-    if config.train.eval_every > 0:
-        needed.append(("eval", "evaluation"))
-    problems = []
-    for part, words in needed:
-        sentences = entry.sentences(part) if in_pairs(config) else None
-        found = shortage(config, entry.manifest[part]["tokens"], sentences)
-        if found is not None:
-            held, least = found
-            problems.append(
-                f"the {words} part of {config.data.key} {source.name} ({held} at data.split={config.data.split}) must "
-                f"be at least {least}: give more text, a shorter sequence or another split"
-            )
-    return problems

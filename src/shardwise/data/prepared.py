@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
+from shardwise.data.causal import DocumentEnds
 from shardwise.data.pairs import SentencePairBatches, chunk_room
 from shardwise.data.sentences import ChunkIndex, Sentences
-from shardwise.data.split import Part
+from shardwise.data.split import PART_NAMES, Part
 from shardwise.data.tokenizer import PairTokens, Tokenizer, export_user_tokenizer, user_tokenizer_digest
 from shardwise.data.tokens import TokenBatches
 
@@ -56,18 +59,19 @@ class PreparedData(Protocol):
 class PreparedText:
     """`PreparedData` of tokenized text, which is one row of tokens a part."""
 
-    tokenizer_path: Path
+    tokenizer_path: Path | None
     train_tokens: TokenArray
     eval_tokens: TokenArray
     fingerprint: str
     """A digest of the text and of all its tokens."""
     vocab_size: int
-    """Of the tokenizer; at most the model's."""
+    """Of the tokenizer, at most the model's; that where there is no tokenizer."""
     summary: str
     sentences: Mapping[Part, Sentences] = field(default_factory=dict)
     """Of each part, where samples are sentence pairs."""
     pair_tokens: PairTokens | None = None
     """The ids that pairs are made with, likewise."""
+    test_tokens: TokenArray = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
 
     def count(self, part: Part) -> int:
         return len(self._row(part))
@@ -76,20 +80,30 @@ class PreparedText:
         return [int(token) for token in self._row(part)[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        if part == "test":
-            return None
         row = self._row(part)
         if self.pair_tokens is not None:
             return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size)
         length = config.train.sequence_length
         if len(row) <= (1 if tail else length):
             return None
-        return TokenBatches(row, length, config.train.seed, tail=tail)
+        ends = DocumentEnds.of(config, self.tokenizer_path)
+        return TokenBatches(row, length, config.train.seed, tail=tail, ends=ends)
 
     def _row(self, part: Part) -> TokenArray:
-        if part == "test":
-            return self.eval_tokens[:0]
-        return self.train_tokens if part == "train" else self.eval_tokens
+        return {"train": self.train_tokens, "eval": self.eval_tokens, "test": self.test_tokens}[part]
+
+
+def without_tokenizer(config: Config) -> list[str]:
+    """What needs a tokenizer, which tokens alone do not have."""
+    if config.data.tokenizer is not None:
+        return []
+    needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
+    problems = []
+    if in_pairs(config):
+        problems.append(f"model.family ({config.model.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
+    if config.log.sample_prompt is not None:
+        problems.append(f"log.sample_prompt ({config.log.sample_prompt!r}) {needs}")
+    return problems
 
 
 def in_pairs(config: Config) -> bool:
@@ -137,6 +151,26 @@ def kept_tokenizer(config: Config, tokenizer: Tokenizer, root: Path) -> Path:
     return cache.kept_tokenizer(
         root, user_tokenizer_digest(path)[:32], lambda folder: export_user_tokenizer(path, tokenizer, folder)
     )
+
+
+def needed_parts(config: Config) -> list[Part]:
+    """The parts that training reads."""
+    return ["train", "eval"] if config.train.eval_every > 0 else ["train"]
+
+
+def too_short(entry: cache.Entry, name: str, config: Config, parts: Sequence[Part]) -> list[str]:
+    """Which of these parts of the data `name` hold less than a sample, or for sentence pairs two."""
+    problems = []
+    for part in parts:
+        sentences = entry.sentences(part) if in_pairs(config) else None
+        found = shortage(config, entry.manifest[part]["tokens"], sentences)
+        if found is not None:
+            held, least = found
+            problems.append(
+                f"the {PART_NAMES[part]} part of {config.data.key} {name} ({held} at data.split={config.data.split}) "
+                f"must be at least {least}: give more text, a shorter sequence or another split"
+            )
+    return problems
 
 
 def shortage(config: Config, tokens: int, sentences: Sentences | None) -> tuple[str, str] | None:

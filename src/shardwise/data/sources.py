@@ -1,4 +1,4 @@
-"""Where text comes from: built-in texts and the user's files, as one stream of pieces.
+"""Where text comes from: built-in texts, the user's files and data sets, as one stream of pieces.
 
 A document is a file, a line of a `.jsonl`, or a topic of Python's documentation. It arrives in pieces of bounded
 size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
@@ -6,7 +6,6 @@ size, so that memory stays bounded whatever the size of a file, and so that one 
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import importlib
 import json
@@ -20,9 +19,11 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.config import DataConfig
+from shardwise.data.huggingface import DataSet, open_dataset, reads_datasets
+from shardwise.data.text_files import BLOCK, Kind, documents, kind_of, slices, unreadable
 from shardwise.errors import DataError
 
-PIECE_CHARACTERS = 1 << 18
+PIECE_CHARACTERS = BLOCK
 _BACKTRACK = 1 << 12
 _PYTHON_BYTES = 12_000_000
 # Tests and installed packages differ between installations; `encodings` is tables of code pages, hardly text.
@@ -71,22 +72,52 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Text files (one document each) and `.jsonl` files (one document a line), in the order given."""
+    """Text files (one document each), `.jsonl` and `.parquet` files (a document a line or row), in the order given.
+
+    Attributes:
+        kind: of all files; None goes by the name of each. text_key: the field or column that holds the text.
+    """
 
     name: str
     files: tuple[Path, ...]
-    format: str
+    kind: Kind | None
     text_key: str
 
     def stamp(self) -> str | None:
-        return _stamp(self.files, ["files", self.format, self.text_key])
+        return _stamp(self.files, ["files", self.kind, self.text_key])
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.files:
-            if self.format == "jsonl" or (self.format == "auto" and path.suffix == ".jsonl"):
-                yield from _jsonl_pieces(path, self.text_key)
-            else:
-                yield from _text_pieces(path)
+            for _, blocks in documents(path, self.kind or kind_of(path), self.text_key):
+                yield from cut_document(blocks)
+
+
+@dataclass(frozen=True)
+class ColumnSource:
+    """The texts of a data set's column: those of one split after those of another."""
+
+    dataset: DataSet
+
+    @property
+    def name(self) -> str:
+        return self.dataset.name
+
+    def stamp(self) -> str | None:
+        return self.dataset.stamp()
+
+    def pieces(self) -> Iterator[Piece]:
+        for split in self.dataset.splits:
+            yield from self.pieces_of(split)
+
+    def pieces_of(self, split: str) -> Iterator[Piece]:
+        """All documents of one split."""
+        if self.dataset.holds_tokens:
+            raise DataError(
+                f"the column {self.dataset.column!r} of {self.dataset.shown} must hold text where text is read, and it "
+                "holds tokens: set data.text_key"
+            )
+        for blocks in self.dataset.documents(split):
+            yield from cut_document(blocks)
 
 
 @dataclass(frozen=True)
@@ -108,11 +139,11 @@ class PythonSource:
             except UnicodeDecodeError:
                 continue
             except OSError as error:
-                raise _unreadable(path, error) from None
+                raise unreadable(path, error) from None
             if text:
-                yield from _cut_document(_slices(text))
+                yield from cut_document(slices(text))
         for text in _python_topics():
-            yield from _cut_document(_slices(text))
+            yield from cut_document(slices(text))
 
 
 def open_source(data: DataConfig) -> Source:
@@ -121,30 +152,37 @@ def open_source(data: DataConfig) -> Source:
     Raises:
         DataError: when it is missing or holds no files.
     """
+    if reads_datasets(data):
+        return ColumnSource(open_dataset(data))
     if data.path is not None:
         path = Path(data.path).expanduser()
         try:
             return _user_source(path, data)
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
     if data.dataset == "tiny":
         return FileSource("tiny", (_TINY,), "jsonl", "text")
     return _python_source(Path(sysconfig.get_path("stdlib")))
 
 
 def _user_source(path: Path, data: DataConfig) -> Source:
+    kind = data.format if data.format in ("text", "jsonl", "parquet") else None
     if path.is_file():
-        return FileSource(str(data.path), (path,), data.format, data.text_key)
+        return FileSource(str(data.path), (path,), kind, data.text_key)
     if path.is_dir():
         # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
         files = tuple(file for file in _walk(path) if file.is_file() or not file.exists())
         if not files:
-            raise DataError(f"data.path ({data.path}) must hold text or .jsonl files, and the folder has none")
-        return FileSource(str(data.path), files, data.format, data.text_key)
+            raise DataError(
+                f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none"
+            )
+        return FileSource(str(data.path), files, kind, data.text_key)
     if path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
     where = "" if path.is_absolute() else f" in {Path.cwd()}"
-    raise DataError(f"data.path ({data.path}) does not exist{where}: name a text file, a folder of them or a .jsonl")
+    raise DataError(
+        f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
+    )
 
 
 def _python_source(root: Path) -> PythonSource:
@@ -180,7 +218,7 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error)
+        raise unreadable(Path(error.filename), error)
 
     for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
         real = os.path.realpath(folder)
@@ -194,99 +232,21 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _stamp(files: Iterable[Path], identity: list[str]) -> str | None:
+def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     digest = hashlib.sha256(json.dumps(identity).encode())
     newest = 0.0
     for path in files:
         try:
             status = path.stat()
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise unreadable(path, error) from None
         newest = max(newest, status.st_mtime, status.st_ctime)
         facts = [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         digest.update(json.dumps(facts).encode())
     return digest.hexdigest() if newest < time.time() - _SETTLED_SECONDS else None
 
 
-def _text_pieces(path: Path) -> Iterator[Piece]:
-    empty = True
-    for piece in _cut_document(_decoded(path)):
-        empty = False
-        yield piece
-    if empty:
-        raise DataError(f"{path} is empty: remove it or put text into it")
-
-
-def _decoded(path: Path) -> Iterator[str]:
-    """The file's text in blocks, without a byte-order mark."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    try:
-        with path.open("rb") as file:
-            while True:
-                block = file.read(PIECE_CHARACTERS)
-                try:
-                    text = decoder.decode(block, final=not block)
-                except UnicodeDecodeError as error:
-                    at = offset + len(block) - len(error.object) + error.start
-                    raise _not_utf8(f"{path}: byte {at}", error.object[error.start]) from None
-                text = text.removeprefix("\ufeff") if offset == 0 else text
-                offset += len(block)
-                if text:
-                    yield text
-                if not block:
-                    return
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _jsonl_pieces(path: Path, key: str) -> Iterator[Piece]:
-    empty = True
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    empty = False
-                    yield from _cut_document(_slices(_line_text(line, f"{path}: line {number}", key)))
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if empty:
-        raise DataError(f"{path} is empty: remove it or put one JSON object on each line")
-
-
-def _line_text(line: bytes, where: str, key: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise _not_utf8(f"{where}, byte {error.start}", line[error.start]) from None
-    except ValueError as error:
-        raise DataError(
-            f'{where} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
-            "for plain text set data.format=text"
-        ) from None
-    if not isinstance(record, dict):
-        raise DataError(f'{where} is JSON but not an object: each line must read like {{"{key}": "…"}}')
-    if key not in record:
-        fields = ", ".join(sorted(record)) or "no fields"
-        raise DataError(f"{where} has no field {key!r}: set data.text_key to the field that holds the text ({fields})")
-    text = record[key]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
-    if not text:
-        raise DataError(f"{where}: the field {key!r} is empty: remove the line")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{where}: the field {key!r} has half a surrogate pair (\\ud800 to \\udfff): fix it") from None
-    return text
-
-
-def _slices(text: str) -> Iterator[str]:
-    for start in range(0, len(text), PIECE_CHARACTERS):
-        yield text[start : start + PIECE_CHARACTERS]
-
-
-def _cut_document(blocks: Iterable[str]) -> Iterator[Piece]:
+def cut_document(blocks: Iterable[str]) -> Iterator[Piece]:
     """One document's pieces from blocks of its text."""
     pending = ""
     for block in blocks:
@@ -312,14 +272,3 @@ def _cut_point(text: str, limit: int) -> int:
                 return at
             after_punctuation = after_punctuation or at
     return after_punctuation or limit
-
-
-def _not_utf8(where: str, byte: int) -> DataError:
-    return DataError(
-        f"{where} (0x{byte:02x}) is not UTF-8: convert the file, for example with iconv -f LATIN1 -t UTF-8, "
-        "or leave it out"
-    )
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read: {error.strerror or error}")

@@ -13,10 +13,9 @@ from shardwise.data.hashing import mix
 from shardwise.data.sources import Piece
 
 Part = Literal["train", "eval", "test"]
-PARTS: tuple[Part, ...] = ("train", "eval")
-"""Of text."""
 PART_NAMES: dict[Part, str] = {"train": "training", "eval": "evaluation", "test": "test"}
 """All parts in the order of the weights of `data.split`, as messages call them."""
+PARTS: tuple[Part, ...] = tuple(PART_NAMES)
 _WHOLE_DOCUMENTS_LEAST = 0.75
 
 

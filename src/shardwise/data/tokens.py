@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.data.batch import IGNORE, Batch, SampledBatches, TokenArray
+from shardwise.data.batch import Batch, SampledBatches, TokenArray
+from shardwise.data.causal import DocumentEnds, causal_batch
 from shardwise.data.sampler import IntArray
 from shardwise.errors import ConfigError
 
@@ -12,16 +13,24 @@ from shardwise.errors import ConfigError
 class TokenBatches(SampledBatches):
     """Batches over one long row of tokens: sample `i` is `tokens[i·S : i·S + S + 1]`.
 
-    Inputs: `ids_SB` and `targets_SB`. A sample that counts nothing has ids 0 and targets `IGNORE`.
+    Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
     Args:
         tail: what is left after the last whole sample is a sample too, filled up with ids 0 and targets `IGNORE`: every
-        token but the first is then a target, exactly once.
+        token but the first is then a target, exactly once. ends: what the end of a document changes.
     """
 
     objectives = ("lm",)
 
-    def __init__(self, tokens: TokenArray, sequence_length: int, seed: int, *, tail: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: TokenArray,
+        sequence_length: int,
+        seed: int,
+        *,
+        tail: bool = False,
+        ends: DocumentEnds | None = None,
+    ) -> None:
         least = 2 if tail else sequence_length + 1
         if len(tokens) < least:
             wanted = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
@@ -29,7 +38,7 @@ class TokenBatches(SampledBatches):
         targets = len(tokens) - 1
         super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
         self.tokens = tokens
-        self.sequence_length = sequence_length
+        self.sequence_length, self.ends = sequence_length, ends
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         length = self.sequence_length
@@ -40,7 +49,4 @@ class TokenBatches(SampledBatches):
                 found = self.tokens[index * length : index * length + length + 1]
                 rows_BS[row, : len(found)] = found
                 targets_B[row] = len(found) - 1
-        targets_SB = rows_BS[:, 1:].T.copy()  # inputs and targets must not share memory
-        targets_SB[np.arange(length)[:, None] >= targets_B] = IGNORE
-        counts = np.array([int(targets_B.sum())])
-        return Batch({"ids_SB": rows_BS[:, :-1].T.copy(), "targets_SB": targets_SB}, counts, samples)
+        return causal_batch(rows_BS, targets_B, samples, self.ends)

@@ -162,13 +162,15 @@ class Maker:
 class Context:
     """What every block of one forward pass sees.
 
-    mask: which keys may be attended to, `[B, 1, 1, S]`, or `[S, L]` where S queries end a row of L keys; None: all, or
-    in a causal model those that are not later. cache: what is known of the tokens before these.
+    mask: which keys may be attended to, `[B, 1, 1, S]`, or `[S, L]` where S queries end a row of L keys, or what is
+    added to the scores, `[B, 1, S, S]`; None: all, or in a causal model those that are not later. cache: what is known
+    of the tokens before these. turns: the rotary tables, where positions are not those of the sequence.
     """
 
     dropout: DropoutKey | None = None
     mask: Tensor | None = None
     cache: KeyValueCache | None = None
+    turns: tuple[Tensor, Tensor] | None = None
 
     @property
     def first(self) -> int:
@@ -199,14 +201,14 @@ class AttentionCore(nn.Module):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         key = context.dropout if self.p else None
         grouped = q.shape[1] != k.shape[1]
+        # torch aligns its causal mask with the first key; queries after cached keys bring their own.
+        causal = self.causal and context.mask is None and q.shape[2] == k.shape[2]
         if key is None:
-            # torch aligns its causal mask with the first key; queries after cached keys bring their own.
-            causal = self.causal and q.shape[2] == k.shape[2]
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)
         elif key.mode == "fast" and q.device.type != "cpu":
             with key.seeded(q.device, self.layer, ATTENTION, self.group.rank):
                 out = F.scaled_dot_product_attention(
-                    q, k, v, context.mask, self.p, is_causal=self.causal, enable_gqa=grouped
+                    q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=grouped
                 )
         else:
             out = self._step_by_step(q, k, v, context.mask, key)
@@ -216,12 +218,11 @@ class AttentionCore(nn.Module):
         if q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         scores = q * (1.0 / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
-        if self.causal:
+        if mask is None and self.causal:
             length = q.shape[-2]
-            later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu_(1)
-            scores = scores.masked_fill(later, float("-inf"))
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
+            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return self._drop(probabilities, key) @ v
 
@@ -282,7 +283,7 @@ class Attention(nn.Module):
         """What the output projection takes: `[S, B, n·d]`."""
         q, k, v = self.heads(x)
         if self.rotary is not None:
-            cos, sin = self.rotary.tables(context.first + q.shape[0], q, context.first)
+            cos, sin = context.turns or self.rotary.tables(context.first + q.shape[0], q, context.first)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if context.cache is not None:
             k, v = context.cache.extend(self.core.layer, k, v)
@@ -394,8 +395,8 @@ class CausalLM(Family[_Config]):
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
 
-    def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
-        """Token ids `[S, B]` → x."""
+    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
+        """Token ids `[S, B]` → x. positions_SB: None: those of the sequence."""
         raise NotImplementedError
 
     def hidden(
@@ -404,11 +405,15 @@ class CausalLM(Family[_Config]):
         dropout: DropoutKey | None = None,
         cache: KeyValueCache | None = None,
         x: Tensor | None = None,
+        positions_SB: Tensor | None = None,
+        starts_SB: Tensor | None = None,
     ) -> Tensor:
         """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism).
 
         x: what the pipeline stage before gave; a stage that is not the last gives x as its blocks leave it.
         cache: the ids follow the tokens that it knows, and are known to it afterwards.
+        positions_SB: of each token; None: that in the sequence. starts_SB: the first place that each one attends to;
+        None: the sequence's. Neither goes with a cache.
 
         Raises:
             ValueError: the cache has no room for them, or knows what `outdates` says is another's.
@@ -418,21 +423,34 @@ class CausalLM(Family[_Config]):
             if self.outdates(cache.length, cache.length + len(ids_SB)):
                 raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
             mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
-        context = Context(dropout, mask, cache)
-        x = self.embed(ids_SB, context) if x is None else x
+        if x is None:
+            x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
+        if starts_SB is not None:
+            mask = _within_documents(starts_SB, x.dtype)
+        turns = None
+        if positions_SB is not None and self.rotary is not None:
+            tables = self.rotary.tables(len(ids_SB), x)
+            turns = tables[0][positions_SB, 0], tables[1][positions_SB, 0]
+        context = Context(dropout, mask, cache, turns)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))
         return self.norm(x) if self.part.is_last else x
 
     def forward(
-        self, ids_SB: Tensor, targets_SB: Tensor, dropout: DropoutKey | None = None, x: Tensor | None = None
+        self,
+        ids_SB: Tensor,
+        targets_SB: Tensor,
+        dropout: DropoutKey | None = None,
+        x: Tensor | None = None,
+        positions_SB: Tensor | None = None,
+        starts_SB: Tensor | None = None,
     ) -> Tensor:
         """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar.
 
-        x: as `hidden` has it; a stage that is not the last returns it.
+        x: as `hidden` has it; a stage that is not the last returns it. positions_SB, starts_SB: as `hidden` has them.
         """
-        hidden = self.hidden(ids_SB, dropout, x=x)
+        hidden = self.hidden(ids_SB, dropout, x=x, positions_SB=positions_SB, starts_SB=starts_SB)
         return self.lm_head.loss(hidden, targets_SB) if self.part.is_last else hidden
 
     def outdates(self, known: int, length: int) -> bool:
@@ -457,6 +475,14 @@ class CausalLM(Family[_Config]):
             return hidden
         whole: Tensor = self.lm_head(hidden[-1:])
         return whole[0]
+
+
+def _within_documents(starts_SB: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of each query's keys, `[B, 1, S, S]`: 0 from `starts_SB` to itself, else -inf."""
+    places = torch.arange(len(starts_SB), device=starts_SB.device)
+    first_BS1 = starts_SB.T.unsqueeze(2)
+    seen = (places >= first_BS1) & (places <= places.unsqueeze(1))
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf")).unsqueeze(1)
 
 
 def _earlier(queries: int, known: int, device: torch.device) -> Tensor | None:

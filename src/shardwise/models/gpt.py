@@ -62,8 +62,9 @@ class GPT(CausalLM[GPTConfig]):
             self.norm = make.norm(config, "transformer.ln_f")
             self.lm_head = make.head(config, "lm_head", "transformer.wte")
 
-    def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
-        end = context.first + ids_SB.shape[0]
-        positions_S1 = torch.arange(context.first, end, device=ids_SB.device).unsqueeze(1)
-        x: Tensor = self.dropout(self.wte(ids_SB) + self.wpe(positions_S1), context.dropout)
+    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
+        if positions_SB is None:
+            end = context.first + ids_SB.shape[0]
+            positions_SB = torch.arange(context.first, end, device=ids_SB.device).unsqueeze(1)
+        x: Tensor = self.dropout(self.wte(ids_SB) + self.wpe(positions_SB), context.dropout)
         return x

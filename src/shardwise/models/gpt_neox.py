@@ -91,6 +91,6 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
             self.norm = make.norm(config, "gpt_neox.final_layer_norm")
             self.lm_head = make.head(config, "embed_out", "gpt_neox.embed_in")
 
-    def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
+    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.dropout(self.embed_in(ids_SB), context.dropout)
         return x

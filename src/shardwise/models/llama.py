@@ -81,6 +81,6 @@ class Llama(CausalLM[LlamaConfig]):
             self.norm = make.norm(config, "model.norm", RMSNorm)
             self.lm_head = make.head(config, "lm_head", "model.embed_tokens")
 
-    def embed(self, ids_SB: Tensor, context: Context) -> Tensor:
+    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed_tokens(ids_SB)
         return x

@@ -3,7 +3,9 @@
 The class is called with keywords: every key under `model` but `family`, and of what the run decides (`RUN`) those that
 its constructor names, or the base's to which it passes `**kwargs`. A constructor that names `config` gets the section
 as an object instead of its keys. Its `forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses; with
-`dropout` among its keywords it is given the step's `DropoutKey`, or None in an evaluation.
+`dropout` among its keywords it is given the step's `DropoutKey`, or None in an evaluation; with
+`data.reset_position_ids` it is given `positions_SB`, with `data.reset_attention_mask` `starts_SB`, the first place that
+each place may attend to.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def check_own(config: Config) -> type[nn.Module]:
     found = _own_class(config.model.family)
     takes = _constructor(found)
     problems = _key_problems(config.model, takes) + _layout_problems(config, takes)
-    problems += _forward_problems(config.model, signature(found.forward).parameters)
+    problems += _forward_problems(config, signature(found.forward).parameters)
     if problems:
         raise ConfigError(problems)
     return found
@@ -238,15 +240,17 @@ def _layout_problems(config: Config, takes: _Signature) -> list[str]:
     ]
 
 
-def _forward_problems(model: OwnConfig, takes: _Signature) -> list[str]:
-    names = [name for name in takes if name != "self"]
-    missing = [name for name in _BATCH if not _accepts(takes, name)]
-    unknown = [name for name in _required(takes) if name not in (*_BATCH, "dropout")]
+def _forward_problems(config: Config, takes: _Signature) -> list[str]:
+    data, names = config.data, [name for name in takes if name != "self"]
+    asked = (("positions_SB", data.reset_position_ids), ("starts_SB", data.reset_attention_mask))
+    given = (*_BATCH, *(name for name, wanted in asked if wanted))
+    missing = [name for name in given if not _accepts(takes, name)]
+    unknown = [name for name in _required(takes) if name not in (*given, "dropout")]
     if not missing and not unknown:
         return []
     return [
-        f"model.family ({model.family}): forward({', '.join(names)}) must take {listing(_BATCH)} and need no other "
-        "argument; dropout it may take"
+        f"model.family ({config.model.family}): forward({', '.join(names)}) must take {listing(given)} and need no "
+        "other argument; dropout it may take"
     ]
 
 

@@ -140,5 +140,5 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[S, B, n, d]` turned by its position's angles; tables `[S, 1, 1, r/2]`: of a head, r of d are turned."""
+    """x `[S, B, n, d]` turned by its position's angles; tables `[S, 1 or B, 1, r/2]`: of a head, r of d are turned."""
     return cast(Tensor, _Rotate.apply(x, cos, sin))  # type: ignore[no-untyped-call]

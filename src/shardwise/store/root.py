@@ -28,7 +28,7 @@ from shardwise.units import size as size_text
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _LOCAL = ("file", "local")
-_EXTRAS = {"s3": "s3", "s3a": "s3"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
 """Schemes where a folder is but a prefix of names."""
@@ -163,7 +163,7 @@ class Root:
 
     def names(self) -> list[str]:
         """Of what a folder holds, sorted; none where there is no folder."""
-        with self._told("read"):
+        with self.told("read"):
             try:
                 found = list(self.local().iterdir()) if self.is_local else self.fs.ls(self.path, detail=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -174,7 +174,7 @@ class Root:
 
     def files(self) -> dict[str, int]:
         """Every file below this folder: relative path → bytes. Links to folders are not followed."""
-        with self._told("read"):
+        with self.told("read"):
             if self.is_local:
                 return dict(sorted(_local_files(self.local())))
             found: dict[str, Any] = self.fs.find(self.path, detail=True)
@@ -188,7 +188,7 @@ class Root:
         """Bytes `start` to `stop` of a file; fewer where it ends before."""
         if stop is not None and stop <= start:
             return b""
-        with self._told("read"):
+        with self.told("read"):
             return bytes(self.fs.cat_file(self.path, start=start, end=stop))
 
     def open(self, size: int | None = None) -> Writing:
@@ -198,14 +198,14 @@ class Root:
     def write(self, data: bytes) -> None:
         """Replaces the file: a reader or a crash sees the old one or the new one, never a part."""
         if not self.is_local:
-            with self._told("written", len(data)):
+            with self.told("written", len(data)):
                 self.fs.pipe_file(self.path, data)
             return
         temporary = self._sibling(f".{self.name}.{os.getpid()}.tmp")
         try:
             with temporary.open(len(data)) as file:
                 file.write(data)
-            with self._told("written"):
+            with self.told("written"):
                 temporary.local().replace(self.path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -215,7 +215,7 @@ class Root:
     def make(self) -> None:
         """The folder and those above it; an object store has none."""
         if self.scheme not in _OBJECT_STORES:
-            with self._told("made"):
+            with self.told("made"):
                 if self.is_local:
                     self.local().mkdir(parents=True, exist_ok=True)
                 else:
@@ -223,7 +223,7 @@ class Root:
 
     def rename(self, other: Root) -> None:
         """Gives a file or a folder another name: atomic on a local disk, copies on an object store."""
-        with self._told(f"renamed to {other}"):
+        with self.told(f"renamed to {other}"):
             if self.is_local and other.is_local:
                 self.local().rename(other.path)
             elif self.scheme in _OBJECT_STORES:
@@ -235,7 +235,7 @@ class Root:
 
     def remove(self) -> None:
         """A file, or a folder with all below; nothing where there is nothing. Links are removed, not followed."""
-        with self._told("removed"), contextlib.suppress(FileNotFoundError):
+        with self.told("removed"), contextlib.suppress(FileNotFoundError):
             if self.is_local:
                 path = self.local()
                 if path.is_dir() and not path.is_symlink():
@@ -251,7 +251,7 @@ class Root:
     def sync(self) -> None:
         """Wait until a local folder's names are on the disk."""
         if self.is_local:
-            with self._told("written"):
+            with self.told("written"):
                 descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     os.fsync(descriptor)
@@ -265,7 +265,7 @@ class Root:
         path = self.local()
         while not path.exists() and path != path.parent:
             path = path.parent
-        with self._told("read"):
+        with self.told("read"):
             return shutil.disk_usage(path).free
 
     # ---- inside
@@ -275,7 +275,7 @@ class Root:
         return Root(f"{parent}/{name}", self.shown, self.scheme, self._remote)
 
     def _info(self) -> dict[str, Any] | None:
-        with self._told("read"):
+        with self.told("read"):
             try:
                 if self.is_local:
                     return _local_info(self.local().stat())
@@ -285,7 +285,7 @@ class Root:
                 return None
 
     @contextlib.contextmanager
-    def _told(self, verb: str, needed: int | None = None) -> Iterator[None]:
+    def told(self, verb: str, needed: int | None = None) -> Iterator[None]:
         """Turns what the filesystem raises into a sentence; `needed`: bytes that were to be written."""
         try:
             yield
@@ -328,13 +328,13 @@ class Writing:
 
     def __init__(self, root: Root, size: int | None = None) -> None:
         self._root, self._size = root, size
-        with root._told("written", size):
+        with root.told("written", size):
             self._file: Any = root.fs.open(root.path, "wb")
         self._behind = WriteBehind(self._file.fileno()) if root.is_local else None
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        with self._root._told("written", self._size):
+        with self._root.told("written", self._size):
             while len(view):  # an unbuffered file may take a part
                 taken = self._file.write(view)
                 view = view[taken:]
@@ -342,7 +342,7 @@ class Writing:
                     self._behind.wrote(taken)
 
     def close(self) -> None:
-        with self._root._told("written", self._size):
+        with self._root.told("written", self._size):
             if self._behind is not None:
                 self._behind.finish()
                 self._file.flush()

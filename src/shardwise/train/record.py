@@ -45,6 +45,7 @@ class StepRecord:
         grad_norm: of the whole model, before clipping. param_norm: of the whole model, after the update.
         tokens, samples: consumed since step 0 by all ranks, this step's included.
         seconds: wall time of this step on this rank, evaluation excluded.
+        input_seconds: of them, waited for data to be read.
         peak_memory_bytes: of this rank, since it began.
         losses: of each objective, where there are several; `loss` is their sum.
         timing: of a pipeline, in steps that are logged.
@@ -58,6 +59,7 @@ class StepRecord:
     tokens: int
     samples: int
     seconds: float
+    input_seconds: float
     peak_memory_bytes: int
     losses: Mapping[str, float] = field(default_factory=dict)
     timing: StepTiming | None = None

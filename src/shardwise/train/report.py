@@ -168,6 +168,7 @@ class Reporter:
             return
         timing = record.timing
         here: dict[str, Any] = {"step": record.step, "step_seconds": record.seconds}
+        here["input_seconds"] = record.input_seconds
         here["peak_memory_bytes"] = record.peak_memory_bytes
         if timing is not None:
             here |= {"stage_seconds": [asdict(each) for each in timing.stages], "bubble": timing.bubble}

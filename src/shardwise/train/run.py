@@ -18,7 +18,7 @@ from shardwise.config import Config, Layout, dump_yaml, resume_changes, resume_p
 from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
 from shardwise.cost.stages import stage_plan
-from shardwise.data import PreparedData, Tokenizer, prepare
+from shardwise.data import PreparedData, StreamBatches, Tokenizer, prepare
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
@@ -46,7 +46,7 @@ from shardwise.train.resume import (
     went_back,
 )
 from shardwise.train.sample import Generator, continue_text
-from shardwise.train.saving import Checkpoints
+from shardwise.train.saving import STREAM, Checkpoints
 from shardwise.train.trainer import Trainer
 
 
@@ -204,9 +204,12 @@ def _train(
         trainer = build_trainer(config, layout, mesh, data, reporter, progress, None if candidates else weights)
         if reporter.parameters is None:
             _count_own_model(trainer, reporter, opened, config)
+        stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
         restored = restore_first(candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
         if restored is not None:
             require_same_data(restored[0], data)
+            if stream is not None:
+                stream.restore(restored[0].rng[STREAM])
         reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
         reporter.message(f"data: {data.summary}")
         if restored is not None:
@@ -240,7 +243,7 @@ def _train(
             keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
         )
         told = went_back(config, restored[0] if restored is not None else None)
-        with Checkpoints(saver, config, reporter, mesh, _asker(directory), told) as saving:
+        with Checkpoints(saver, config, reporter, mesh, _asker(directory), told, stream) as saving:
             trainer.saving = saving
             stopping.install()
             stopped_by = trainer.run()

@@ -12,11 +12,15 @@ import torch
 from shardwise import comm
 from shardwise.checkpoint.save import Saver
 from shardwise.config import Config
+from shardwise.data import StreamBatches
 from shardwise.errors import RunError
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
+
+STREAM = "stream"
+"""What a manifest's `rng` calls the state of a stream."""
 
 
 class Checkpoints:
@@ -24,7 +28,8 @@ class Checkpoints:
 
     Args:
         mesh: its world exchanges two numbers after each step. asked_to_stop: why this rank thinks that the run shall
-        stop, or None: what one rank heard, all do. went_back: what the manifests' `schedule` says of that.
+        stop, or None: what one rank heard, all do. went_back: what the manifests' `schedule` says of that. stream: the
+        batches whose state a manifest has, where they have one.
     """
 
     def __init__(
@@ -35,10 +40,11 @@ class Checkpoints:
         mesh: Mesh,
         asked_to_stop: Callable[[], str | None],
         went_back: Mapping[str, Any],
+        stream: StreamBatches | None = None,
     ) -> None:
         self._saver, self._config, self._reporter = saver, config, reporter
         self._mesh, self._asked_to_stop = mesh, asked_to_stop
-        self._went_back = went_back
+        self._went_back, self._stream = went_back, stream
         self._saved_at = time.monotonic()
 
     def after_step(self, progress: Progress, last: bool) -> str | None:
@@ -100,6 +106,11 @@ class Checkpoints:
                 "lr": learning_rate(config, max(progress.step, 1)),
                 **self._went_back,
             },
-            # Whatever is drawn is a function of these, of the step and of the sample: there is no other state.
-            "rng": {"seed": config.train.seed, "dropout_mode": config.train.dropout_mode},
+            # Whatever is drawn is a function of these, of the step and of the sample: there is no other state, but for
+            # where a stream is read.
+            "rng": {
+                "seed": config.train.seed,
+                "dropout_mode": config.train.dropout_mode,
+                **({} if self._stream is None else {STREAM: self._stream.state(progress.position)}),
+            },
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -52,6 +53,7 @@ class Trace:
         named = ExitStack()
         if self._pipelined:
             named.enter_context(named_messages(message_name))
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each start and stop is a line on standard error
         profiler = profile()  # of all that torch can see here
         profiler.start()
         self._running = profiler, named

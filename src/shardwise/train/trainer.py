@@ -7,7 +7,6 @@ import math
 import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from torch.profiler import record_function
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.config import Config, Layout, OwnConfig
-from shardwise.data import Batch, Batches
+from shardwise.data import Batches
 from shardwise.errors import ConfigError, RunError
 from shardwise.mesh import Mesh
 from shardwise.models import Stages, gives_losses
@@ -27,6 +26,7 @@ from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
 from shardwise.train.execution import Execution, Whole
+from shardwise.train.feed import Feed, MicroBatch
 from shardwise.train.record import Progress, StepRecord, end_of_run
 from shardwise.train.report import Reporter
 from shardwise.train.trace import Trace
@@ -64,6 +64,7 @@ class Trainer:
         self.config, self.layout, self.mesh = config, layout, mesh
         self.model, self.optimizer = model, optimizer
         self.batches, self.evaluation = batches, evaluation
+        self.feed = Feed(config, mesh, batches, evaluation)
         self.reporter = reporter
         self.progress = progress or Progress()
         self.saving = saving
@@ -77,7 +78,7 @@ class Trainer:
         Returns:
             why the run was asked to stop before its last step; None where it was not.
         """
-        with closing(self._trace()) as trace:
+        with closing(self.feed), closing(self._trace()) as trace:
             return self._run(trace)
 
     def _trace(self) -> Trace:
@@ -125,10 +126,11 @@ class Trainer:
         """One optimizer step on the next global batch."""
         start = time.perf_counter()
         train, step = self.config.train, self.progress.step + 1
+        self.progress.phase = "reading of data"
+        self.feed.seconds = 0.0
+        micro_batches = self.feed.at(self.progress.position, more=train.steps - step)
+        input_seconds = self.feed.seconds
         self.progress.phase = "forward and backward"
-        micro_batches = self.batches.local_batch(
-            self.progress.position, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
-        )
         counted_K = self._counted(micro_batches)
         losses_K = self._forward_backward(micro_batches, counted_K)
         self.progress.phase = "gradient reduction"
@@ -160,6 +162,7 @@ class Trainer:
             tokens=self.progress.tokens,
             samples=self.progress.samples,
             seconds=time.perf_counter() - start,
+            input_seconds=input_seconds,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
             losses=self._named(by_objective),
         )
@@ -169,16 +172,16 @@ class Trainer:
         names = self.batches.objectives
         return dict(zip(names, by_objective, strict=True)) if len(names) > 1 else {}
 
-    def _counted(self, micro_batches: list[Batch]) -> Tensor:
+    def _counted(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Targets of each objective that count in the whole global batch: what its losses are divided by."""
-        here_K = torch.from_numpy(sum(batch.counts for batch in micro_batches)).double()
-        return comm.all_reduce_(here_K.to(self.mesh.device), self.mesh.dp).clamp(min=1.0)
+        here_K = torch.stack([batch.counts_K for batch in micro_batches]).sum(dim=0).double()
+        return comm.all_reduce_(here_K, self.mesh.dp).clamp(min=1.0)
 
     def _summed(self, losses_K: Tensor) -> Tensor:
         """Of all micro-batches, whichever stage and replica has their losses."""
         return comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
 
-    def _forward_backward(self, micro_batches: list[Batch], counted_K: Tensor, *, last: bool = True) -> Tensor:
+    def _forward_backward(self, micro_batches: list[MicroBatch], counted_K: Tensor, *, last: bool = True) -> Tensor:
         """Gradients of the global mean loss, accumulated; returns this rank's share of each objective's mean.
 
         last: the gradients are then complete.
@@ -196,13 +199,12 @@ class Trainer:
         self.execution.step(compute, len(micro_batches), self.optimizer, last=last)
         return torch.stack(shares).sum(dim=0)
 
-    def _compute(self, part: nn.Module, x: Tensor | None, batch: Batch, step: int | None = None) -> Tensor:
+    def _compute(self, part: nn.Module, x: Tensor | None, batch: MicroBatch, step: int | None = None) -> Tensor:
         """What a part of the model gives: the next part's x, or sums of the losses of the counted targets `[K]`.
 
         x: what the part before gave. step: with that step's dropout.
         """
-        device, train = self.mesh.device, self.config.train
-        inputs = {name: torch.from_numpy(array).to(device) for name, array in batch.inputs.items()}
+        device, train, inputs = self.mesh.device, self.config.train, batch.inputs
         key = None
         if step is not None:
             samples_B = torch.from_numpy(batch.samples).to(device)
@@ -214,11 +216,11 @@ class Trainer:
         if not gives_losses(part):
             assert isinstance(sums, Tensor), "only a family's model is cut into parts"
             return sums
-        if not isinstance(sums, Tensor) or sums.numel() != len(batch.counts):
+        if not isinstance(sums, Tensor) or sums.numel() != len(batch.counts_K):
             found = f"a tensor of shape {tuple(sums.shape)}" if isinstance(sums, Tensor) else f"a {type(sums).__name__}"
             raise ConfigError(
                 f"model.family ({self.config.model.family}): forward must return the sum of its targets' losses "
-                f"({len(batch.counts)} in all), not {found}"
+                f"({len(batch.counts_K)} in all), not {found}"
             )
         return sums.reshape(-1)
 
@@ -232,12 +234,9 @@ class Trainer:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
         self.model.eval()
-        train, objectives = self.config.train, len(self.evaluation.objectives)
+        objectives = len(self.evaluation.objectives)
         total = torch.zeros(2, objectives, dtype=torch.float64, device=self.mesh.device)
-        batches = self.evaluation.eval_batches(
-            train.eval_batches, train.global_batch, self.mesh.dp.rank, self.mesh.dp.size, train.micro_batch
-        )
-        while at_once := list(islice(batches, self.layout.accumulation(train))):
+        for at_once in self.feed.evaluation(self.layout.accumulation(self.config.train)):
             self._evaluate(at_once, total)
         self.model.train()
         sums_K, counted_K = self._summed(total)
@@ -248,20 +247,20 @@ class Trainer:
             self.reporter.evaluation(self.progress.step, loss, perplexity, self._named(by_objective))
         return loss, perplexity
 
-    def _evaluate(self, batches: list[Batch], total: Tensor) -> None:
+    def _evaluate(self, batches: list[MicroBatch], total: Tensor) -> None:
         """Add these micro-batches' sums of losses and counts to `total`, [2, K]."""
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
             found = self._compute(part, x, batches[number])
             if gives_losses(part):
                 total[0] += found
-                total[1] += torch.from_numpy(batches[number].counts).to(self.mesh.device)
+                total[1] += batches[number].counts_K
             return found
 
         self.execution.evaluate(compute, len(batches))
 
     def _stop_non_finite(
-        self, step: int, loss: float, gradient_norm: float, micro_batches: list[Batch], counted_K: Tensor
+        self, step: int, loss: float, gradient_norm: float, micro_batches: list[MicroBatch], counted_K: Tensor
     ) -> None:
         """Name the rank and parameter at fault: the reduction mixed the ranks, so each looks at its own part again."""
         self.optimizer.zero_grad()

@@ -21,6 +21,8 @@ HIDDEN = 4 * S * B * H
 """Bytes of one micro-batch's hidden states in float32."""
 STATS = 4 * S * B * 3
 """Bytes that the loss exchanges for one micro-batch."""
+SAMPLES = 8 * (2 * S * B + 1)
+"""Bytes of one micro-batch's token ids, targets and how many of these count."""
 NORMS = 2 * 4
 """Bytes of the squared norms of gradients and parameters, that all ranks agree on."""
 LOSS_AND_COUNT = 4 + 8
@@ -64,6 +66,7 @@ def test_tensor_parallelism() -> None:
     n = 4  # micro-batches
     whole = n * HIDDEN * (1 + 2 * L + 1 + 2 * L) + n * STATS  # embedding, blocks, head's dx, blocks backward
     assert bytes_per_step(config(), Layout(2, tensor=2)) == {
+        ("tp", "broadcast"): n * SAMPLES / 2,
         ("tp", "all_reduce"): 2 * whole / 2,
         ("world", "all_reduce"): 2 * NORMS / 2,
     }
@@ -75,6 +78,7 @@ def test_sequence_parallelism() -> None:
     scattered = n * HIDDEN * (1 + 2 * L + 1 + 2 * L)  # embedding, outputs, head's gradient, inputs' gradients
     norms = 4 * (2 * L + 1) * H
     assert bytes_per_step(config(), Layout(2, tensor=2, sequence=True)) == {
+        ("tp", "broadcast"): n * SAMPLES / 2,
         ("tp", "all_gather"): gathered / 2,
         ("tp", "reduce_scatter"): scattered / 2,
         ("tp", "all_reduce"): 2 * (n * STATS + norms) / 2,
@@ -163,6 +167,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float, zero: 
 def test_evaluation_goes_forward_only() -> None:
     layout = Layout(2, tensor=2, sequence=True)
     assert bytes_per_evaluation_batch(config(), layout) == {
+        ("tp", "broadcast"): 4 * SAMPLES / 2,
         ("tp", "all_gather"): 4 * HIDDEN * (2 * L + 1) / 2,
         ("tp", "reduce_scatter"): 4 * HIDDEN * (2 * L + 1) / 2,
         ("tp", "all_reduce"): 2 * 4 * STATS / 2,
@@ -240,3 +245,15 @@ def test_of_a_model_of_your_own_nothing_is_known() -> None:
     }
     assert bytes_per_step(config_from(own), Layout(2)) is None
     assert bytes_per_evaluation_batch(config_from(own), Layout(2)) is None
+
+
+def test_documents_within_a_sample_bring_their_positions_and_starts() -> None:
+    resets = {"data": {"reset_position_ids": True, "reset_attention_mask": True, "eod_token": 0}}
+    layout = Layout(2, tensor=2)
+    plain, more = (
+        by_tensor(config(), layout),
+        by_tensor(make_config(section("llama", num_key_value_heads=KV_HEADS), **resets), layout),
+    )
+    what = "token ids and targets"
+    assert more.pop(what) - plain.pop(what) == 4 * 8 * 2 * S * B / 2
+    assert more == plain

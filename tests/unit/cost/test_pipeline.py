@@ -260,7 +260,7 @@ def test_only_the_ends_look_up_and_predict() -> None:
         transfers = cost.step_transfers(chosen, layout, pipeline_rank=rank)
         assert transfers is not None
         whats.append({one.what for one in transfers if one.axis == "tp"})
-    blocks = {"outputs of attention and MLP", "gradients of the inputs of attention and MLP"}
+    blocks = {"token ids and targets", "outputs of attention and MLP", "gradients of the inputs of attention and MLP"}
     head = {"largest logit of each token", "sum of exponentials and target logit", "gradient of the head's input"}
     assert whats == [blocks | {"embedding output"}, blocks, blocks, blocks | head]
 

@@ -60,7 +60,8 @@ def opened(chosen: Config, cache: Path, **options: bool) -> PreparedShards:
 
 def all_of(path: str) -> ShardBatches:
     chosen = config(path, split="1,0")
-    batches = make_batches(chosen, prepare(chosen, Path(path) / "cache"), "train")
+    found = Path(path)
+    batches = make_batches(chosen, prepare(chosen, (found if found.is_dir() else found.parent) / "cache"), "train")
     assert isinstance(batches, ShardBatches)
     return batches
 
@@ -176,11 +177,11 @@ def test_evaluation_counts_each_sample_once(dp_size: int, micro_batch: int, coun
     assert counts[1] == expected
 
 
-def test_few_files_are_open_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = numbers(all_of(folder).global_batch(0, 15))
-    monkeypatch.setattr(hdf5, "_FILES_KEPT", 1)
+    monkeypatch.setattr(hdf5, "_SHARDS_KEPT", 1)
     batches = all_of(folder)
-    assert batches.shards._open == {}, "opened when they are read"
+    assert batches.shards._open == {}, "mapped when they are read"
     assert numbers(batches.global_batch(0, 15)) == expected
     assert len(batches.shards._open) == 1
 
@@ -215,7 +216,9 @@ def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
     chosen = config(folder, split="10,3,2", eval_every=1)
     data = opened(chosen, tmp_path / "cache")
     assert data.tokenizer_path is None
-    assert not (tmp_path / "cache").exists(), "nothing is copied"
+    copied = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert sorted(copied) == ["locks", "shards"], "nothing but what is compressed is copied"
+    assert len(list((tmp_path / "cache" / "shards").iterdir())) == 1
     assert [data.count(part) // 16 for part in ("train", "eval", "test")] == [10, 3, 2]
     assert data.beginning("eval", 18)[1] == 110
     assert data.beginning("eval", 18)[17] == 111
@@ -440,8 +443,9 @@ def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[chunk.byte_offset : chunk.byte_offset + 8] = b"\xff" * 8
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.hdf5: rows 0 to 1 cannot be read \(.*\): the file is damaged, copy it"):
-        all_of(str(path)).collate(np.arange(2), np.zeros(2, np.int64), np.arange(2))
+    with pytest.raises(DataError, match=r"a\.hdf5: rows 0 to 199 cannot be read \(.*\): the file is damaged, copy it"):
+        all_of(str(path))
+    assert not list((tmp_path / "cache" / "shards").glob("*")), "a part of it is left in the cache"
 
 
 def test_parts_without_a_sample_are_refused(tmp_path: Path) -> None:

@@ -134,7 +134,9 @@ def test_the_stamp_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
     missing = tmp_path / "none.txt"
-    assert failure(missing) == (f"data.path ({missing}) does not exist: name a text file, a folder of them or a .jsonl")
+    assert failure(missing) == (
+        f"data.path ({missing}) does not exist: name a text file, a .jsonl, a .parquet or a folder of them"
+    )
     with pytest.raises(DataError, match=r"data\.path \(none\.txt\) does not exist in /"):
         open_source(DataConfig(path="none.txt"))
     (tmp_path / "empty.txt").touch()

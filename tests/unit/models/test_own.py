@@ -323,6 +323,22 @@ def test_forward_may_take_more(parameters: str, write: Write) -> None:
     assert check_own(config(write(PLAIN, f"    def forward(self, {parameters}):\n        pass")))
 
 
+RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
+
+
+def test_forward_may_take_what_the_data_section_asks_for(write: Write) -> None:
+    takes = "def forward(self, ids_SB, targets_SB, positions_SB, starts_SB):\n        pass"
+    assert check_own(config(write(PLAIN, f"    {takes}"), RESETS))
+
+
+def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
+    takes = "def forward(self, ids_SB, targets_SB):\n        pass"
+    assert problem(config(write(PLAIN, f"    {takes}"), RESETS)) == (
+        "model.family (mine:Model): forward(ids_SB, targets_SB) must take ids_SB, targets_SB, positions_SB and "
+        "starts_SB and need no other argument; dropout it may take"
+    )
+
+
 def test_all_is_told_at_once(write: Write) -> None:
     found = problems(
         config(write(PLAIN, "    def forward(self, x):\n        pass"), {"parallel": {"tensor": 2}}, depth=1)

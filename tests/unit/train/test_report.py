@@ -59,6 +59,7 @@ def record(step: int, **changes: Any) -> StepRecord:
         "tokens": step * 256,
         "samples": step * 8,
         "seconds": 0.5,
+        "input_seconds": 0.125,
         "peak_memory_bytes": 1000,
     }
     return StepRecord(**(values | changes))
@@ -177,7 +178,7 @@ def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> No
     files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert files == ["ranks/rank-0003.jsonl"]
     assert lines(tmp_path / "run/ranks/rank-0003.jsonl") == [
-        {"step": 1, "step_seconds": 0.5, "peak_memory_bytes": 1000}
+        {"step": 1, "step_seconds": 0.5, "input_seconds": 0.125, "peak_memory_bytes": 1000}
     ]
 
 
@@ -190,6 +191,7 @@ def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
     assert lines(tmp_path / "run/ranks/rank-0000.jsonl")[0] == {
         "step": 1,
         "step_seconds": 0.5,
+        "input_seconds": 0.125,
         "peak_memory_bytes": 1000,
         "stage_seconds": [
             {"stage": 1, "forward": 0.125, "backward": 0.25},

@@ -16,7 +16,9 @@ from tests.dist.training import make_config, make_data
 
 
 @pytest.mark.parametrize(("trace", "steps"), [("2:4", {"step 2", "step 3"}), ("3:9", {"step 3", "step 4"})])
-def test_a_run_without_a_pipeline(tmp_path: Path, trace: str, steps: set[str]) -> None:
+def test_a_run_without_a_pipeline(
+    tmp_path: Path, trace: str, steps: set[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     """The second ends with the run, before its last step."""
     config = make_config(train={"steps": 4}, log={"trace": trace, "drift_every": 0, "tensorboard": False})
     layout, mesh = config.check(1), Mesh(device="cpu")
@@ -33,6 +35,7 @@ def test_a_run_without_a_pipeline(tmp_path: Path, trace: str, steps: set[str]) -
         stream=stream,
     ) as reporter:
         build_trainer(config, layout, mesh, make_data(), reporter).run()
+    assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
     first = trace.partition(":")[0]
     assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
     events = json.loads(run.trace(0).read_text())["traceEvents"]

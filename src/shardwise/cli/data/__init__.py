@@ -1,4 +1,4 @@
-"""Prepare data for training, and look at data."""
+"""Fetch data, prepare them for training, and look at them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from shardwise.errors import ConfigError
 
 ACTIONS = {
+    "fetch": "copy files from a URL to this machine: resumable, checked, once however many ask",
     "prepare": "make Megatron's .bin and .idx, blocks of arrow or BERT's HDF5 shards of text, once for all runs",
     "inspect": "show what data hold: documents, tokens, lengths, and the first of them decoded",
 }

@@ -1,0 +1,49 @@
+"""Copy files from a URL to this machine, once.
+
+URL is a file, a folder or a pattern in quotes ('s3://bucket/wiki_training_*.hdf5') at any place that fsspec
+reads: http, https (one file at a time), s3, gs, a path. What was broken off goes on where it ended. A file that is
+there as it was fetched is not fetched again, a damaged or truncated one is. Any number of processes may fetch to one
+place at once: one does, the others wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.cli.checkpoint import text
+from shardwise.errors import ConfigError
+from shardwise.units import size
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("url", metavar="URL", help="what to fetch: a URL or a path")
+    parser.add_argument(
+        "dest", metavar="DEST", help="a file; a folder where it is one, ends with /, or several files come"
+    )
+    parser.add_argument("--sha256", metavar="HEX", help="the SHA-256 that the file must have")
+    parser.add_argument("--force", action="store_true", help="replace a file that was not fetched from URL")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from shardwise.store.fetch import Remote, fetch, find
+
+    sha256: str | None = arguments.sha256 and arguments.sha256.lower()
+    if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ConfigError(f"--sha256 ({arguments.sha256}) must be 64 hexadecimal digits")
+    remotes: Sequence[Remote] = find(arguments.url)
+    if sha256 is not None and len(remotes) > 1:
+        raise ConfigError(f"--sha256 must be left out: {arguments.url} is {len(remotes):,} files, and it is of one")
+    dest = Path(arguments.dest).expanduser()
+    one = len(remotes) == 1 and remotes[0].name == remotes[0].root.name.partition("?")[0]
+    into = dest.is_dir() or arguments.dest.endswith("/") or not one
+    total = sum(remote.size or 0 for remote in remotes)
+    with text.bar(f"fetching {arguments.url}", total) as progress:
+        for remote in remotes:
+            target = dest / remote.name if into else dest
+            found = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=text.progress)
+            done = f"{size(found.came)} came" if found.came else "was there already"
+            text.line(f"{found.path}: {size(found.size)}, SHA-256 {found.sha256}, {done}")
+    return 0

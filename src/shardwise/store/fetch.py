@@ -1,0 +1,359 @@
+"""Copies files from anywhere that fsspec reads to this machine: resumable, checked, once however many ask.
+
+Beside a file NAME there are, hidden by a dot:
+
+    .NAME.fetch         what has come so far, while it comes
+    .NAME.fetch.json    of which source, and in which version, that is
+    .NAME.fetched.json  of a complete file: its source, its size and its SHA-256
+    .NAME.lock          one process fetches, the others wait
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from shardwise.errors import ConfigError
+from shardwise.store.reach import PATIENCE_SECONDS, in_time
+from shardwise.store.root import Root, StoreError
+from shardwise.units import size as size_text
+
+_RANGE = 1 << 23
+_RANGES_AT_ONCE = 4
+_ATTEMPTS = 5
+_WEB = ("http", "https")
+_ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.GONE)
+_VERSIONS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "last_modified", "mtime")
+"""What filesystems tell of a file that is another once the file is."""
+_PATTERN = frozenset("*?[")
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file that can be fetched.
+
+    Attributes:
+        size: None where the server does not tell. version: changes when the file does, as far as the server tells.
+        ranges: whether the server gives parts of it.
+    """
+
+    root: Root
+    name: str
+    size: int | None
+    version: str
+    ranges: bool
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A file that is here. came: bytes that this call brought."""
+
+    path: Path
+    size: int
+    sha256: str
+    came: int
+
+
+def find(url: str) -> list[Remote]:
+    """The files that a URL or a path names: one file, those of a folder, or what a pattern matches.
+
+    Raises:
+        ConfigError: there are none, or the URL cannot be read by what is installed.
+        StoreError: the place does not answer.
+    """
+    root = Root.of(url)
+    pattern = root.scheme not in _WEB and not _PATTERN.isdisjoint(root.path)
+    try:
+        return in_time(root, lambda: _matching(root) if pattern else _below(root))
+    except StoreError as error:
+        if error.missing:
+            raise ConfigError(str(error)) from None
+        raise
+
+
+def fetch(
+    remote: Remote,
+    target: Path,
+    sha256: str | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> Fetched:
+    """Brings one file to `target`, unless it is there as it was fetched, or has that SHA-256.
+
+    What is broken off is gone on with by the next call, unless the source has changed. Any number of processes may call
+    it at once: one fetches. The file appears when it is complete and on the disk.
+
+    Args:
+        force: replace a file that was not fetched from there. progress: called with bytes as they come. announce:
+        called with one line, for the user.
+
+    Raises:
+        ConfigError: another file is at `target`, the disk has no room, or the SHA-256 is not that which was asked for.
+        StoreError: the source cannot be read, or `target` cannot be written.
+    """
+    here = Root.of(target)
+    with here.told("written"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(target, announce):
+        found = _there(remote, target, sha256, force, announce)
+        if found is not None:
+            return found
+        part = _beside(target, "fetch")
+        begun, digest = _begun(remote, part)
+        _require_room(remote, target, begun)
+        with here.told("written"):
+            _record(_beside(target, "fetch.json"), {"source": remote.root.shown, "version": remote.version})
+            with part.open("r+b" if begun else "wb") as file:
+                file.seek(begun)
+                if begun and announce is not None:
+                    announce(f"going on with {target.name} after {size_text(begun)}")
+                if begun and progress is not None:
+                    progress(begun)
+                for block in _blocks(remote, begun):
+                    file.write(block)
+                    digest.update(block)
+                    if progress is not None:
+                        progress(len(block))
+                file.flush()
+                os.fsync(file.fileno())
+        return _finish(remote, target, part, digest.hexdigest(), sha256, begun)
+
+
+# ---- what there is
+
+
+def _matching(root: Root) -> list[Remote]:
+    with root.told("read"):
+        infos = root.fs.glob(root.path, detail=True)
+    found = [_remote(_at(root, path), info) for path, info in sorted(infos.items()) if info["type"] == "file"]
+    if not found:
+        raise ConfigError(f"{root} must match a file or more, and it matches none")
+    return found
+
+
+def _below(root: Root) -> list[Remote]:
+    if root.scheme not in _WEB and root.is_folder():
+        with root.told("read"):
+            infos = root.fs.find(root.path, detail=True)
+        if not infos:
+            raise ConfigError(f"{root} must hold files, and the folder has none")
+        above = root.path.rstrip("/") + "/"
+        return [_remote(_at(root, path), info, path.removeprefix(above)) for path, info in sorted(infos.items())]
+    with root.told("read"):
+        try:
+            return [_remote(root, root.fs.info(root.path))]
+        except FileNotFoundError as error:
+            # Of the web fsspec says so whatever the server answered, if it did.
+            if error.__cause__ is None or getattr(error.__cause__, "status", None) in _ABSENT:
+                raise FileNotFoundError from None
+            raise root.failure(_plain(error.__cause__), "read") from None
+
+
+def _plain(error: BaseException) -> Exception:
+    status = getattr(error, "status", None)
+    if status is None:
+        return error if isinstance(error, Exception) else RuntimeError(str(error))
+    return RuntimeError(f"its server answers {status} ({getattr(error, 'message', '')})")
+
+
+def _at(root: Root, path: str) -> Root:
+    shown = path if root.is_local else f"{root.scheme}://{path}"
+    return Root(path, shown, root.scheme, root._remote)
+
+
+def _remote(root: Root, info: dict[str, Any], name: str | None = None) -> Remote:
+    version = json.dumps([info.get("size"), {key: str(info[key]) for key in _VERSIONS if info.get(key)}])
+    last = (name or root.name).partition("?")[0]
+    ranges = info.get("size") is not None and (root.scheme not in _WEB or _gives_ranges(root.path))
+    return Remote(root, last, info.get("size"), version, ranges)
+
+
+def _gives_ranges(url: str) -> bool:
+    """Whether a web server does as it is asked with a part of a file; many say nothing about it beforehand."""
+    request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
+            return bool(answer.status == HTTPStatus.PARTIAL_CONTENT)
+    except (OSError, ValueError):
+        return False
+
+
+# ---- what is here
+
+
+def _there(
+    remote: Remote, target: Path, sha256: str | None, force: bool, announce: Callable[[str], None] | None
+) -> Fetched | None:
+    """The file, where it is here and is what it should be."""
+    if target.is_dir():
+        raise ConfigError(f"{target} is a folder, where {remote.root} is to be: name another place")
+    if not target.exists():
+        return None
+    record, digest = _read_record(_beside(target, "fetched.json")), _digest(target)
+    ours = record.get("source") == remote.root.shown
+    if digest == (sha256 or (record.get("sha256") if ours and record.get("version") == remote.version else None)):
+        return Fetched(target, target.stat().st_size, digest, 0)
+    if not (ours or force):
+        raise ConfigError(
+            f"{target} is there already and was not fetched from {remote.root}: name another place, or replace it by "
+            "--force"
+        )
+    if announce is not None:
+        same = record.get("version") == remote.version
+        why = "is not as it was fetched" if same and digest != record.get("sha256") else "is there in another version"
+        announce(f"{target} {why}: fetching it again")
+    return None
+
+
+def _begun(remote: Remote, part: Path) -> tuple[int, Any]:
+    """How much of the file has come before, and the digest so far; nothing where the source is another by now."""
+    record, digest = _read_record(part.with_name(f"{part.name}.json")), hashlib.sha256()
+    same = record == {"source": remote.root.shown, "version": remote.version}
+    if not (same and remote.ranges and part.exists()) or part.stat().st_size > (remote.size or 0):
+        return 0, digest
+    with part.open("rb") as file:
+        _update(digest, file)
+    return part.stat().st_size, digest
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with Root.of(path).told("read"), path.open("rb") as file:
+        _update(digest, file)
+    return str(digest.hexdigest())
+
+
+def _update(digest: Any, file: BinaryIO) -> None:
+    while block := file.read(_RANGE):
+        digest.update(block)
+
+
+def _require_room(remote: Remote, target: Path, begun: int) -> None:
+    free = Root.of(target.parent).free_bytes()
+    if remote.size is not None and free is not None and remote.size - begun > free:
+        raise ConfigError(
+            f"{target.parent} ({size_text(free)} free) must have room for {remote.root} "
+            f"({size_text(remote.size - begun)} to come): make room, or name a place on another disk"
+        )
+
+
+# ---- what comes
+
+
+def _blocks(remote: Remote, begun: int) -> Iterator[bytes]:
+    """What is after the first `begun` bytes, in order."""
+    if not remote.ranges:
+        yield from _stream(remote.root)
+        return
+    assert remote.size is not None
+    starts = iter(range(begun, remote.size, _RANGE))
+    with ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="fetch") as threads:
+        coming: deque[Future[bytes]] = deque()
+        try:
+            for start in starts:
+                coming.append(threads.submit(_range, remote, start, min(start + _RANGE, remote.size)))
+                if len(coming) == _RANGES_AT_ONCE:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+        finally:
+            for each in coming:
+                each.cancel()
+
+
+def _range(remote: Remote, start: int, stop: int) -> bytes:
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            found = remote.root.read(start, stop)
+            if len(found) == stop - start:
+                return found
+            error = remote.root.failure(EOFError(f"{len(found):,} of {stop - start:,} bytes came"), "read")
+        except StoreError as failure:
+            error = failure
+        if error.missing or attempt == _ATTEMPTS:
+            raise StoreError(f"{error}; from byte {start:,} on: start again, and it goes on from there")
+        time.sleep(2 ** (attempt - 1) / 4)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _stream(root: Root) -> Iterator[bytes]:
+    with root.told("read"), root.fs.open(root.path, "rb") as file:
+        while block := file.read(_RANGE):
+            yield block
+
+
+def _finish(remote: Remote, target: Path, part: Path, found: str, sha256: str | None, begun: int) -> Fetched:
+    size = part.stat().st_size
+    wrong = None
+    if remote.size is not None and size != remote.size:
+        wrong = f"its size ({size:,} bytes) must be that which its server tells ({remote.size:,})"
+    elif sha256 is not None and found != sha256:
+        wrong = f"its SHA-256 ({found}) must be that which was asked for ({sha256})"
+    record = part.with_name(f"{part.name}.json")
+    with Root.of(target).told("written"):
+        if wrong is not None:
+            part.unlink()
+            record.unlink()
+            raise ConfigError(f"{remote.root}: {wrong}: the file there is another one, or it was changed on its way")
+        facts = {"source": remote.root.shown, "version": remote.version, "size": size, "sha256": found}
+        _record(_beside(target, "fetched.json"), facts)
+        part.replace(target)
+        record.unlink()
+    Root.of(target.parent).sync()
+    return Fetched(target, size, found, size - begun)
+
+
+# ---- files beside
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}")
+
+
+def _record(path: Path, facts: dict[str, Any]) -> None:
+    Root.of(path).write(json.dumps(facts, indent=2).encode() + b"\n")
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextlib.contextmanager
+def _alone(target: Path, announce: Callable[[str], None] | None) -> Iterator[None]:
+    """Holds the only lock on `target`, where the file system has locks."""
+    lock = _beside(target, "lock")
+    with Root.of(target).told("written"):
+        file = lock.open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if announce is not None:
+                announce(f"waiting for another process that fetches {target.name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield

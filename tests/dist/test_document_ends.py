@@ -1,0 +1,116 @@
+"""Documents within a sample: they see nothing of each other, and any layout trains on them as one process does."""
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.config import Config
+from shardwise.cost import expected_memory
+from shardwise.data.causal import DocumentEnds, causal_batch
+from shardwise.models import build_model
+from shardwise.parallel import DropoutKey
+from shardwise.testing import gradient_errors
+from tests.dist.test_memory import DROPOUT, RECOMPUTE, SIZES, measure_step
+from tests.dist.training import FAMILIES, Outcome, make_config, train, whole
+
+END = 3
+CAUSAL = ("llama", "gpt", "gpt_neox")
+# Step by step, with a mask that drops nothing: as near to none as a probability comes.
+NEARLY_NONE: dict[str, dict[str, float]] = {
+    "llama": {"attention_dropout": 1e-9},
+    "gpt": {"attn_pdrop": 1e-9},
+    "gpt_neox": {"attention_dropout": 1e-9},
+}
+
+
+def model_of(config: Config) -> Any:
+    return build_model(config, None, sequence_parallel=False, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "step by step"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_a_document_in_a_sample_is_a_document_alone(family: str, fused: bool) -> None:
+    sizes = {"vocab_size": 23, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    own = FAMILIES[family] | no_dropout(family) | ({} if fused else NEARLY_NONE[family])
+    config = make_config(model=sizes | {"num_attention_heads": 4, "initializer_range": 0.2} | own)
+    model = model_of(config)
+    generator = np.random.default_rng(0)
+    rows = generator.integers(END + 1, 23, (2, 17))
+    ends = ((6, 7), (0, 11, 15))
+    for row, places in zip(rows, ends, strict=True):
+        row[list(places)] = END
+    resets = DocumentEnds(END, reset_position_ids=True, reset_attention_mask=True)
+    batch = causal_batch(rows, np.full(2, 16), np.arange(2), resets)
+    key = None if fused else DropoutKey(1, 1, torch.arange(2), 0, "invariant")
+    inputs = {name: torch.from_numpy(array) for name, array in batch.inputs.items()}
+    together = model(**inputs, dropout=key).item()
+    alone = 0.0
+    for row, places in zip(rows, ends, strict=True):
+        cuts = [0, *(place + 1 for place in places), 16]
+        for begin, end in pairwise(cuts):
+            if begin < end:
+                ids, targets = (
+                    torch.from_numpy(part[:, None].copy()) for part in (row[begin:end], row[begin + 1 : end + 1])
+                )
+                alone += model(ids, targets).item()
+    assert together == pytest.approx(alone, rel=1e-6)
+    without = {name: inputs[name] for name in ("ids_SB", "targets_SB")}
+    assert model(**without).item() != pytest.approx(alone, rel=1e-4), "the documents do not change the loss at all"
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, dict[str, Any]]]] = {
+    "llama, TP 2 + SP": (2, "llama", {"parallel": {"tensor": 2, "sequence": True}}),
+    "gpt, TP 2 + SP, DP 2, ZeRO-1": (4, "gpt", {"parallel": {"tensor": 2, "sequence": True}}),
+    "gpt_neox, PP 2, DP 2, recomputed": (4, "gpt_neox", {"parallel": {"pipeline": 2}, "train": {"recompute": "full"}}),
+    "llama, PP 2 interleaved": (2, "llama", {"parallel": {"pipeline": 2, "schedule": "interleaved_zero_bubble"}}),
+}
+
+
+def no_dropout(family: str) -> dict[str, float]:
+    return dict.fromkeys(DROPOUT[family], 0.0)
+
+
+def configuration(family: str, **sections: dict[str, Any]) -> Config:
+    data = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True, "eod_token": END}
+    sizes = {"vocab_size": 23, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+    return make_config(
+        model=sizes | {"num_hidden_layers": 4, "max_position_embeddings": 16} | FAMILIES[family] | no_dropout(family),
+        **{**sections, "data": data},
+    )
+
+
+@functools.cache
+def reference(family: str) -> Outcome:
+    torch.set_num_threads(1)
+    return train(configuration(family, train={"micro_batch": 8}), 10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_trains_like_one_process(layout: str, ranks: Any) -> None:
+    world, family, sections = LAYOUTS[layout]
+    found = whole(ranks(world).run(train, configuration(family, **sections), 10))
+    wanted = reference(family)
+    errors = gradient_errors(found.gradients, wanted.gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
+    for step, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True), start=1):
+        assert abs(a - b) <= 1e-5 * abs(b), f"step {step}: loss {a!r}, one process has {b!r}"
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_the_masks_are_in_the_memory_estimate(family: str) -> None:
+    for recompute in RECOMPUTE:
+        config = make_config(
+            model=SIZES | FAMILIES[family] | no_dropout(family),
+            train={"recompute": recompute, "sequence_length": 128, "micro_batch": 2, "global_batch": 2},
+            data={"reset_position_ids": True, "reset_attention_mask": True, "eod_token": END},
+        )
+        memory = expected_memory(config, config.check(1))
+        assert memory is not None
+        found = measure_step(config)
+        off = memory.total / found - 1
+        assert abs(off) <= 0.04, f"{recompute}: held {found:,}, cost has {memory.total:,} ({off:+.1%})"

@@ -1,0 +1,172 @@
+"""What reaches the ranks is what one process reads, whoever reads it, however far ahead."""
+
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import Config
+from shardwise.data import Batch, TokenBatches, make_batches
+from shardwise.errors import DataError
+from shardwise.mesh import Mesh
+from shardwise.train.feed import Feed, MicroBatch
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import FAMILIES, make_config, make_data
+
+STEPS = 3
+
+
+@dataclass
+class Read:
+    """What one rank got, by step; and how often it read a batch itself."""
+
+    dp_rank: int
+    steps: list[list[dict[str, np.ndarray]]]
+    evaluation: list[list[dict[str, np.ndarray]]]
+    reads: int
+
+
+def on_host(micro_batches: list[MicroBatch]) -> list[dict[str, np.ndarray]]:
+    return [
+        {name: tensor.numpy().copy() for name, tensor in each.inputs.items()}
+        | {"counts": each.counts_K.numpy().copy(), "samples": each.samples}
+        for each in micro_batches
+    ]
+
+
+def by_hand(batches: list[Batch]) -> list[dict[str, np.ndarray]]:
+    return [{**batch.inputs, "counts": batch.counts, "samples": batch.samples} for batch in batches]
+
+
+def feed_of(config: Config, mesh: Mesh) -> tuple[Feed, Any, Any]:
+    data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
+    train, evaluation = (make_batches(config, data, part) for part in ("train", "eval"))
+    assert train is not None
+    return Feed(config, mesh, train, evaluation), train, evaluation
+
+
+def read(config: Config) -> Read:
+    mesh, size = shared_mesh(config.parallel.tensor, config.parallel.pipeline), config.train.global_batch
+    feed, train, evaluation = feed_of(config, mesh)
+    reads, plain = [], train.local_batch
+    train.local_batch = lambda *arguments: (reads.append(arguments[0]), plain(*arguments))[1]
+    steps = [on_host(feed.at(5 + step * size, more=STEPS - step - 1)) for step in range(STEPS)]
+    held_out = [on_host(found) for found in feed.evaluation(2)] if evaluation is not None else []
+    feed.close()
+    return Read(mesh.dp.rank, steps, held_out, len(reads))
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_rank_gets_what_one_process_reads(family: str, workers: int, ranks: Any) -> None:
+    sizes = {"vocab_size": 131, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = make_config(
+        model=sizes | {"num_attention_heads": 2} | FAMILIES[family],
+        parallel={"tensor": 2},
+        train={"global_batch": 8, "micro_batch": 2},
+        data={"workers": workers},
+    )
+    _, batches, evaluation = feed_of(config, Mesh(device="cpu"))
+    found: list[Read] = ranks(4).run(read, config)
+    for rank, one in enumerate(found):
+        for step, micro_batches in enumerate(one.steps):
+            wanted = by_hand(batches.local_batch(5 + 8 * step, 8, one.dp_rank, 2, 2))
+            assert len(micro_batches) == len(wanted) == 2
+            for mine, theirs in zip(micro_batches, wanted, strict=True):
+                assert mine.keys() == theirs.keys()
+                for name, array in theirs.items():
+                    assert np.array_equal(mine[name], array), f"rank {rank}, step {step}: {name}"
+        wanted = by_hand(list(evaluation.eval_batches(config.train.eval_batches, 8, one.dp_rank, 2, 2)))
+        mine = [each for at_once in one.evaluation for each in at_once]
+        assert len(mine) == len(wanted)
+        for here, there in zip(mine, wanted, strict=True):
+            assert all(np.array_equal(here[name], array) for name, array in there.items()), f"rank {rank}, evaluation"
+    assert [one.reads for one in found] == [STEPS, 0, STEPS, 0], "one rank of each group reads, and nothing twice"
+
+
+class Slow(TokenBatches):
+    """Holds every batch back until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(np.arange(16 * 64 + 1, dtype=np.int32), 16, 0)
+        self.asked: list[int] = []
+        self.go = threading.Semaphore(0)
+
+    def local_batch(self, consumed: int, *layout: int) -> list[Batch]:
+        self.asked.append(consumed)
+        assert self.go.acquire(timeout=30)
+        return super().local_batch(consumed, *layout)
+
+
+def test_as_many_batches_are_read_ahead_as_there_are_workers_and_none_beyond_the_end() -> None:
+    batches = Slow()
+    config = make_config(data={"workers": 2}, train={"global_batch": 4, "micro_batch": 4})
+    feed = Feed(config, Mesh(device="cpu"), batches, None)
+    for _ in range(10):
+        batches.go.release()
+    feed.at(0, more=3)
+    feed.at(4, more=2)
+    feed.at(8, more=1)
+    feed.at(12, more=0)
+    assert sorted(batches.asked) == [0, 4, 8, 12], "each global batch is read once, and none after the last"
+    feed.at(0)
+    assert batches.asked[-1] == 0, "another position than that read ahead is read anew"
+    feed.close()
+
+
+class Broken(TokenBatches):
+    def local_batch(self, consumed: int, *layout: int) -> list[Batch]:
+        if consumed:
+            raise DataError("row 7 is broken")
+        return super().local_batch(consumed, *layout)
+
+
+def test_an_error_of_a_reading_thread_comes_with_the_step_that_needs_the_batch() -> None:
+    config = make_config(train={"global_batch": 4, "micro_batch": 4})
+    feed = Feed(config, Mesh(device="cpu"), Broken(np.arange(1025, dtype=np.int32), 16, 0), None)
+    assert torch.equal(feed.at(0, more=5)[0].counts_K, torch.tensor([64]))
+    with pytest.raises(DataError, match="row 7 is broken"):
+        feed.at(4, more=4)
+    feed.close()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    layouts=st.lists(
+        st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5
+    ),
+    samples=st.integers(3, 40),
+)
+def test_stops_layouts_and_workers_do_not_change_the_global_batches(
+    layouts: list[tuple[int, int, int]], samples: int
+) -> None:
+    """A run in parts: of each its data-parallel degree, its workers, and the steps after which it stops."""
+    batches = TokenBatches(np.arange(4 * samples + 1, dtype=np.int32), 4, 11)
+    size, position = 4, 0
+    for degree, workers, steps in layouts:
+        config = make_config(data={"workers": workers}, train={"global_batch": size, "micro_batch": 1})
+        ranks = [mesh_of(rank, degree) for rank in range(degree)]
+        feeds = [Feed(config, mesh, batches, None) for mesh in ranks]
+        for step in range(steps):
+            # As much is read ahead as if the run went on for long.
+            found = [feed.at(position, more=100 - step) for feed in feeds]
+            rows = [each for column in zip(*found, strict=True) for each in column]
+            wanted = batches.global_batch(position, size)
+            for name, array in wanted.inputs.items():
+                together = np.concatenate([row.inputs[name].numpy() for row in rows], axis=1)
+                assert np.array_equal(together, array), f"{name} after {position} samples at DP {degree}"
+            position += size
+        for feed in feeds:
+            feed.close()
+
+
+def mesh_of(rank: int, degree: int) -> Mesh:
+    mesh = Mesh(device="cpu")
+    mesh.dp = SimpleNamespace(rank=rank, size=degree)  # type: ignore[assignment]
+    return mesh
