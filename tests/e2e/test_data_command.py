@@ -16,7 +16,7 @@ import pytest
 
 from shardwise.data.indexed import MAGIC
 from tests.arch.source import ROOT
-from tests.e2e.command import Outcome, metrics, shardwise, start
+from tests.e2e.command import Outcome, metrics, miniature, shardwise, start
 from tests.loopback_hub import TOKEN, serve, user_of
 from tests.unit.data.test_huggingface_hub import FILES
 from tests.unit.prepare.jobs import WORDS, texts, write_jsonl
@@ -78,9 +78,16 @@ def test_a_data_set_of_the_hub(at: Path, tmp_path: Path) -> None:
         named = ("acme/gated", "--config", "en", "--split", "train,validation")
         said = shardwise("data", "prepare", *named, *given, at=tmp_path, **variables, HF_TOKEN="").failed(2)
         assert f"is gated: accept its licence on {site.address}/datasets/acme/gated, then set HF_TOKEN" in said
-        done = shardwise("data", "prepare", *named, *given, at=tmp_path, **variables, HF_TOKEN=TOKEN)
+        done, again = (
+            shardwise("data", "prepare", *named, *given, at=tmp_path, **variables, HF_TOKEN=TOKEN) for _ in range(2)
+        )
+        run = ("miniature.yaml", "data.dataset=acme/gated", "data.config=en", "data.split=train,validation")
+        miniature(tmp_path)
+        trained = shardwise("train", *run, "train.steps=1", at=tmp_path, **variables, HF_TOKEN=TOKEN)
     assert done.code == 0, done.err
-    assert "100 documents" in done.out
+    assert "; 100 documents" in done.out
+    assert "(there already); 100 documents" in again.out
+    assert trained.code == 0, "a run reads the same data set by itself: " + trained.err
     assert TOKEN not in done.out + done.err + (tmp_path / "out.json").read_text()
 
 

@@ -95,7 +95,9 @@ class _Preparation:
         self.tokenizer = open_user_tokenizer(job.tokenizer, _ANY_VOCABULARY, pairs=pairs)
         fetch_dataset(job.data, announce)
         self.source: Source = open_source(job.data)
-        self.stamp = self.source.stamp()
+        stamp = self.source.stamp()
+        # Where a run cuts a text into its own parts, its digest is another one.
+        self.stamp = None if stamp is None else f"prepared-{stamp}"
         self.sentences = pairs or bool(job.options.get("split_sentences"))
         self.end = self.tokenizer.end_of_document_id if job.options.get("append_eod", not pairs) else None
         self.continuations = self.tokenizer.continuations() if job.options.get("whole_word") else None
