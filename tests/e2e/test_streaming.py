@@ -18,16 +18,13 @@ def test_the_page_runs_and_goes_on(tmp_path: Path) -> None:
     assert "data: lines: a stream of 3 files, " in first.out
     run = tmp_path / "runs/lines"
     assert len(metrics(run, "resume")) == 1
-    shardwise("train", *COMMAND, "data.tokenizer=tokenizer", "--run-dir", "runs/whole", at=tmp_path).succeeded()
+    whole = ("parallel.tensor=2", "data.tokenizer=tokenizer", "--run-dir", "runs/whole")
+    shardwise("train", *COMMAND, *whole, at=tmp_path).succeeded()
     assert losses(run) == pytest.approx(losses(tmp_path / "runs/whole"), rel=1e-5)
     found = answer(shardwise("evaluate", "runs/lines", "--json", at=tmp_path))
     assert found["part"] == "eval"
     assert found["loss"] == pytest.approx(metrics(run, "eval")[-1]["loss"], rel=0.05)
 
-    said = shardwise("evaluate", "runs/lines", "--part", "all", at=tmp_path).failed(2)
-    assert "data.streaming (true) must be false where the training part of lines is evaluated" in said
-    said = shardwise("train", *COMMAND, "--run-dir", "runs/none", at=tmp_path).failed(2)
-    assert "data.streaming (true) needs data.tokenizer: one is trained on prepared text alone" in said
     (tmp_path / "lines/3.jsonl").write_text('{"text": "a"}\n{"body": "b"}\n')
     said = shardwise("train", *COMMAND, "data.tokenizer=tokenizer", "--nproc", "2", at=tmp_path).failed(2)
     assert said.count("3.jsonl: line 2 has no field 'text': set data.text_key") == 1

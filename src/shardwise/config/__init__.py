@@ -1,5 +1,6 @@
 """Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
 
+from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
 from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.config.layout import Layout
 from shardwise.config.load import (
@@ -15,9 +16,7 @@ from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.resumption import resume_changes, resume_problems
 from shardwise.config.root import Config
 from shardwise.config.sections import (
-    BUILT_IN_TEXTS,
     CheckpointConfig,
-    DataConfig,
     DropoutMode,
     DtypeName,
     LogConfig,

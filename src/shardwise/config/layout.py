@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.config.composition import composition_problems
+from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.families import GPTNeoXConfig, LlamaConfig
 from shardwise.config.model import ModelConfig
 from shardwise.config.pipeline import pipeline_problems
-from shardwise.config.sections import MASKED_FRACTION, TrainConfig
+from shardwise.config.sections import TrainConfig
 from shardwise.errors import ConfigError, listing, nearest_multiples
 
 if TYPE_CHECKING:

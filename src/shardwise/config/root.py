@@ -5,11 +5,11 @@ from __future__ import annotations
 from pydantic import Field
 
 from shardwise.config.base import Section
+from shardwise.config.data import DataConfig
 from shardwise.config.layout import Layout, check_layout
 from shardwise.config.model import AnyModel
 from shardwise.config.sections import (
     CheckpointConfig,
-    DataConfig,
     LogConfig,
     OptimizerConfig,
     ParallelConfig,

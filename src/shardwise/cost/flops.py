@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from shardwise.config import BertConfig, FamilyConfig, ModelConfig, OwnConfig, Recompute
-from shardwise.config.sections import MASKED_FRACTION
+from shardwise.config.data import MASKED_FRACTION
 from shardwise.cost.params import matmul_parameter_count
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import BertConfig, Config, DataConfig
-from shardwise.config.sections import MASKED_FRACTION
+from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
 from shardwise.data.batch import IGNORE, Batch, Batches, SampledBatches
 from shardwise.data.manifest import of_folder, tokenizer_problems

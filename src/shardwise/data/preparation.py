@@ -77,11 +77,22 @@ def prepare(
     if in_pairs(config):
         chunk_room(config.train.sequence_length)
     root = cache.cache_root(cache_dir)
+    if config.data.split_names and not reads_datasets(config.data):
+        raise DataError(
+            f"data.split ({config.data.split}) must be weights such as 95,5 where {config.data.key} "
+            f"({config.data.name}) is no data set with splits"
+        )
+    indexed, shards = reads_indexed(config.data), reads_shards(config.data)
+    if config.data.streaming and (indexed or shards):
+        raise DataError(
+            f"data.streaming (true) must be false with {config.data.key} ({config.data.name}), whose tokens are read "
+            "where they lie"
+        )
     if config.data.streaming:
         return prepare_stream(config, root, announce, any_size=any_size)
-    if reads_indexed(config.data):
+    if indexed:
         return prepare_indexed(config, root, any_size=any_size)
-    if reads_shards(config.data):
+    if shards:
         return prepare_shards(config, root, announce, any_size=any_size)
     if test_weight and not config.data.split_names:
         raise DataError(
@@ -99,11 +110,6 @@ def prepare(
                 f"{source.dataset.shown} holds text, which is read with the model's tokenizer: name it by "
                 "data.tokenizer"
             )
-    elif config.data.split_names:
-        raise DataError(
-            f"data.split ({config.data.split}) must be weights such as 95,5 where {config.data.key} "
-            f"({config.data.name}) is no data set with splits"
-        )
     else:
         source = open_source(config.data)
     content, scan = _content(root, source, announce)

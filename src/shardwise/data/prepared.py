@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
@@ -62,6 +60,7 @@ class PreparedText:
     tokenizer_path: Path | None
     train_tokens: TokenArray
     eval_tokens: TokenArray
+    test_tokens: TokenArray
     fingerprint: str
     """A digest of the text and of all its tokens."""
     vocab_size: int
@@ -71,7 +70,6 @@ class PreparedText:
     """Of each part, where samples are sentence pairs."""
     pair_tokens: PairTokens | None = None
     """The ids that pairs are made with, likewise."""
-    test_tokens: TokenArray = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
 
     def count(self, part: Part) -> int:
         return len(self._row(part))

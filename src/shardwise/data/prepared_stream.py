@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Config
+from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.batch import Batches, TokenArray
 from shardwise.data.causal import DocumentEnds
@@ -48,7 +48,7 @@ class PreparedStream:
     files: tuple[str, ...]
     held: HeldOut
     tokens: Mapping[Part, TokenArray]
-    config: Config
+    data: DataConfig
 
     def count(self, part: Part) -> int:
         """Tokens of a part; of the training part 0 where nobody knows."""
@@ -83,7 +83,7 @@ class PreparedStream:
         return StreamBatches(stream, self.name)
 
     def _shards(self) -> list[Shard]:
-        return [open_shard(file, self.config.data) for file in self.files]
+        return [open_shard(file, self.data) for file in self.files]
 
 
 def prepare_stream(
@@ -99,6 +99,11 @@ def prepare_stream(
         raise DataError(
             f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
             "made of prepared text"
+        )
+    if data.split_weights[2] and not data.split_names:
+        raise DataError(
+            f"data.split ({data.split}) must be two weights, training and evaluation, with data.streaming (true), or "
+            "names of splits"
         )
     files = _Files.of(config)
     key = _key(config, files.stamp())
@@ -251,5 +256,5 @@ def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStr
         files=tuple(facts["files"]),
         held=HeldOut(**facts["held"]),
         tokens=tokens,
-        config=config,
+        data=config.data,
     )

@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,9 @@ class Stream:
 
     Args:
         cut: the samples of a row of tokens, in an order drawn from a seed. buffer: documents of a block, at most.
+
+    Attributes:
+        stopped: ends the reading of a block, with `CancelledError`, while it is set.
     """
 
     def __init__(
@@ -101,10 +104,7 @@ class Stream:
         self._order = Sampler(len(shards), mix_integer(_SHARDS, seed))
         self._reading: Iterator[tuple[Place, list[str]]] = iter(())
         self._next: Place | None = None
-
-    def blank(self, micro_batch: int) -> Batch:
-        """A micro-batch that counts nothing."""
-        return self._cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
+        self.stopped = Event()
 
     def block(self, start: Place) -> Block:
         """The block that begins at `start`; it ends where its epoch does.
@@ -123,6 +123,10 @@ class Stream:
         samples = self._cut(tokens, mix_integer(_SAMPLES, *key))
         return Block(start, replace(after, samples=start.samples + samples.num_samples), samples)
 
+    def blank(self, micro_batch: int) -> Batch:
+        """A micro-batch that counts nothing."""
+        return self._cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
+
     def _documents(self, start: Place) -> tuple[list[list[str]], Place]:
         """The documents of a block, in pieces, and where the next one begins, but for its samples."""
         if self._next != replace(start, samples=0):
@@ -133,6 +137,7 @@ class Stream:
         for after, pieces in self._reading:
             documents.append(pieces)
             characters += sum(map(len, pieces))
+            self._require_asked()
             if len(documents) >= self._buffer or characters >= BLOCK_CHARACTERS:
                 self._next = replace(after, samples=0, block=start.block + 1)
                 return documents, replace(self._next, samples=start.samples)
@@ -157,11 +162,16 @@ class Stream:
         for number, (piece, _) in enumerate(pieces, start=1):
             characters += len(piece)
             if characters >= _ENCODED_CHARACTERS or number == len(pieces):
+                self._require_asked()
                 chosen = pieces[first:number]
                 for ids, (_, ends) in zip(self._tokenizer.encode_batch([p for p, _ in chosen]), chosen, strict=True):
                     rows.append(np.array([*ids, end] if ends else ids, dtype=np.int32))
                 first, characters = number, 0
         return np.concatenate(rows)
+
+    def _require_asked(self) -> None:
+        if self.stopped.is_set():
+            raise CancelledError
 
 
 def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[str]]]:
@@ -179,7 +189,7 @@ class StreamBatches:
 
     A batch is a function of the samples consumed. Where each block begins that was read is kept, and the last few
     blocks: a batch that is near the last one is found at once, any other is read from the beginning of its block on, or
-    of the nearest one before that was read. The next block is read ahead. Several threads may ask at once.
+    of the nearest one before that was read. The next block is read ahead.
 
     Args:
         name: what messages call the data.
@@ -200,6 +210,9 @@ class StreamBatches:
         """Without end: how many an epoch has is known when it was read."""
         return sys.maxsize
 
+    def blank(self, micro_batch: int) -> Batch:
+        return self._stream.blank(micro_batch)
+
     def state(self, consumed: int) -> dict[str, int]:
         """What `restore` needs to go on after `consumed` samples."""
         with self._lock:
@@ -210,8 +223,13 @@ class StreamBatches:
         with self._lock:
             self._starts, self._kept = [Place(**state)], []
 
-    def blank(self, micro_batch: int) -> Batch:
-        return self._stream.blank(micro_batch)
+    def close(self) -> None:
+        """Ends what is read ahead, for which a process would wait as it ends; batches may be asked for again."""
+        with self._lock:
+            if self._ahead is not None:
+                self._stream.stopped.set()
+                self._ahead[1].cancel()
+                self._ahead = None
 
     def local_batch(
         self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
@@ -275,4 +293,8 @@ class StreamBatches:
         return block
 
     def _submit(self, start: Place) -> Future[Block]:
-        return self._reader.submit(self._stream.block, start)
+        return self._reader.submit(self._read_block, start)
+
+    def _read_block(self, start: Place) -> Block:
+        self._stream.stopped.clear()
+        return self._stream.block(start)

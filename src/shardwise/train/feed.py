@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.config import Config
-from shardwise.data import Batch, Batches
+from shardwise.data import Batch, Batches, StreamBatches
 from shardwise.data.batch import eval_micro_batches, rows_of_rank
 from shardwise.mesh import Mesh
 
@@ -102,6 +102,8 @@ class Feed:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
+        if isinstance(self._batches, StreamBatches):
+            self._batches.close()
 
     def _read(self, position: int, more: int) -> list[Batch]:
         train, dp = self._config.train, self._mesh.dp

@@ -77,6 +77,7 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("data.split=a,5", "data.split ('a,5') must be two weights"),
         ("data.split=a,a", "data.split ('a,a') must be two weights"),
         ("data.config=en", "data.config (en) must be left out with data.dataset (tiny): only a data set of the hub"),
+        ("data.shuffle_buffer=5", "data.shuffle_buffer (5) must be left out without data.streaming=true"),
         ("data.format=datasets", "data.format (datasets) needs data.path, a folder that save_to_disk wrote"),
         ("data.split=1,2,3,4", "data.split ('1,2,3,4') must be two weights"),
         ("data.split=1,2,-3", "data.split ('1,2,-3') must be two weights, training (above 0) and evaluation, such as"),
@@ -110,6 +111,21 @@ def test_one_mistake_is_one_sentence(override: str, problem: str) -> None:
     found = problems(override)
     assert len(found) == 1, found
     assert found[0].startswith(problem)
+
+
+def test_what_cannot_be_streamed() -> None:
+    streaming = "data.streaming=true"
+    assert problems(streaming, "data.path=a.jsonl") == [
+        "data.streaming (true) needs data.tokenizer: one is trained on prepared text alone"
+    ]
+    assert problems(streaming, "data.tokenizer=t") == [
+        "data.streaming (true) must be false with data.dataset (tiny), which is small"
+    ]
+    for named in ("data.path=wiki data.format=megatron", "data.path=shards data.format=hdf5", "data.blend=[1,wiki]"):
+        (problem,) = problems(streaming, "data.tokenizer=t", *named.split())
+        assert problem.endswith(": tokens are read where they lie"), problem
+    config = load_config("llama2-tiny", [streaming, "data.tokenizer=t", "data.dataset=a/b", "data.shuffle_buffer=5"])
+    assert (config.data.is_hub_dataset, config.data.shuffle_buffer) == (True, 5)
 
 
 def test_all_mistakes_are_told_at_once() -> None:

@@ -3,8 +3,9 @@
 import gzip
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import datasets
@@ -215,6 +216,32 @@ def test_going_on_reads_a_block_and_no_more(
     assert second.state(consumed) == state
 
 
+def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """A process that ends waits for its threads: not for a block of ten thousand documents."""
+    batches = opened(config(whole, tokenizer, buffer=40), tmp_path)
+    expected = [global_batch(batches, consumed) for consumed in (0, 240, 480)]
+    closed = opened(config(whole, tokenizer, buffer=40), tmp_path)
+    begun, go_on, plain = Event(), Event(), closed._stream._tokens
+
+    def slowly(documents: list[list[str]]) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return plain(documents)
+
+    assert np.array_equal(global_batch(closed, 0), expected[0])
+    closed._ahead = None
+    closed._stream._tokens = slowly  # type: ignore[method-assign]
+    ahead = closed._submit(closed._starts[-1])
+    closed._ahead = closed._starts[-1], ahead
+    assert begun.wait(60)
+    closed.close()
+    go_on.set()
+    with pytest.raises(CancelledError):
+        ahead.result(60)
+    assert np.array_equal(global_batch(closed, 240), expected[1]), "it may be asked again"
+    assert np.array_equal(global_batch(closed, 480), expected[2])
+
+
 def test_weights_hold_a_share_of_the_first_block_out(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
     chosen = config(whole, tokenizer, buffer=60, split="80,20")
     data = prepare(chosen, tmp_path)
@@ -300,6 +327,15 @@ def test_what_cannot_be_streamed(tokenizer: Path, tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": [[1, 2]] * 100}).save_to_disk(tmp_path / "tokens")
     with pytest.raises(DataError, match=r"arrow: the column 'text' must hold text, not list<.*> \(data.text_key\)"):
         prepare(config(tmp_path / "tokens", tokenizer), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [("90,5,5", "must be two weights, training and"), ("train,test", "is no data set with splits")],
+)
+def test_parts_that_a_stream_has_not(split: str, says: str, whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        prepare(config(whole, tokenizer, split=split), tmp_path)
 
 
 def test_another_file_is_other_data(tokenizer: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.cli.checkpoint import text
 from shardwise.cli.data import arguments_named
 from shardwise.config import DataConfig, data_from
-from shardwise.config.sections import MASKED_FRACTION
+from shardwise.config.data import MASKED_FRACTION
 from shardwise.errors import ConfigError, listing
 from shardwise.units import count
 

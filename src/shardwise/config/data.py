@@ -1,0 +1,253 @@
+"""What the model reads: the keys of `data`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from shardwise.config.base import Section, reject
+
+MASKED_FRACTION = 0.15
+SHUFFLE_BUFFER = 10_000
+BUILT_IN_TEXTS = ("python", "tiny")
+"""What `data.dataset` names without the hub."""
+_SPLIT_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    dataset: str = Field(
+        default="python",
+        min_length=1,
+        description="used when path and blend are null: a data set on the Hugging Face hub (ID or ID@REVISION), or "
+        "built-in text: python = the standard library's sources and documentation, tiny = a small corpus in the "
+        "package",
+    )
+    config: str | None = Field(
+        default=None, min_length=1, description="the configuration of a hub data set that has several"
+    )
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="your own text file, .jsonl, .parquet or a directory of them; a directory that save_to_disk of "
+        "datasets wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or BERT's HDF5 shards: one, their folder "
+        "or a glob",
+    )
+    blend: tuple[float | str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="weights and prefixes of several Megatron data sets by turns: [0.7, PREFIX, 0.3, PREFIX2]",
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5"] = Field(
+        default="auto",
+        description="of path; auto goes by the names of files: PREFIX.idx, .hdf5 and .h5, .jsonl, .parquet, "
+        "state.json and dataset_dict.json (datasets), else text; what ends in .gz is unpacked",
+    )
+    text_key: str = Field(
+        default="text",
+        min_length=1,
+        description="the field of a .jsonl, or column of a .parquet or data set, that holds the text; a column of "
+        "lists of integers holds tokens, and is input_ids where there is no text",
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        min_length=1,
+        description="your own: a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder "
+        "of one, or a hub id (ID or ID@REVISION); null = byte-level BPE of model.vocab_size trained on the data, "
+        "and none where the data are tokens",
+    )
+    split: str = Field(
+        default="95,5",
+        description="weights of the training and evaluation parts, and of a test part of Megatron data and of HDF5 "
+        "shards: 980,10,10; or a data set's own splits for these parts: train,validation,test",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="text is tokenized while it is trained on, for data too large to prepare: text files, .jsonl, "
+        ".parquet, save_to_disk or a hub data set, with a tokenizer",
+    )
+    shuffle_buffer: int = Field(
+        default=SHUFFLE_BUFFER,
+        gt=0,
+        description="documents of a stream that are read, shuffled and in memory at once; evaluations read at most as "
+        "many",
+    )
+    masked_fraction: float = Field(
+        default=MASKED_FRACTION,
+        gt=0,
+        le=1,
+        description="part of a sequence's tokens that BERT predicts; shards of HDF5 are masked already",
+    )
+    max_predictions: int | None = Field(
+        default=None,
+        gt=0,
+        description="most tokens of a sequence that BERT predicts; null = ⌈masked_fraction × sequence length⌉",
+    )
+    eod_mask_loss: bool = Field(
+        default=False, description="the token after the end of a document is not predicted (causal models)"
+    )
+    reset_position_ids: bool = Field(
+        default=False, description="positions begin with 0 again after the end of a document (causal models)"
+    )
+    reset_attention_mask: bool = Field(
+        default=False, description="tokens do not attend to documents before their own (causal models)"
+    )
+    eod_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="the id that ends a document, for the three keys above; null = the tokenizer's",
+    )
+
+    workers: int = Field(
+        default=1,
+        ge=1,
+        description="threads that read ahead, each a global batch, on one rank of each tensor-parallel group",
+    )
+
+    @field_validator("blend", mode="before")
+    @classmethod
+    def _blend_goes_by_turns(cls, value: object) -> object:
+        """One text for each place that is wrong, instead of pydantic's two on the parts of a union."""
+        if value is None:
+            return value
+        if not isinstance(value, list | tuple) or not value or len(value) % 2:
+            reject([f"data.blend ({value!r}) must hold weights and prefixes by turns: [0.7, PREFIX, 0.3, PREFIX2]"])
+            return value
+        problems = []
+        for place, (weight, prefix) in enumerate(zip(value[::2], value[1::2], strict=True)):
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if not number or not 0 < weight < math.inf:
+                problems.append(f"data.blend.{2 * place} ({weight!r}) must be a weight, a number above 0")
+            if not isinstance(prefix, str) or not prefix:
+                problems.append(f"data.blend.{2 * place + 1} ({prefix!r}) must be the prefix of a .bin and a .idx")
+        reject(problems)
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        problems = self._split_problems() + self._dataset_problems() + self._streaming_problems()
+        if self.blend is not None and self.path is not None:
+            problems.append(
+                f"data.path ({self.path}) must be left out with data.blend ({self.name}): name the data by one of "
+                "them, and set the other to null"
+            )
+        if self.blend is not None and self.format not in ("auto", "megatron"):
+            problems.append(
+                f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: other data "
+                "come by data.path"
+            )
+        if self.format == "megatron" and self.path is None and self.blend is None:
+            problems.append("data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]")
+        if self.format == "hdf5" and self.path is None and self.blend is None:
+            problems.append("data.format (hdf5) needs data.path: a shard, a folder of *_training_*.hdf5 or a glob")
+        reject(problems)
+        return self
+
+    def _split_problems(self) -> list[str]:
+        try:
+            weights = self.split_weights
+            valid = 0 < weights[0] < math.inf and all(0 <= weight < math.inf for weight in weights)
+        except ValueError:
+            valid = False
+        if not valid:
+            return [
+                f"data.split ({self.split!r}) must be two weights, training (above 0) and evaluation, such as 95,5, or "
+                "three with a test part; or up to three names of a data set's own splits, such as train,validation"
+            ]
+        named = self.is_hub_dataset or (self.path is not None and self.format in ("auto", "datasets"))
+        if self.split_names and not named:
+            return [
+                f"data.split ({self.split!r}) must be weights such as 95,5 with {self.key} ({self.name}): only a data "
+                "set of the hub or of save_to_disk has splits with names"
+            ]
+        return []
+
+    def _dataset_problems(self) -> list[str]:
+        problems = []
+        if self.config is not None and not self.is_hub_dataset:
+            problems.append(
+                f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
+                "hub has configurations"
+            )
+        if self.format == "datasets" and self.path is None:
+            problems.append(
+                "data.format (datasets) needs data.path, a folder that save_to_disk wrote: a data set of the hub is "
+                "named by data.dataset alone"
+            )
+        return problems
+
+    def _streaming_problems(self) -> list[str]:
+        if not self.streaming:
+            if self.shuffle_buffer == SHUFFLE_BUFFER:
+                return []
+            return [f"data.shuffle_buffer ({self.shuffle_buffer}) must be left out without data.streaming=true"]
+        problems = []
+        if self.tokenizer is None:
+            problems.append("data.streaming (true) needs data.tokenizer: one is trained on prepared text alone")
+        if self.blend is not None or self.format in ("megatron", "hdf5"):
+            problems.append(
+                f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read where they lie"
+            )
+        elif self.path is None and not self.is_hub_dataset:
+            problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")
+        return problems
+
+    @property
+    def name(self) -> str:
+        """What messages call the data."""
+        if self.blend is not None:
+            return " + ".join(prefix for _, prefix in self.weighted_prefixes)
+        return self.path or self.dataset
+
+    @property
+    def key(self) -> str:
+        """The key that names the data."""
+        if self.blend is not None:
+            return "data.blend"
+        return "data.dataset" if self.path is None else "data.path"
+
+    @property
+    def is_hub_dataset(self) -> bool:
+        """Whether `dataset` is used, and is the name of a data set on the hub."""
+        return self.path is None and self.blend is None and self.dataset not in BUILT_IN_TEXTS
+
+    @property
+    def weighted_prefixes(self) -> list[tuple[float, str]]:
+        """`data.blend` in pairs; `data.path` as the only one, of weight 1."""
+        if self.blend is None:
+            return [] if self.path is None else [(1.0, self.path)]
+        return [(float(w), str(p)) for w, p in zip(self.blend[::2], self.blend[1::2], strict=True)]
+
+    @property
+    def document_options(self) -> list[str]:
+        """The keys that make the end of a document count, of those that are set."""
+        names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+        return [f"data.{name}" for name in names if getattr(self, name)]
+
+    def predictions(self, sequence_length: int) -> int:
+        """Most tokens of a sequence that BERT predicts."""
+        return self.max_predictions or math.ceil(self.masked_fraction * sequence_length)
+
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        """The data set's own splits that are the training, the evaluation and the test part; none with weights."""
+        names = tuple(name.strip() for name in self.split.split(","))
+        valid = all(_SPLIT_NAME.fullmatch(name) for name in names)
+        return names if valid and len(names) <= len(set(names)) <= 3 else ()
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """Weights of the training, the evaluation and the test part; the last is 0 where only two are given.
+
+        Of parts that are splits with names, 1 where there is one.
+        """
+        if names := self.split_names:
+            return 1.0, float(len(names) > 1), float(len(names) > 2)
+        train, evaluation, *test = map(float, self.split.split(","))
+        if len(test) > 1:
+            raise ValueError(self.split)
+        return train, evaluation, test[0] if test else 0.0
