@@ -3,7 +3,15 @@
 from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
 from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.config.layout import Layout
-from shardwise.config.load import apply_overrides, config_from, load_config, recipe_name, recipe_names, recipe_text
+from shardwise.config.load import (
+    apply_overrides,
+    config_from,
+    data_from,
+    load_config,
+    recipe_name,
+    recipe_names,
+    recipe_text,
+)
 from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.resumption import resume_changes, resume_problems
 from shardwise.config.root import Config
@@ -47,6 +55,7 @@ __all__ = [
     "TrainConfig",
     "apply_overrides",
     "config_from",
+    "data_from",
     "dump_yaml",
     "load_config",
     "parse_yaml",

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.config.base import PROBLEMS
+from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.config.root import Config
@@ -108,6 +109,23 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     if found or config is None:
         raise ConfigError(list(dict.fromkeys(found)))
     return config
+
+
+def data_from(values: Mapping[str, Any]) -> DataConfig:
+    """A `data` section by itself.
+
+    Raises:
+        ConfigError: with every problem of `values`.
+    """
+    try:
+        return DataConfig.model_validate(dict(values))
+    except ValidationError as error:
+        found = [
+            text
+            for details in error.errors(include_url=False)
+            for text in _texts({**details, "loc": ("data", *details["loc"])})
+        ]
+        raise ConfigError(list(dict.fromkeys(found))) from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

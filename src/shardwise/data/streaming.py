@@ -224,10 +224,10 @@ class StreamBatches:
             self._starts, self._kept = [Place(**state)], []
 
     def close(self) -> None:
-        """Ends what is read ahead, for which a process would wait as it ends; batches may be asked for again."""
+        """Ends what is being read, for which a process would wait as it ends; batches may be asked for again."""
+        self._stream.stopped.set()  # who holds the lock may wait for a block
         with self._lock:
             if self._ahead is not None:
-                self._stream.stopped.set()
                 self._ahead[1].cancel()
                 self._ahead = None
 

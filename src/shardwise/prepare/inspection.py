@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise import hub
-from shardwise.config import DataConfig
+from shardwise.config import data_from
 from shardwise.data.hdf5 import reads_shards
 from shardwise.data.indexed import is_indexed
 from shardwise.data.sampler import IntArray
@@ -134,7 +134,7 @@ def inspect(path: str, *, tokenizer: str | None, samples: int, text_key: str) ->
     from shardwise.prepare import formats
 
     place = Path(path).expanduser()
-    data = DataConfig(path=path, text_key=text_key)
+    data = data_from({"path": path, "text_key": text_key})
     folder = place.parent if place.suffix == ".arrow" else place
     if formats.is_arrow(folder):
         return formats.arrow(folder, tokenizer, samples)

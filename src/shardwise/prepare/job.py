@@ -18,6 +18,7 @@ from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.encoding import ContentDigest
 from shardwise.data.hdf5 import library as hdf5_library
+from shardwise.data.huggingface import fetch_dataset
 from shardwise.data.indexed import IndexedFile, sync_folder, written_dtype
 from shardwise.data.pairs import chunk_room
 from shardwise.data.sources import Source, open_source
@@ -92,8 +93,11 @@ class _Preparation:
         self._check_place()
         self.path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
         self.tokenizer = open_user_tokenizer(job.tokenizer, _ANY_VOCABULARY, pairs=pairs)
+        fetch_dataset(job.data, announce)
         self.source: Source = open_source(job.data)
-        self.stamp = self.source.stamp()
+        stamp = self.source.stamp()
+        # Where a run cuts a text into its own parts, its digest is another one.
+        self.stamp = None if stamp is None else f"prepared-{stamp}"
         self.sentences = pairs or bool(job.options.get("split_sentences"))
         self.end = self.tokenizer.end_of_document_id if job.options.get("append_eod", not pairs) else None
         self.continuations = self.tokenizer.continuations() if job.options.get("whole_word") else None

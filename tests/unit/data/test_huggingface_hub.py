@@ -155,7 +155,11 @@ def test_eight_at_once_fetch_and_build_once(user: User, site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "fetched", "processes"), [("hub/*/snapshots/*/data.jsonl", 1, 8), ("datasets/**/*.arrow", 0, 1)]
+    ("pattern", "fetched", "processes"),
+    [
+        ("hub/*/snapshots/*/data.jsonl", 1, 8),
+        pytest.param("datasets/**/*.arrow", 0, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_cut_off_is_fetched_or_made_again(
     pattern: str, fetched: int, processes: int, user: User, site: Site

@@ -131,8 +131,11 @@ def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, toke
     assert np.array_equal(np.sort(found.inputs["targets_SB"][kept]), np.sort(tokens[1:]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8, deadline=None)
+@pytest.mark.parametrize(
+    "kind",
+    ["jsonl", "jsonl.gz", "parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("text", "datasets"))],
+)
+@settings(max_examples=6, deadline=None)
 @given(
     stops=st.lists(st.integers(1, 30), min_size=1, max_size=4),
     degrees=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=5, max_size=5),

@@ -1,6 +1,7 @@
 """What is made of text: as the formats' readers read it, whatever happens on the way."""
 
 import errno
+import gzip
 import itertools
 import json
 import shutil
@@ -64,6 +65,19 @@ def test_sentences_are_sequences(folder: Folder, append_eod: bool) -> None:
             writer.add(list(itertools.chain(*sentences)), list(map(len, sentences)))
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"made{suffix}").read_bytes() == (folder.at / f"by-hand{suffix}").read_bytes(), suffix
+
+
+def test_every_kind_of_text_is_read(folder: Folder) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": folder.documents})
+    rows.save_to_disk(str(folder.at / "saved"))
+    rows.to_parquet(str(folder.at / "text.parquet"))
+    (folder.at / "text.jsonl.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
+    found = set()
+    for number, source in enumerate(("text.jsonl", "text.jsonl.gz", "text.parquet", "saved")):
+        folder.run(folder.job("megatron", f"made-{number}", source=source))
+        found.add((folder.at / f"made-{number}.bin").read_bytes() + (folder.at / f"made-{number}.idx").read_bytes())
+    assert len(found) == 1
 
 
 def test_arrow_blocks_are_the_tokens_in_their_order(folder: Folder) -> None:

@@ -16,6 +16,8 @@ ACTIONS = {
 }
 """Each has a module of its name in this package; that of `inspect` has an underscore, as Python has one too."""
 _ARGUMENTS = {
+    "data.config": "--config",
+    "data.split": "--split",
     "data.tokenizer": "--tokenizer",
     "data.text_key": "--text-key",
     "set data.format=text": "rename the file",
@@ -46,7 +48,7 @@ def arguments_named(path: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         problems = error.problems
-        for key, argument in {"data.path": path, **_ARGUMENTS}.items():
+        for key, argument in {"data.path": path, "data.dataset": path, **_ARGUMENTS}.items():
             problems = [problem.replace(key, argument) for problem in problems]
         raise type(error)(problems) from error
 

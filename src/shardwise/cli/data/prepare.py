@@ -1,8 +1,9 @@
 """Make data of text that runs read as they are: tokenized once, on all cores.
 
-INPUT is a text file, a folder of them, or a .jsonl. With OUTPUT lies a manifest that tells what it was made of: a run
-with another tokenizer is refused. A preparation that was cut off leaves nothing that a run would read, and the same
-command goes on from what is finished. What is there already is not made again.
+INPUT is a text file, a .jsonl or a .parquet, the first two also packed (.gz); a folder of them, or one that datasets
+saved; a data set on the Hugging Face hub; or built-in text: python, tiny. With OUTPUT lies a manifest that tells what
+it was made of: a run with another tokenizer is refused. A preparation that was cut off leaves nothing that a run would
+read, and the same command goes on from what is finished. What is there already is not made again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.checkpoint import text
 from shardwise.cli.data import arguments_named
-from shardwise.config import DataConfig
+from shardwise.config import DataConfig, data_from
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.errors import ConfigError, listing
 from shardwise.units import count
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from shardwise.prepare import Outcome
 
 FORMATS = ("megatron", "arrow", "hdf5")
-_BUILT_IN = ("python", "tiny")
+_PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".gz")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron": {"append_eod": True, "split_sentences": False},
     "arrow": {"append_eod": True, "sequence_length": 1024},
@@ -40,7 +41,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", metavar="INPUT", help="text, a folder of it, a .jsonl, or built-in text: python, tiny")
+    parser.add_argument("input", metavar="INPUT", help="text: a file, a folder or a hub id (ID or ID@REVISION)")
     parser.add_argument(
         "output", metavar="OUTPUT", help="megatron: PREFIX of PREFIX.bin and PREFIX.idx; arrow, hdf5: a new folder"
     )
@@ -48,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="PATH|ID", required=True, help="as data.tokenizer: a file, its folder or a hub id"
     )
-    parser.add_argument("--text-key", metavar="KEY", default="text", help="a .jsonl line's field with the text (text)")
+    parser.add_argument("--text-key", metavar="KEY", default="text", help="the field or column with the text (text)")
+    parser.add_argument("--config", metavar="NAME", help="the configuration of a hub data set that has several")
+    parser.add_argument("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
     parser.add_argument("--force", action="store_true", help="replace an OUTPUT that was prepared otherwise")
     made = parser.add_argument_group("options of megatron and arrow")
     made.add_argument(
@@ -77,8 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.prepare import Job, prepare
 
     output = Path(arguments.output).expanduser()
+    with arguments_named("INPUT"):
+        data = _data(arguments)
     job = Job(
-        _data(arguments),
+        data,
         prefix_of(output) if arguments.format == "megatron" else output,
         arguments.format,
         arguments.tokenizer,
@@ -109,9 +114,15 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _data(arguments: argparse.Namespace) -> DataConfig:
-    named = arguments.input
-    key = "dataset" if named in _BUILT_IN and not Path(named).exists() else "path"
-    return DataConfig.model_validate({key: named, "text_key": arguments.text_key})
+    named: str = arguments.input
+    values = {"path" if _is_path(named) else "dataset": named, "text_key": arguments.text_key}
+    values |= {key: given for key in ("config", "split") if (given := getattr(arguments, key)) is not None}
+    return data_from(values)
+
+
+def _is_path(named: str) -> bool:
+    """Whether it is meant as a path: what exists, or reads as no hub id does."""
+    return Path(named).expanduser().exists() or named.startswith((".", "/", "~")) or named.endswith(_PATH_ENDS)
 
 
 def _tell(output: Path, outcome: Outcome) -> None:
