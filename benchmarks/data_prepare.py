@@ -167,24 +167,23 @@ def run(rounds: int) -> Report:
 def _report(found: dict[str, list[dict[str, Any]]], memory: dict[int, int], documents: int, rounds: int) -> Report:
     size = found[PREPARE][0]["bytes"]
 
-    def least(name: str, key: str) -> float:
-        return min(float(each[key]) for each in found[name])
+    def middle(name: str, key: str) -> float:
+        return median([float(each[key]) for each in found[name]])
 
     def speed(name: str, key: str) -> float:
-        return least("encode_batch", key) / least(name, key)
+        return middle("encode_batch", key) / middle(name, key)
 
     labels = {**ENCODERS, PREPARE: PREPARE}
     rows = [
         [
             labels[name],
-            f"{median([each['seconds'] for each in runs]):.1f} s",
-            f"{least(name, 'seconds'):.1f} s",
-            f"{size / 1e6 / least(name, 'seconds'):.2f}",
+            f"{middle(name, 'seconds'):.1f} s",
+            f"{size / 1e6 / middle(name, 'seconds'):.2f}",
             f"{speed(name, 'seconds'):.2f}×",
-            f"{least(name, 'cpu_seconds'):.1f} s",
+            f"{middle(name, 'cpu_seconds'):.1f} s",
             f"{speed(name, 'cpu_seconds'):.2f}×",
         ]
-        for name, runs in found.items()
+        for name in found
     ]
     held = [[f"{text // 1_000_000} MB", f"{bytes_ / 2**20:,.0f} MiB"] for text, bytes_ in memory.items()]
     most = max(memory.values())
@@ -192,7 +191,7 @@ def _report(found: dict[str, list[dict[str, Any]]], memory: dict[int, int], docu
         "data_prepare",
         "Preparing text",
         [
-            Table(("", "median time", "least time", "MB/s", "speed", "least processor time", "speed by it"), rows),
+            Table(("", "time", "MB/s", "speed", "processor time", "speed by it"), rows),
             Table(("text", "peak memory of all processes"), held),
         ],
         {"runs": found, "memory": {str(text): bytes_ for text, bytes_ in memory.items()}, "bytes": size},
@@ -205,9 +204,8 @@ def _report(found: dict[str, list[dict[str, Any]]], memory: dict[int, int], docu
             f"{size / 1e6:.0f} MB of text in {documents:,} documents, GPT-2's tokenizer, all cores. The encoders are "
             "timed alone: texts are in memory, the tokenizer is loaded, ids are thrown away. The command is timed from "
             "its start to its end: Python's start, reading, tokenizing, and writing that is on the disk at the end.",
-            f"{rounds} rounds by turns. Speeds are ratios of the least times, which no neighbour disturbed, to that of "
-            "encode_batch. All make as many tokens. Memory is resident bytes of the command's processes added up: what "
-            "they share counts twice.",
+            f"{rounds} rounds by turns. Times are medians, speeds their ratios to encode_batch's. All make as many "
+            "tokens. Memory is resident bytes of the command's processes added up: what they share counts twice.",
         ],
     )
 

@@ -11,8 +11,8 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import output
-from shardwise.cli.checkpoint import places, text
+from shardwise.cli import output, text
+from shardwise.cli.checkpoint import places
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:

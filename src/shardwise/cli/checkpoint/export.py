@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.checkpoint import places, text
+from shardwise.cli import text
+from shardwise.cli.checkpoint import places
 from shardwise.errors import ConfigError
 from shardwise.units import parse_size, size
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli import output
-from shardwise.cli.checkpoint import places, text
+from shardwise.cli import output, text
+from shardwise.cli.checkpoint import places
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.errors import ConfigError
 from shardwise.units import count, size

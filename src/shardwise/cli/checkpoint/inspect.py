@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import output
-from shardwise.cli.checkpoint import places, text
+from shardwise.cli import output, text
+from shardwise.cli.checkpoint import places
 from shardwise.errors import ConfigError
 from shardwise.units import count, size
 

@@ -10,7 +10,8 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.cli.checkpoint import places, text
+from shardwise.cli import text
+from shardwise.cli.checkpoint import places
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunDirectory, RunLock
 from shardwise.units import size

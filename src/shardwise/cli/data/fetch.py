@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.cli.checkpoint import text
+from shardwise.cli import text
 from shardwise.errors import ConfigError
 from shardwise.units import size
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import output
-from shardwise.cli.checkpoint import text
+from shardwise.cli import output, text
 from shardwise.cli.data import arguments_named
 from shardwise.errors import ConfigError
 from shardwise.units import size

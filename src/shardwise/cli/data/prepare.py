@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.checkpoint import text
+from shardwise.cli import text
 from shardwise.cli.data import arguments_named
 from shardwise.config import DataConfig, data_from
 from shardwise.config.data import MASKED_FRACTION
