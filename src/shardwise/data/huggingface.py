@@ -78,7 +78,7 @@ class _Saved:
     def files(self) -> dict[str, list[str]]:
         """The files of each split's table."""
         return {
-            name: [str(path) for path in self._files(folder, _json(folder / _STATE))]
+            name: [str(path.absolute()) for path in self._files(folder, _json(folder / _STATE))]
             for name, folder in self._folders().items()
         }
 
