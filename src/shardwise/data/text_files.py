@@ -166,7 +166,7 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where()}, byte {error.start}", line[error.start]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f'{where()} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
             "for plain text set data.format=text"
