@@ -249,6 +249,21 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
         raise DataError(f"{path}: the column {key!r} must hold text, not {held} (data.text_key)")
 
 
+def require_sound(array: Any, where: str, key: str) -> None:
+    """Raises DataError where values of an arrow array, which is mapped, lie beyond it: reading them ends the process.
+
+    where: what the message begins with. Whether text is UTF-8 is seen when it is read.
+    """
+    arrow = _arrow("pyarrow")
+    plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    try:
+        (array.view(plain[array.type]) if array.type in plain else array).validate(full=True)
+    except arrow.ArrowInvalid as error:
+        raise DataError(
+            f"{where}: the column {key!r} is damaged ({_first_sentence(error)}): copy or save the data set again"
+        ) from None
+
+
 def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
     """The text of an arrow scalar, the value of column `key`; `empty`: it may have none.
 
