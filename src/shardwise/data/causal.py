@@ -38,18 +38,25 @@ class DocumentEnds:
             ConfigError: nothing says which token ends a document.
         """
         data = config.data
-        options = data.document_options
-        if not options:
+        if not data.document_options:
             return None
         token = data.eod_token
         if token is None:
             if tokenizer is None:
-                raise ConfigError(
-                    f"{options[0]} (true) needs the id of the token that ends a document: set data.eod_token, or "
-                    "data.tokenizer to the one that made the data"
-                )
+                raise ConfigError(without_end(config))
             token = Tokenizer.load(tokenizer).end_of_document_id
         return DocumentEnds(token, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
+
+
+def without_end(config: Config) -> list[str]:
+    """What needs the id that ends a document, where there is no tokenizer and no key says it."""
+    data = config.data
+    if not data.document_options or data.eod_token is not None:
+        return []
+    return [
+        f"{data.document_options[0]} (true) needs the id of the token that ends a document: set data.eod_token, or "
+        "data.tokenizer to the one that made the data"
+    ]
 
 
 def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends: DocumentEnds | None) -> Batch:

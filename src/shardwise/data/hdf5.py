@@ -11,11 +11,12 @@ Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions o
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -129,7 +130,7 @@ class Shard:
             DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
         """
         sizes: dict[str, tuple[str, int]] = {}
-        with _opened(path) as file:
+        with _opened(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
                     first, expected = sizes.setdefault(dimension, (key, length))
@@ -157,7 +158,7 @@ class Shard:
         """By key, mapped into memory from the file or from the cache."""
         if self.unpacked is not None:
             return {key: np.load(self.unpacked / f"{key}.npy", mmap_mode="r") for key in KEYS}
-        with _opened(self.path) as file:
+        with _opened(self.path) as file, _reading(self.path):
             return {key: _mapped(self.path, file[key]) for key in KEYS}
 
 
@@ -182,6 +183,18 @@ def _opened(path: Path) -> Any:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
         raise DataError(f"{path} cannot be opened ({error}): it is damaged, copy it again") from None
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns what the library says of an opened file whose inside is damaged, in any of its types, into a sentence."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path} cannot be read ({reason}): it is damaged, copy it again") from None
 
 
 def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:

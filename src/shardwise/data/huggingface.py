@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.text_files import row_text, slices, unreadable
+from shardwise.data.text_files import require_sound, row_text, slices, unreadable
 from shardwise.errors import ConfigError, DataError, listing, nearest_name
 
 TOKENS = "input_ids"
@@ -78,7 +78,7 @@ class _Saved:
     def files(self) -> dict[str, list[str]]:
         """The files of each split's table."""
         return {
-            name: [str(path) for path in self._files(folder, _json(folder / _STATE))]
+            name: [str(path.absolute()) for path in self._files(folder, _json(folder / _STATE))]
             for name, folder in self._folders().items()
         }
 
@@ -325,9 +325,13 @@ class DataSet:
         return f"{self.shown}, split {split}" if split != _UNNAMED else self.shown
 
     def _arrays(self, split: str) -> Iterator[Any]:
+        row = 0
         table = self._splits[split].select_columns([self.column]).with_format("arrow")
         for batch in table.iter(batch_size=_ROWS):
-            yield from batch.column(self.column).chunks
+            for array in batch.column(self.column).chunks:
+                require_sound(array, f"{self.where(split)}: rows {row} to {row + len(array) - 1}", self.column)
+                row += len(array)
+                yield array
 
 
 def reads_datasets(data: DataConfig) -> bool:

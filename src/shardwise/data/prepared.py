@@ -10,7 +10,7 @@ from typing import Protocol
 from shardwise.config import Config
 from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
-from shardwise.data.causal import DocumentEnds
+from shardwise.data.causal import DocumentEnds, without_end
 from shardwise.data.pairs import SentencePairBatches, chunk_room
 from shardwise.data.sentences import ChunkIndex, Sentences
 from shardwise.data.split import PART_NAMES, Part
@@ -96,7 +96,7 @@ def without_tokenizer(config: Config) -> list[str]:
     if config.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
-    problems = []
+    problems = without_end(config)
     if in_pairs(config):
         problems.append(f"model.family ({config.model.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
     if config.log.sample_prompt is not None:

@@ -141,8 +141,10 @@ class _Files:
         return self.dataset.stamp() if self.dataset is not None else _facts(self.paths, hashed=False)
 
     def by_split(self) -> dict[str, list[str]]:
-        """By the splits that are parts; by one name where there are none."""
-        return self.dataset.files() if self.dataset is not None else {"": [str(path) for path in self.paths]}
+        """By the splits that are parts, by one name where there are none; of use in any folder."""
+        if self.dataset is None:
+            return {"": [str(path.absolute()) for path in self.paths]}
+        return self.dataset.files()
 
     def digest(self) -> str:
         """The same on any machine."""

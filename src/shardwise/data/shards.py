@@ -11,7 +11,7 @@ from typing import IO, Any, Literal, Protocol
 
 from shardwise.config import DataConfig
 from shardwise.data.huggingface import require_whole
-from shardwise.data.text_files import Kind, documents, kind_of, require_text, row_text, slices
+from shardwise.data.text_files import Kind, documents, kind_of, require_sound, require_text, row_text, slices
 from shardwise.errors import DataError, RunError, ShardwiseError
 
 _LINES = (".jsonl", ".json")
@@ -50,11 +50,13 @@ class TableShard:
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
         row = start
-        for value in self._values.slice(start):
-            text = row_text(value, f"{self.path}: row {row}", self.column, empty=True)
-            row += 1
-            if text:
-                yield row, slices(text)
+        for array in self._values.slice(start).chunks:
+            require_sound(array, f"{self.path}: rows {row} to {row + len(array) - 1}", self.column)
+            for value in array:
+                text = row_text(value, f"{self.path}: row {row}", self.column, empty=True)
+                row += 1
+                if text:
+                    yield row, slices(text)
 
     @cached_property
     def _values(self) -> Any:

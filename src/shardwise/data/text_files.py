@@ -166,7 +166,7 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _not_utf8(f"{where()}, byte {error.start}", line[error.start]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f'{where()} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
             "for plain text set data.format=text"
@@ -247,6 +247,21 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
         held = held.value_type
     if not (types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)):
         raise DataError(f"{path}: the column {key!r} must hold text, not {held} (data.text_key)")
+
+
+def require_sound(array: Any, where: str, key: str) -> None:
+    """Raises DataError where values of an arrow array, which is mapped, lie beyond it: reading them ends the process.
+
+    where: what the message begins with. Whether text is UTF-8 is seen when it is read.
+    """
+    arrow = _arrow("pyarrow")
+    plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    try:
+        (array.view(plain[array.type]) if array.type in plain else array).validate(full=True)
+    except arrow.ArrowInvalid as error:
+        raise DataError(
+            f"{where}: the column {key!r} is damaged ({_first_sentence(error)}): copy or save the data set again"
+        ) from None
 
 
 def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:

@@ -90,17 +90,23 @@ def unpack(
 def _copy(path: Path, array: Any, target: Path) -> str:
     """One array, in blocks of rows; returns what it is checked by."""
     rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
-    copy = np.lib.format.open_memmap(target, mode="w+", dtype=array.dtype, shape=array.shape)
-    for start in range(0, len(array), rows):
-        try:
-            block = array[start : start + rows]
-        except (OSError, RuntimeError) as error:
-            raise DataError(
-                f"{path}: rows {start} to {min(start + rows, len(array)) - 1} cannot be read ({error}): the file is "
-                "damaged, copy it again"
-            ) from None
-        copy[start : start + rows] = block
-    copy.flush()
+    described = {
+        "descr": np.lib.format.dtype_to_descr(array.dtype),
+        "fortran_order": False,
+        "shape": array.shape,
+    }
+    # Not mapped: where a disk is full, that ends the process without a word.
+    with target.open("wb") as copy:
+        np.lib.format.write_array_header_1_0(copy, described)
+        for start in range(0, len(array), rows):
+            try:
+                block = array[start : start + rows]
+            except (OSError, RuntimeError) as error:
+                raise DataError(
+                    f"{path}: rows {start} to {min(start + rows, len(array)) - 1} cannot be read ({error}): the file "
+                    "is damaged, copy it again"
+                ) from None
+            copy.write(np.ascontiguousarray(block).data)
     return cache.spread_digest(target, _CHECKED_BLOCKS)
 
 

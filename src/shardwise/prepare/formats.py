@@ -14,6 +14,7 @@ from shardwise.data import manifest as records
 from shardwise.data.hdf5 import Shard, Shards, in_list, shard_paths
 from shardwise.data.indexed import IndexedFile, prefix_of
 from shardwise.data.sources import open_source
+from shardwise.data.text_files import require_sound
 from shardwise.errors import DataError
 from shardwise.prepare.arrow import COLUMN, library
 from shardwise.prepare.inspection import Decoder, Inspection, Lengths, Sample, spread
@@ -202,7 +203,10 @@ def _arrow(path: Path, parts: Mapping[str, Any], tokenizer: str | None, samples:
     arrow = importlib.import_module("pyarrow.compute")
     table = rows_of.select_columns([column]).with_format("arrow")
     looked_at = table[spread(len(rows_of), _ARROW_ROWS).tolist()].column(0)
-    first = table[: min(samples, len(rows_of))].column(0).to_pylist()
+    leading = table[: min(samples, len(rows_of))].column(0)
+    for each in (*looked_at.chunks, *leading.chunks):
+        require_sound(each, str(path), column)
+    first = leading.to_pylist()
     if not has_tokens:
         lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
         found = [Sample(number, (value or "")[:_SAMPLE_CHARACTERS], None) for number, value in enumerate(first)]

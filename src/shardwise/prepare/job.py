@@ -172,8 +172,12 @@ class _Preparation:
             raise ConfigError(problems)
 
     def _check_place(self) -> None:
-        text = None if self.job.data.path is None else Path(self.job.data.path).expanduser().absolute()
-        if text is not None and text.is_dir() and self.job.output.absolute().parent.is_relative_to(text):
+        if self.job.output.name in ("", ".."):
+            named = self.job.output / "data"
+            raise ConfigError(f"OUTPUT ({self.job.output}) must end in a name: add one, such as {named}")
+        text = None if self.job.data.path is None else Path(self.job.data.path).expanduser()
+        # Links lead into the text too.
+        if text is not None and text.is_dir() and self.job.output.resolve().parent.is_relative_to(text.resolve()):
             raise ConfigError(f"OUTPUT ({self.job.output}) must lie outside INPUT ({text}), of which it would be read")
 
     def _begin(self, state: Mapping[str, Any] | None) -> Progress:
@@ -227,6 +231,8 @@ class _Preparation:
                 with self.work.writing():
                     self.work.clear()
                 done = write_tokens(*arguments, Progress(Position(), Written()), self._save, advance)
+        if done != begin:
+            self.work.remove_output()  # it was made of less text
         if not done.written.tokens:
             self.work.clear()
             raise DataError(f"{self.source.name} holds no text that becomes tokens: name another source")

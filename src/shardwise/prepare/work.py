@@ -23,6 +23,7 @@ from shardwise.data.indexed import sync_folder, to_disk
 from shardwise.errors import ConfigError, DataError
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE, _LOCK = "state.json", "lock"
 
 
@@ -64,10 +65,11 @@ class Work:
         try:
             yield
         except OSError as error:
-            raise DataError(
-                f"{self.target} cannot be written: {error.strerror or error}; what is finished stays in "
-                f"{self.folder}, and the same command goes on from there once there is room"
-            ) from error
+            reason = f"{self.target} cannot be written: {error.strerror or error}"
+            if (self.folder / _STATE).exists():
+                reason += f"; what is finished stays in {self.folder}, and the same command goes on from there"
+            then = "make room" if error.errno in _NO_ROOM else "name a place that can be"
+            raise DataError(f"{reason}: {then}") from error
 
     def state(self) -> dict[str, Any] | None:
         """What was written for good; None where nothing was."""

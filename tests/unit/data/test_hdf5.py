@@ -296,14 +296,19 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a_training_1.hdf5", arrays(4))
     (tmp_path / "a_training_1.hdf5").write_bytes((tmp_path / "a_training_1.hdf5").read_bytes()[:3000])
     (tmp_path / "a_training_2.hdf5").symlink_to(tmp_path / "nowhere")
+    write(tmp_path / "a_training_3.hdf5", arrays(4))
+    inside = (tmp_path / "a_training_3.hdf5").read_bytes().replace(b"TREE", b"EERT")
+    (tmp_path / "a_training_3.hdf5").write_bytes(inside)
     with pytest.raises(DataError) as caught:
         prepare(config(str(tmp_path)), tmp_path / "cache")
-    text, truncated, link = caught.value.problems
+    text, truncated, link, damaged = caught.value.problems
     assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is none: leave it out, or copy it again"
     assert truncated.startswith(f"{tmp_path}/a_training_1.hdf5 cannot be opened (")
     assert "truncated file" in truncated
     assert truncated.endswith("): it is damaged, copy it again")
     assert link == f"{tmp_path}/a_training_2.hdf5 cannot be read: No such file or directory"
+    assert damaged.startswith(f"{tmp_path}/a_training_3.hdf5 cannot be read (")
+    assert damaged.endswith("): it is damaged, copy it again")
 
 
 def test_many_problems_are_counted(tmp_path: Path) -> None:

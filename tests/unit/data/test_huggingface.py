@@ -11,8 +11,10 @@ import pytest
 from shardwise.config import Config, DataConfig
 from shardwise.data import PreparedText, make_batches, prepare
 from shardwise.data.huggingface import open_dataset, reads_datasets
+from shardwise.data.shards import TableShard
 from shardwise.data.sources import open_source
 from shardwise.errors import DataError
+from shardwise.prepare.inspection import inspect
 from tests.unit.data.test_preparation import sized, stories, text_of
 from tests.unit.data.test_sources import documents
 
@@ -223,6 +225,26 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     assert failure(save(tmp_path / "none", text=[])) == (
         f"{tmp_path}/none is a data set without rows: save one that has some"
     )
+
+
+@pytest.mark.parametrize("column", ["text", "input_ids"])
+def test_values_that_lie_beyond_the_file(column: str, tmp_path: Path) -> None:
+    """Its tables are mapped: unseen, they end the process."""
+    rows = ["abcd" * 5] * 200 if column == "text" else [[1, 2, 3]] * 200
+    path = save(tmp_path / "data", **{column: rows})
+    (file,) = path.glob("*.arrow")
+    offset = (20 if column == "text" else 3) * 100
+    content, wrong = file.read_bytes(), (1 << 30).to_bytes(4, "little")
+    offsets = b"".join((offset + step).to_bytes(4, "little") for step in (0, offset // 100))
+    assert content.count(offsets) == 1
+    file.write_bytes(content.replace(offsets, offsets[:4] + wrong))
+    assert f"the column {column!r} is damaged (" in failure(path)
+    assert failure(path).endswith("): copy or save the data set again")
+    with pytest.raises(DataError, match="is damaged"):
+        inspect(str(path), tokenizer=None, samples=1, text_key="text")
+    if column == "text":
+        with pytest.raises(DataError, match=r"\.arrow: rows 0 to 199: the column 'text' is damaged"):
+            list(TableShard(file, column).documents(0))
 
 
 def test_tokens_where_text_is_needed(tmp_path: Path) -> None:

@@ -268,6 +268,14 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, tokenizer: str
         prepare(small, tmp_path / "cache")
 
 
+def test_ends_of_documents_that_nothing_tells_are_refused_before_a_run_begins(tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+    needs = r"data\.eod_mask_loss \(true\) needs the id of the token that ends a document: set data\.eod_token"
+    with pytest.raises(DataError, match=needs):
+        prepare(config(path=path, eod_mask_loss=True), tmp_path)
+    assert prepare(config(path=path, eod_mask_loss=True, eod_token=1), tmp_path)
+
+
 def test_too_few_documents_are_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data", 2)
     with pytest.raises(DataError) as caught:

@@ -174,6 +174,7 @@ def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None
     ("line", "says"),
     [
         (b"not json", "line 2 is not JSON"),
+        (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON (maximum recursion"),
         (b"[1, 2]", "line 2 is JSON but not an object"),
         (
             b'{"body": "x", "id": 1}',

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Config
-from shardwise.data import Batch, StreamBatches, Tokenizer, make_batches, make_evaluation, prepare
+from shardwise.data import Batch, StreamBatches, Tokenizer, make_batches, make_evaluation, prepare, prepared_stream
 from shardwise.data import streaming as streaming_module
 from shardwise.data.prepared_stream import PreparedStream
 from shardwise.data.shards import FileShard
@@ -339,6 +339,20 @@ def test_what_cannot_be_streamed(tokenizer: Path, tmp_path: Path) -> None:
 def test_parts_that_a_stream_has_not(split: str, says: str, whole: Path, tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=says):
         prepare(config(whole, tokenizer, split=split), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "datasets"])
+def test_another_folder_and_another_name_of_the_path_find_the_same_files(
+    kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "data", kind, TEXTS)
+    monkeypatch.chdir(tmp_path)
+    wanted = global_batch(opened(config(Path("data"), tokenizer), tmp_path / "cache"), 0)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(prepared_stream, "_build", None)  # the entry is the one that was made there
+    assert np.array_equal(global_batch(opened(config(path, tokenizer), tmp_path / "cache"), 0), wanted)
 
 
 def test_another_file_is_other_data(tokenizer: Path, tmp_path: Path) -> None:

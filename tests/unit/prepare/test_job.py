@@ -1,5 +1,6 @@
 """What is made of text: as the formats' readers read it, whatever happens on the way."""
 
+import dataclasses
 import errno
 import gzip
 import itertools
@@ -19,6 +20,7 @@ from shardwise.data.tokenizer import PairTokens, Tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import Format, batches, hdf5, space, tokens, work
 from shardwise.prepare.job import _Preparation
+from shardwise.prepare.outputs import Output
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
 
 FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
@@ -352,6 +354,52 @@ def test_too_little_text_is_refused(folder: Folder) -> None:
 def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="must lie outside INPUT"):
         folder.run(folder.job("megatron", "texts/out", source="."))
+    texts = folder.at / "texts"
+    texts.mkdir()
+    (folder.at / "link").symlink_to(texts)
+    for source, output in (("link", "texts/out"), ("texts", "link/out")):
+        with pytest.raises(ConfigError, match="must lie outside INPUT"):
+            folder.run(folder.job("megatron", output, source=source))
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_output_has_a_name(folder: Folder, format_: Format) -> None:
+    if format_ == "arrow":
+        pytest.importorskip("datasets")
+    for output in (Path(), Path("/"), Path("..")):
+        job = dataclasses.replace(folder.job(format_, "out"), output=output)
+        with pytest.raises(ConfigError, match="must end in a name: add one"):
+            folder.run(job)
+
+
+def test_a_place_that_cannot_be_written_is_not_told_to_be_full(folder: Folder) -> None:
+    (folder.at / "file").write_text("")
+    with pytest.raises(DataError) as caught:
+        folder.run(folder.job("megatron", "file/out"))
+    assert str(caught.value).endswith("file/out cannot be written: Not a directory: name a place that can be")
+
+
+def test_shards_of_less_text_are_made_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text ended where a batch did and has grown since: what was tokenized holds, the shards do not."""
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 1)  # each document is a batch
+    job = folder.job("hdf5", "out")
+    write_jsonl(folder.at / "text.jsonl", folder.documents[:-20])
+    with monkeypatch.context() as patch:
+
+        def dying(*_: object) -> None:
+            raise Killed
+
+        patch.setattr(Output, "complete", dying)
+        with pytest.raises(Killed):
+            folder.run(job)
+    write_jsonl(folder.at / "text.jsonl", folder.documents)
+    told = Told()
+    folder.run(job, told=told)
+    assert any("going on after" in line for line in told.lines)
+    folder.run(dataclasses.replace(job, output=folder.at / "whole" / "out"))
+    assert (folder.at / "out/out_training_0.hdf5").read_bytes() == (
+        folder.at / "whole/out/out_training_0.hdf5"
+    ).read_bytes()
 
 
 def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
