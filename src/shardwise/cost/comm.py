@@ -179,7 +179,7 @@ def _forward(case: Case) -> list[Transfer]:
     """What this rank's stages do, and x from each of them to the next, where another rank has that."""
     embedding = _embedding(case) if case.has_first else []
     head = _head(case) if case.has_last else []
-    return [_samples(case), *embedding, *_blocks(case), *head, *_messages(case, 1, "outputs of stages")]
+    return [*embedding, *_blocks(case), *head, *_messages(case, 1, "outputs of stages"), _samples(case)]
 
 
 def _samples(case: Case) -> Transfer:

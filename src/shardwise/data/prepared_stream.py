@@ -20,10 +20,10 @@ from shardwise.data.causal import DocumentEnds
 from shardwise.data.encoding import encode_documents
 from shardwise.data.huggingface import DataSet, open_dataset, reads_datasets
 from shardwise.data.prepared import in_pairs, needed_parts, too_short
-from shardwise.data.shards import Shard, open_shard
+from shardwise.data.shards import BLOCK_CHARACTERS, Shard, open_shard
 from shardwise.data.sources import FileSource, Piece, open_source
 from shardwise.data.split import PART_NAMES, Part
-from shardwise.data.streaming import BLOCK_CHARACTERS, HeldOut, Stream, StreamBatches, read_documents
+from shardwise.data.streaming import HeldOut, Stream, StreamBatches, read_documents
 from shardwise.data.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
 from shardwise.data.tokens import TokenBatches
 from shardwise.errors import DataError, listing

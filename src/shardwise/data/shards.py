@@ -14,6 +14,8 @@ from shardwise.data.huggingface import require_whole
 from shardwise.data.text_files import Kind, documents, kind_of, require_sound, require_text, row_text, slices
 from shardwise.errors import DataError, RunError, ShardwiseError
 
+BLOCK_CHARACTERS = 1 << 26
+"""Characters that a block ends with, whatever the buffer is, and the longest document of a plain text."""
 _LINES = (".jsonl", ".json")
 
 
@@ -38,7 +40,7 @@ class FileShard:
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        return documents(self.path, self.kind, self.text_key, start)
+        return documents(self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS)
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,11 @@ import numpy.typing as npt
 from shardwise.data.batch import Batch, SampledBatches, check_division, rows_of_rank
 from shardwise.data.hashing import mix_integer
 from shardwise.data.sampler import IntArray, Sampler
-from shardwise.data.shards import Shard
+from shardwise.data.shards import BLOCK_CHARACTERS, Shard
 from shardwise.data.sources import cut_document
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
-BLOCK_CHARACTERS = 1 << 26
-"""A block ends with the document that reaches them, whatever the buffer is: documents may be long."""
 # What is drawn, apart from one another.
 _SHARDS, _DOCUMENTS, _SAMPLES, _HELD = 0x736861726473, 0x646F6373, 0x73616D706C6573, 0x68656C64
 _ENCODED_CHARACTERS = 1 << 22
@@ -284,6 +282,7 @@ class StreamBatches:
 
     def _nearest(self, sample: int) -> Place:
         """The start of the last known block that begins at or before a sample."""
+        assert sample >= self._starts[0].samples, "what is before a restored place is out of reach"
         return self._starts[bisect_right(self._starts, sample, key=lambda place: place.samples) - 1]
 
     def _read(self, start: Place) -> Block:

@@ -51,7 +51,7 @@ class File(Protocol):
 
 
 def documents(
-    file: File, kind: Kind, key: str, start: int = 0, *, empty: bool = False
+    file: File, kind: Kind, key: str, start: int = 0, *, empty: bool = False, longest: int | None = None
 ) -> Iterator[tuple[int, Iterable[str]]]:
     """Each document of a file and where the next one begins; a document is blocks of its text.
 
@@ -61,7 +61,8 @@ def documents(
 
     Args:
         start: where the first document begins. A packed file is unpacked from its start all the same; of a parquet file
-        the row group is read that it is in. empty: lines and rows may have no text, and are left out then.
+        the row group is read that it is in. empty: lines and rows may have no text, and are left out then. longest: a
+        plain text of more characters is several documents, the next of which begins at a byte.
 
     Raises:
         DataError: naming file and line, row or byte.
@@ -70,8 +71,10 @@ def documents(
         yield from _rows(file, key, start, empty)
     elif kind == "jsonl":
         yield from _lines(file, key, start, empty)
+    elif longest is not None:
+        yield from _parts(file, start, longest)
     elif start == 0:
-        yield 1, _decoded(file)
+        yield 1, (text for _, text in _decoded(file))
 
 
 def slices(text: str) -> Iterator[str]:
@@ -113,12 +116,26 @@ def _opened(path: File) -> Iterator[IO[bytes] | gzip.GzipFile]:
         raise unreadable(path, error) from None
 
 
-def _decoded(path: File) -> Iterator[str]:
-    """The file's text, without a byte-order mark."""
+def _parts(path: File, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
+    blocks: list[str] = []
+    characters = after = 0
+    for after, text in _decoded(path, start):
+        blocks.append(text)
+        characters += len(text)
+        if characters >= longest:
+            yield after, blocks
+            blocks, characters = [], 0
+    if blocks:
+        yield after, blocks
+
+
+def _decoded(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
+    """The file's text from byte `start` on, without a byte-order mark: blocks, each with the byte after it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    empty = True
+    offset = start
+    empty = start == 0
     with _opened(path) as file:
+        file.seek(start)
         while True:
             block = file.read(BLOCK)
             try:
@@ -130,7 +147,7 @@ def _decoded(path: File) -> Iterator[str]:
             offset += len(block)
             if text:
                 empty = False
-                yield text
+                yield offset - len(decoder.getstate()[0]), text
             if not block:
                 break
     if empty:

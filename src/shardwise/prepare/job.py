@@ -213,7 +213,8 @@ class _Preparation:
             length, predictions = job.options["sequence_length"], job.options["max_predictions"]
             rows = expected.tokens // chunk_room(length) + expected.documents
             needed += rows * job.options["dupe_factor"] * hdf5.row_bytes(length, predictions)
-        space.check_room(needed, space.held_by(self.work.folder), job.output, self.announce)
+        held = space.held_by(self.work.folder)
+        space.check_room(needed, held, job.output, self.announce, packed=expected.packed)
         return expected
 
     def _tokenize(self, workers: Workers, begin: Progress, expected: space.Expected | None) -> Progress:

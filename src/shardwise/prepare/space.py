@@ -29,10 +29,12 @@ class Expected:
 
     Attributes:
         bytes: of text. exact: whether they are the text's own, and not those of files that pack or wrap it.
+        packed: whether files pack it: how well, nobody knows before.
     """
 
     bytes: int
     exact: bool
+    packed: bool
     tokens: int
     sentences: int
     documents: int
@@ -41,11 +43,12 @@ class Expected:
 def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Expected | None:
     """From the sizes of the files and the beginning of the text; None where no file tells."""
     files: Sequence[Path] | None = getattr(source, "files", None)
-    exact = files is not None and not any(path.suffix in (*_PACKED, ".jsonl") for path in files)
+    wrapped = files is None or any(path.suffix == ".jsonl" for path in files)
     if files is None:
         if data.path is None:
             return None
         files = [path for path in Path(data.path).expanduser().rglob("*") if path.is_file()]
+    packed = any(path.suffix in _PACKED for path in files)
     total = sum(round(path.stat().st_size * _PACKED.get(path.suffix, 1.0)) for path in files)
     digest = ContentDigest()
     pieces, characters = [], 0
@@ -62,11 +65,14 @@ def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences:
     ended = sum(piece.ends_document for piece in pieces)
     scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
     documents = max(len(files), round(ended * scale))
-    return Expected(total, exact, round(tokens * scale) + documents, round(len(texts) * scale) + documents, documents)
+    sequences = round(len(texts) * scale) + documents
+    return Expected(total, not (wrapped or packed), packed, round(tokens * scale) + documents, sequences, documents)
 
 
-def check_room(needed: int, held: int, output: Path, announce: Callable[[str], None]) -> None:
+def check_room(needed: int, held: int, output: Path, announce: Callable[[str], None], *, packed: bool) -> None:
     """Tells what will be needed for `output`, `held` of which is there already.
+
+    packed: how large the text is, nobody knows, and what is guessed is no reason to refuse.
 
     Raises:
         DataError: the disk has less.
@@ -76,6 +82,12 @@ def check_room(needed: int, held: int, output: Path, announce: Callable[[str], N
         there = there.parent
     free = shutil.disk_usage(there).free
     missing = max(needed - held, 0)
+    if missing > free and missing > _LEAST and packed:
+        announce(
+            f"preparing {output}: may take {size(missing)}, as its text is packed, and {size(free)} are free: where "
+            "they do not do, make room, and the same command goes on"
+        )
+        return
     if missing > free and missing > _LEAST:
         raise DataError(
             f"the disk of {there} ({size(free)} free) must have about {size(missing)} free for {output}: make room, or "

@@ -134,6 +134,9 @@ def fetch(
                         progress(len(block))
                 file.flush()
                 os.fsync(file.fileno())
+        if _info(remote.root)[1] != remote.version:
+            part.unlink()
+            raise StoreError(f"{remote.root} changed while it was fetched: start again once it is complete")
         return _finish(remote, target, part, digest.hexdigest(), sha256, begun)
 
 
@@ -157,9 +160,15 @@ def _below(root: Root) -> list[Remote]:
             raise ConfigError(f"{root} must hold files, and the folder has none")
         above = root.path.rstrip("/") + "/"
         return [_remote(_at(root, path), info, path.removeprefix(above)) for path, info in sorted(infos.items())]
+    return [_remote(root, _info(root)[0])]
+
+
+def _info(root: Root) -> tuple[dict[str, Any], str]:
+    """What is told of a file, and its version."""
     with root.told("read"):
         try:
-            return [_remote(root, root.fs.info(root.path))]
+            info: dict[str, Any] = root.fs.info(root.path)
+            return info, _version(info)
         except FileNotFoundError as error:
             # Of the web fsspec says so whatever the server answered, if it did.
             if error.__cause__ is None or getattr(error.__cause__, "status", None) in _ABSENT:
@@ -180,10 +189,13 @@ def _at(root: Root, path: str) -> Root:
 
 
 def _remote(root: Root, info: dict[str, Any], name: str | None = None) -> Remote:
-    version = json.dumps([info.get("size"), {key: str(info[key]) for key in _VERSIONS if info.get(key)}])
     last = (name or root.name).partition("?")[0]
     ranges = info.get("size") is not None and (root.scheme not in _WEB or _gives_ranges(root.path))
-    return Remote(root, last, info.get("size"), version, ranges)
+    return Remote(root, last, info.get("size"), _version(info), ranges)
+
+
+def _version(info: dict[str, Any]) -> str:
+    return json.dumps([info.get("size"), {key: str(info[key]) for key in _VERSIONS if info.get(key)}])
 
 
 def _gives_ranges(url: str) -> bool:

@@ -17,7 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Config
-from shardwise.data import Batch, StreamBatches, Tokenizer, make_batches, make_evaluation, prepare, prepared_stream
+from shardwise.data import (
+    Batch,
+    StreamBatches,
+    Tokenizer,
+    make_batches,
+    make_evaluation,
+    prepare,
+    prepared_stream,
+    text_files,
+)
+from shardwise.data import shards as shards_module
 from shardwise.data import streaming as streaming_module
 from shardwise.data.prepared_stream import PreparedStream
 from shardwise.data.shards import FileShard
@@ -292,6 +302,29 @@ def test_long_documents_end_a_block(tmp_path: Path, tokenizer: Path, monkeypatch
     assert len(sizes) > 10
     assert max(sizes) < 4000
     assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("name", ["one.txt", "one.txt.gz"])
+def test_a_long_text_is_several_documents(
+    name: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all of a file, however large, would be in memory at once."""
+    monkeypatch.setattr(shards_module, "BLOCK_CHARACTERS", 700)
+    monkeypatch.setattr(text_files, "BLOCK", 100)
+    content = ("\ufeff" + " – ".join(TEXTS)).encode()
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    batches = opened(config(path, tokenizer, buffer=4), tmp_path / "cache")
+    found = list(shards_module.open_shard(str(path), config(path, tokenizer).data).documents(0))
+    parts = ["".join(blocks) for _, blocks in found]
+    assert "".join(parts) == " – ".join(TEXTS)
+    assert len(parts) > 5
+    assert max(map(len, parts)) < 900
+    for number, (after, _) in enumerate(found):
+        rest = shards_module.open_shard(str(path), config(path, tokenizer).data).documents(after)
+        assert ["".join(blocks) for _, blocks in rest] == parts[number + 1 :], f"from byte {after} on"
+    assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(parts)
 
 
 @pytest.mark.parametrize(

@@ -292,12 +292,28 @@ def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.Mon
     assert not list(folder.at.glob(".*preparing"))
 
 
+def test_what_a_packed_text_takes_is_a_guess_that_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
+    monkeypatch.setattr(space, "_LEAST", 0)
+    told: list[str] = []
+    space.check_room(10**6, 0, tmp_path / "out", told.append, packed=True)
+    (line,) = told
+    assert "may take 977 KiB, as its text is packed, and 1000 B are free" in line
+    with pytest.raises(DataError, match="make room"):
+        space.check_room(10**6, 0, tmp_path / "out", told.append, packed=False)
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     if format_ == "arrow":
         pytest.importorskip("datasets")
     needed = []
-    monkeypatch.setattr(space, "check_room", lambda amount, *_: needed.append(amount))
+    monkeypatch.setattr(space, "check_room", lambda amount, *_, **__: needed.append(amount))
     most = 0
     save = work.Work.save
 

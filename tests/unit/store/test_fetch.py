@@ -92,6 +92,19 @@ def test_a_source_that_changed_meanwhile_begins_anew(server: Server, tmp_path: P
     assert target.read_bytes() == CONTENT[::-1], "parts of two versions are one file"
 
 
+def test_a_source_that_changes_while_it_comes_is_refused(server: Server, tmp_path: Path) -> None:
+    came: list[int] = []
+
+    def progress(count: int) -> None:
+        came.append(count)
+        server.etag = '"second"'
+
+    with pytest.raises(StoreError, match=r"data\.bin changed while it was fetched: start again"):
+        get(server.url, tmp_path / "data.bin", progress=progress)
+    assert not (tmp_path / "data.bin").exists()
+    assert get(server.url, tmp_path / "data.bin").came == len(CONTENT)
+
+
 def test_a_new_version_replaces_the_old_one(server: Server, tmp_path: Path) -> None:
     target, told = tmp_path / "data.bin", []
     get(server.url, target)
