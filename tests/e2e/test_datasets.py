@@ -28,7 +28,7 @@ def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
     miniature(tmp_path)
     options = ["miniature.yaml", "data.dataset=acme/gated", "data.config=en", "data.split=train,validation"]
     with serve(FILES) as site:
-        variables = user_of(site.address, str(tmp_path / "hf"))
+        variables = user_of(site.address, str(tmp_path / "hf")) | {"SHARDWISE_CACHE": str(tmp_path / "cache")}
         said = shardwise("train", *options, at=tmp_path, **variables, HF_TOKEN="")
         assert f"is gated: accept its licence on {site.address}/datasets/acme/gated, then set HF_TOKEN" in said.failed(
             2

@@ -117,7 +117,7 @@ class _Stop:
             agent.kill()
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        first = self._requests.by is None
+        first = self._requests.is_first()
         if self._requests.hear(number) or not stopping.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or stopping.called(number)
             if self._agent is not None:

@@ -8,6 +8,7 @@ RUN/stop.json. Before `install`, and again at the second SIGINT or SIGTERM, a si
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -45,6 +46,11 @@ class Requests:
     def __init__(self) -> None:
         self.by: str | None = None
         self._since: float | None = None
+        self._numbers = itertools.count()
+
+    def is_first(self) -> bool:
+        """Whether nobody asked this before: of handlers that interrupt one another, one is told so."""
+        return next(self._numbers) == 0
 
     def hear(self, number: int) -> bool:
         """Note a signal. True where it asks to end at once: it is the second SIGINT or SIGTERM."""
@@ -136,7 +142,7 @@ def _hear_signals(handler: Callable[[int, FrameType | None], None]) -> None:
 def _note(number: int, _frame: FrameType | None) -> None:
     if number == signal.SIGTERM and is_launched() and Path(os.environ[ERROR_FILE]).exists():
         os._exit(1)  # torchrun's agent ends the other ranks by SIGTERM once one has failed, and said why
-    first = _requests.by is None
+    first = _requests.is_first()
     if _requests.hear(number):
         raise Interrupted(called(number))
     place = joined()

@@ -71,6 +71,23 @@ def test_a_signal_before_the_time_limit_leaves_the_first_sigterm_its_meaning(mon
     assert requests.by == "SIGUSR1"
 
 
+def test_a_signal_within_the_handler_of_another_is_not_the_first_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`timeout` sends two at once: the handler of the second may run within that of the first."""
+    stopping.install()
+    hear = stopping.Requests.hear
+
+    def interrupted(requests: stopping.Requests, number: int) -> bool:
+        if number == signal.SIGUSR1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return hear(requests, number)
+
+    monkeypatch.setattr(stopping.Requests, "hear", interrupted)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert capfd.readouterr().err == f"{stopping.NOTICE}\n", "the user is told once"
+
+
 def test_before_training_a_signal_ends_at_once() -> None:
     stopping.end_at_once()
     for number in stopping.SIGNALS:
