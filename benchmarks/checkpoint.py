@@ -43,7 +43,7 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     mesh = Mesh(tensor=config.parallel.tensor)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 20_000).astype(np.uint16)
     data = PreparedData(Path(), tokens, tokens[:2000], "none", config.model.vocab_size, "random")
-    return build_trainer(config, config.check(mesh.world.size), mesh, data)
+    return build_trainer(config, mesh, data)
 
 
 def saver_of(trainer: Any, folder: str, buffer_bytes: int | None = None) -> Any:

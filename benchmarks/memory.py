@@ -35,14 +35,14 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     A tiny model takes a step first: pages of the libraries that a step touches belong to Python and torch, not to the
     model.
     """
-    from shardwise.config import load_config
+    from shardwise.config import check_layout, load_config
     from shardwise.cost import expected_memory, local_parameter_count
     from shardwise.mesh import Mesh, join
 
     join()
     config = load_config("quickstart", overrides)
     mesh = Mesh(tensor=config.parallel.tensor)
-    layout = config.check(mesh.world.size)
+    layout = check_layout(config, mesh.world.size)
     _train(load_config("quickstart", [*overrides, *TINY]), mesh, 1)
     memory = PeakMemory()
     trainer = _train(config, mesh, steps)
@@ -62,7 +62,7 @@ def _train(config: Config, mesh: Mesh, steps: int) -> Trainer:
 
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 2**16).astype(np.uint16)
     data = PreparedData(Path(), tokens, tokens, "random", config.model.vocab_size, "random")
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+    trainer = build_trainer(config, mesh, data)
     for _ in range(steps):
         trainer.step()
     return trainer

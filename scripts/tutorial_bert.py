@@ -97,6 +97,7 @@ def losses_of(run: Path) -> list[float]:
 
 
 def measure(runs: list[Path], layouts: list[str], world: int, overrides: list[str], rounds: int) -> dict[str, Any]:
+    from shardwise.config import check_layout
     from shardwise.cost import expected_memory, parameter_count
     from shardwise.testing import RankPool
 
@@ -117,7 +118,7 @@ def measure(runs: list[Path], layouts: list[str], world: int, overrides: list[st
             "tokens_per_second": config.train.global_batch * config.train.sequence_length / seconds,
             "speed": median(theirs / ours for theirs, ours in zip(steps[DP], steps[name], strict=True)),
             **peaks(name, world, overrides),
-            "expected_bytes": expected_memory(config, config.check(world)).total,
+            "expected_bytes": expected_memory(config, check_layout(config, world)).total,
         }
     return results
 

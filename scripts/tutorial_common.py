@@ -115,7 +115,7 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
         special = PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
         parts = {"sentences": {"train": pairs, "eval": pairs}, "pair_tokens": special}
     data = PreparedText(Path(), tokens, tokens, "random", vocabulary, "random", **parts)
-    return build_trainer(config, config.check(mesh.world.size), mesh, data)
+    return build_trainer(config, mesh, data)
 
 
 def peak_of_steps(config: Config, small: Config, steps: int) -> int:

@@ -27,6 +27,7 @@ def live_bytes(overrides: list[str]) -> dict[str, dict[str, int]]:
     """On one rank: bytes after two steps, by kind, as they lie in memory and as `shardwise.cost` expects them."""
     import torch
 
+    from shardwise.config import check_layout
     from shardwise.cost import expected_memory
     from shardwise.mesh import Mesh
 
@@ -53,7 +54,7 @@ def live_bytes(overrides: list[str]) -> dict[str, dict[str, int]]:
         "gradients": memory(p.grad for p in parameters if p.grad is not None),
         "optimizer state": memory([*masters, *moments]),
     }
-    expected = expected_memory(config, config.check(mesh.world.size))
+    expected = expected_memory(config, check_layout(config, mesh.world.size))
     wanted = dict(zip(KINDS, (expected.parameters, expected.gradients, expected.optimizer), strict=True))
     return {"measured": measured, "expected": wanted}
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from shardwise import cost, units
-from shardwise.config import Config, ParallelConfig, load_config
+from shardwise.config import Config, ParallelConfig, check_layout, load_config
 from shardwise.cost import MemoryEstimate
 from shardwise.cost.simulation import simulate
 from tests.arch.source import ROOT
@@ -21,7 +21,7 @@ def recipe(*overrides: str) -> Config:
 def needed(*overrides: str) -> list[MemoryEstimate]:
     """Memory of each pipeline rank of gpt3-23b on accelerators."""
     chosen = recipe(*overrides)
-    found = cost.memory_by_rank(chosen, chosen.check(WORLD), accelerator=True)
+    found = cost.memory_by_rank(chosen, check_layout(chosen, WORLD), accelerator=True)
     assert found is not None
     return found
 
@@ -36,7 +36,7 @@ def lines(head: str, rows: list[list[str]]) -> str:
 def stages() -> str:
     """What each stage of gpt3-23b has."""
     chosen = recipe()
-    layout = chosen.check(WORLD)
+    layout = check_layout(chosen, WORLD)
     shares, memory = cost.compute_shares(chosen, layout), needed()
     rows = []
     for stage in cost.stage_plan(chosen, layout):
@@ -86,7 +86,7 @@ def memory() -> str:
 def wire() -> str:
     """Bytes that a rank of each stage sends in a step, by axis."""
     chosen = recipe()
-    layout, rows = chosen.check(WORLD), []
+    layout, rows = check_layout(chosen, WORLD), []
     for rank in range(layout.pipeline):
         sent = cost.bytes_per_step(chosen, layout, accelerator=True, pipeline_rank=rank)
         assert sent is not None

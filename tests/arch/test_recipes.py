@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.quickstart_layout import overrides
-from shardwise.config import Config, OwnConfig, load_config
+from shardwise.config import Config, OwnConfig, check_layout, load_config
 from shardwise.cost import parameter_count
 from shardwise.cost.params import vocabulary_rows
 from tests.arch.published import PUBLISHED
@@ -59,7 +59,7 @@ def test_the_recipes_of_this_version_are_here() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_fits_its_own_layout(recipe: str) -> None:
     config = load_config(recipe)
-    layout = config.check(ranks_of_one_copy(config))
+    layout = check_layout(config, ranks_of_one_copy(config))
     assert layout.data == 1
 
 
@@ -67,7 +67,7 @@ def test_recipe_fits_its_own_layout(recipe: str) -> None:
 def test_recipe_has_the_published_numbers(recipe: str) -> None:
     config, published = load_config(recipe), PUBLISHED[recipe]
     assert {key: value(config, key) for key in published.keys} == published.keys
-    assert config.check(published.world).data == published.data
+    assert check_layout(config, published.world).data == published.data
     assert parameter_count(config.model) == published.parameters
 
 
@@ -116,7 +116,7 @@ def test_tiny_recipe_holds_its_promise(recipe: str) -> None:
         assert model.vocab_size % 2
     else:
         cut = ["parallel.tensor=4", "parallel.sequence=true", "parallel.pipeline=1"]
-        assert load_config(recipe, cut).check(4).tensor == 4
+        assert check_layout(load_config(recipe, cut), 4).tensor == 4
 
 
 def test_pp4_is_the_same_training_in_another_layout() -> None:
@@ -136,7 +136,7 @@ def test_gpt3_pads_its_vocabulary_as_megatron_does(recipe: str, rows: int, padde
 
 def test_gpt3_tiny_runs_on_eight_ranks() -> None:
     config = load_config("gpt3-tiny")
-    layout = config.check(8)
+    layout = check_layout(config, 8)
     assert (layout.tensor, layout.sequence, layout.pipeline, layout.data) == (2, True, 2, 2)
     assert config.optimizer.zero == 1
 
@@ -151,7 +151,7 @@ def test_printed_recipe_is_the_shipped_file(recipe: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("accelerators", [1, 2, 3, 4, 6, 8, 16])
 def test_the_quickstart_runs_on_any_number_of_accelerators(accelerators: int) -> None:
-    layout = load_config("quickstart", overrides(accelerators)).check(accelerators)
+    layout = check_layout(load_config("quickstart", overrides(accelerators)), accelerators)
     assert (layout.data, layout.tensor) == (accelerators, 1)
 
 

@@ -34,7 +34,7 @@ class Result:
 def make_trainer(config: Config, weights: Root | None = None) -> Trainer:
     mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
-    return build_trainer(config, config.check(mesh.world.size), mesh, data, weights=weights)
+    return build_trainer(config, mesh, data, weights=weights)
 
 
 def make_saver(trainer: Trainer, root: str, **options: Any) -> Saver:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
 from shardwise.cost import bytes_per_evaluation_batch, bytes_per_step, expected_memory, local_parameter_count
 from shardwise.mesh import Mesh
 from shardwise.train.build import build_trainer
@@ -131,7 +131,7 @@ def measure(config: Config) -> Measured:
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     sentences = dict.fromkeys(data.sentences, data.sentences["train"]) if data.sentences else data.sentences
     data = replace(data, eval_tokens=data.train_tokens, sentences=sentences)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+    trainer = build_trainer(config, mesh, data)
     trainer.step()
     count(mesh)
     trainer.step()  # not the first: that one makes subgroups and the optimizer's state
@@ -167,7 +167,7 @@ def compare(
 )
 def test_costs_are_what_happens(case: Case, ranks: Any) -> None:
     config = case_config(case)
-    layout = config.check(RANKS)
+    layout = check_layout(config, RANKS)
     memory, evaluated = expected_memory(config, layout), bytes_per_evaluation_batch(config, layout)
     assert memory is not None
     assert evaluated is not None

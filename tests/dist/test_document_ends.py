@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
 from shardwise.cost import expected_memory
 from shardwise.data.causal import DocumentEnds, causal_batch
 from shardwise.models import build_model
@@ -109,7 +109,7 @@ def test_the_masks_are_in_the_memory_estimate(family: str) -> None:
             train={"recompute": recompute, "sequence_length": 128, "micro_batch": 2, "global_batch": 2},
             data={"reset_position_ids": True, "reset_attention_mask": True, "eod_token": END},
         )
-        memory = expected_memory(config, config.check(1))
+        memory = expected_memory(config, check_layout(config, 1))
         assert memory is not None
         found = measure_step(config)
         off = memory.total / found - 1

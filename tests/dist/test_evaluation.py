@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
 from shardwise.data import PreparedText, make_evaluation
 from shardwise.inference import Evaluation, evaluate
 from shardwise.models import CausalLM, build_model, build_stages
@@ -64,7 +64,7 @@ def data(chosen: Config, tokens: int) -> PreparedText:
 
 def evaluated(chosen: Config, tokens: int) -> Evaluation:
     ranks = mesh(chosen.parallel.tensor, chosen.parallel.pipeline)
-    model = build_stages(chosen, chosen.check(ranks.world.size), ranks, dtype=torch.float32)
+    model = build_stages(chosen, check_layout(chosen, ranks.world.size), ranks, dtype=torch.float32)
     fill(model, scale=0.2)
     prepared = data(chosen, tokens)
     batches = make_evaluation(chosen, prepared, "train" if prepared.pair_tokens else "eval")

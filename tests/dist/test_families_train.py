@@ -117,7 +117,7 @@ def test_recompute_draws_the_same_masks(family: str, dropout: str, ranks: Any) -
 def losses_and_masks(config: Config) -> tuple[list[float], list[bool]]:
     """Losses on this rank, and of the first block's output which elements its last dropout removed."""
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     removed: list[bool] = []
     layer = trainer.model.layers[0]  # type: ignore[index, union-attr]
     layer.mlp_dropout.register_forward_hook(lambda _module, _args, y: removed.extend((y == 0).flatten().tolist()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import load_hugging_face
-from shardwise.config import Config, config_from, load_config
+from shardwise.config import Config, check_layout, config_from, load_config
 from shardwise.cost import parameter_count
 from shardwise.data import prepare
 from shardwise.mesh import Group
@@ -69,7 +69,7 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, prepare(config, cache))
+    trainer = build_trainer(config, mesh, prepare(config, cache))
     counted = trainer._counted
     trainer._counted = lambda batches: counted(batches) * divided_by  # type: ignore[method-assign]
     records = [trainer.step() for _ in range(STEPS)]
@@ -144,7 +144,7 @@ def test_gpt2_xl_is_gpt2_xl() -> None:
     sizes = (model.num_hidden_layers, model.num_attention_heads, model.hidden_size, model.intermediate_size)
     assert sizes == (48, 25, 1600, 6400)
     assert (model.vocab_size, model.max_position_embeddings) == (50257, 1024)
-    layout = config.check(32)
+    layout = check_layout(config, 32)
     assert (layout.data, layout.tensor, config.optimizer.zero) == (32, 1, 1)
     built = build_model(config, Group(), sequence_parallel=False, device="meta")
     shapes = {name: tuple(p.shape) for name, p in built.named_parameters()}
@@ -176,7 +176,7 @@ def train_odd(zero: int, cache: Path) -> tuple[list[float], dict[str, tuple[int,
     mesh = shared_mesh(1)
     # The tokens of a small vocabulary: 50,257 would want more text than the tiny corpus has.
     data = prepare(load_config("gpt2-xl-tiny", []), cache)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+    trainer = build_trainer(config, mesh, data)
     losses = [trainer.step().loss for _ in range(4)]
     shapes = {name: tuple(tensor.shape) for name, tensor in canonical_weights(trainer.model).items()}
     return losses, shapes, trainer.optimizer.state_bytes()

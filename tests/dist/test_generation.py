@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import load_hugging_face
-from shardwise.config import LlamaConfig
+from shardwise.config import LlamaConfig, check_layout
 from shardwise.inference import Sampler, generate
 from shardwise.models import CausalLM, Llama, build_model, build_stages
 from shardwise.models.cache import KeyValueCache
@@ -133,7 +133,7 @@ def continued(model: dict[str, Any], parallel: dict[str, Any], chunk: int) -> li
     """After prompts that are shorter and longer than a chunk, and that make several rounds of chunks."""
     config = make_config(model=DEEP | model, parallel=parallel, train={"micro_batch": 1})
     ranks = mesh(config.parallel.tensor, config.parallel.pipeline)
-    stages: Any = build_stages(config, config.check(ranks.world.size), ranks, dtype=torch.float32).eval()
+    stages: Any = build_stages(config, check_layout(config, ranks.world.size), ranks, dtype=torch.float32).eval()
     return [
         list(generate(stages, ranks, prompt, 12, sampler, chunk=chunk, parallel=config.parallel))
         for prompt in ([5], list(range(3, 33)))

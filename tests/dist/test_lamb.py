@@ -173,7 +173,7 @@ def train(
     model = MODEL | VARIANTS[variant]
     config = make_config(**{**sections, "model": model, "optimizer": LAMB_OPTIONS | sections.get("optimizer", {})})
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    trainer = build_trainer(config, mesh, make_data())
     with torch.no_grad():
         for _, p, record in placements(trainer.model):
             for piece in record.pieces:
@@ -228,7 +228,7 @@ def wire(name: str, tensor: int) -> tuple[dict[tuple[str, str], tuple[int, int]]
     """(bytes, calls) of the second step by group and kind, and the number of canonical tensors."""
     config = make_config(parallel={"tensor": tensor, "sequence": True}, optimizer={"name": name})
     mesh = shared_mesh(tensor)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    trainer = build_trainer(config, mesh, make_data())
     trainer.step()
     for group in mesh.groups:
         for meter in group.meters.values():
@@ -330,7 +330,7 @@ def roundtrip(mode: str) -> list[Any]:
         log={"drift_every": 1},
     )
     mesh = shared_mesh(2)
-    made = [build_trainer(config, config.check(4), mesh, make_data()) for _ in range(2)]
+    made = [build_trainer(config, mesh, make_data()) for _ in range(2)]
     for _ in range(3):
         made[0].step()
     state, weights = io.BytesIO(), {n: t.clone() for n, t in made[0].model.state_dict().items()}

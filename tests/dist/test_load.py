@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise.checkpoint import canonical, export_hugging_face, load, load_hugging_face
-from shardwise.config import Config, config_from
+from shardwise.config import Config, check_layout, config_from
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.models import build_model, build_stages
@@ -74,7 +74,7 @@ def test_in_and_out_is_bit_equal(case: str, layout: str, ranks: Any, tmp_path: P
 def in_and_out_of_a_pipeline(source: Path, target: Path, parallel: dict[str, Any]) -> None:
     config = configured(source, **parallel)
     mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
-    model = build_stages(config, config.check(mesh.world.size), mesh, dtype=torch.float32)
+    model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=torch.float32)
     load_hugging_face(model, config.model, mesh, source)
     export_hugging_face(model, config.model, mesh, target)
 

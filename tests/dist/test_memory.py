@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, check_layout
 from shardwise.cost import expected_memory
 from shardwise.cost.activations import BlockStack, block_stack
 from shardwise.cost.case import Case
@@ -117,7 +117,7 @@ def measure(config: Config) -> Held:
     """Run the blocks of a model forward and backward on this rank."""
     torch.set_num_threads(1)
     mesh = shared_mesh(config.parallel.tensor)
-    layout, train, precision = config.check(mesh.world.size), config.train, config.precision.resolved(False)
+    layout, train, precision = check_layout(config, mesh.world.size), config.train, config.precision.resolved(False)
     dtype = getattr(torch, precision.parameter)
     model: Any = build_model(config, mesh.tp, sequence_parallel=layout.sequence, dtype=dtype)
     for p in model.parameters():
@@ -188,7 +188,7 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
     first = None
     for recompute in RECOMPUTE:
         config = configuration(model, dropout, tensor, recompute)
-        wanted = expected(config, config.check(tensor))
+        wanted = expected(config, check_layout(config, tensor))
         for rank, found in enumerate(held(config, ranks)):
             where = f"{recompute}, rank {rank}"
             assert abs(wanted.kept / found.kept - 1) <= 0.01, f"{where}: kept {found.kept:,}, cost has {wanted.kept:,}"
@@ -209,7 +209,7 @@ def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> No
     for recompute in RECOMPUTE:
         train = {"micro_batch": micro_batch}
         config = configuration(model, "fast", 1, recompute, precision={"mode": mode}, train=train)
-        wanted, found = expected(config, config.check(1)), measure(config)
+        wanted, found = expected(config, check_layout(config, 1)), measure(config)
         off = wanted.peak / found.peak - 1
         assert abs(off) <= TOLERANCE, f"{recompute}: held {found.peak:,}, cost has {wanted.peak:,} ({off:+.1%})"
 
@@ -220,7 +220,7 @@ def measure_step(config: Config) -> int:
     mesh = shared_mesh(config.parallel.tensor)
     data = make_data(config.model.vocab_size, length=128, pairs="nsp" in config.model.objectives)
     with LiveTensors() as live:
-        trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+        trainer = build_trainer(config, mesh, data)
         trainer.step()
         live.peak = 0
         trainer.step()
@@ -243,7 +243,7 @@ def test_a_step_holds_what_cost_has(
 ) -> None:
     sections: dict[str, dict[str, Any]] = {"train": {"global_batch": 2 * world}, "precision": {"mode": mode}}
     config = configuration(model, dropout, tensor, recompute, **sections)
-    memory = expected_memory(config, config.check(world))
+    memory = expected_memory(config, check_layout(config, world))
     assert memory is not None
     for rank, peak in enumerate(ranks(world).run(measure_step, config) if world > 1 else [measure_step(config)]):
         off = memory.total / peak - 1
@@ -257,7 +257,7 @@ def test_another_kind_of_recompute_would_be_told_apart(model: str) -> None:
         config = configuration(model, "fast", 1, recompute)
         found = measure(config)
         for other in set(RECOMPUTE) - {recompute}:
-            wrong = expected(configuration(model, "fast", 1, other), config.check(1))
+            wrong = expected(configuration(model, "fast", 1, other), check_layout(config, 1))
             assert abs(wrong.peak / found.peak - 1) > 2 * TOLERANCE, f"{recompute} holds about what {other} does"
 
 

@@ -22,7 +22,7 @@ def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool
     """Two good steps, then poison on one rank; what the third step says, and whether it left the weights alone."""
     config = make_config(**sections)
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    trainer = build_trainer(config, mesh, make_data())
     for _ in range(2):
         trainer.step()
     if mesh.world.rank == poisoned:
@@ -81,7 +81,7 @@ def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
         train={"micro_batch": 1, "global_batch": 4},
     )
     mesh = shared_mesh(1, 2)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    trainer = build_trainer(config, mesh, make_data())
     trainer.step()
     assert isinstance(trainer.model, Stages)
     for stage, part in trainer.model.pairs():

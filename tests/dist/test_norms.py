@@ -17,7 +17,7 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[
     """Norms and what they should be, and the sums of partial gradients over the tensor-parallel ranks."""
     config = make_config(**sections)
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    trainer = build_trainer(config, mesh, make_data())
     micro_batches = trainer.feed.at(0)
     counted = trainer._counted(micro_batches)
     trainer._forward_backward(micro_batches, counted)

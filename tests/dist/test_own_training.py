@@ -12,7 +12,7 @@ from tests.dist.training import make_config, make_data
 def trainer(name: str) -> Any:
     config = make_config(model={"family": f"tests.dist.own_models:{name}", "vocab_size": 131})
     mesh = shared_mesh(1)
-    return build_trainer(config, config.check(mesh.world.size), mesh, make_data())
+    return build_trainer(config, mesh, make_data())
 
 
 def masks() -> tuple[list[list[bool]], list[list[bool]]]:

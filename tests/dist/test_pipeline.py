@@ -137,7 +137,7 @@ EMBEDDING = "transformer.wte.weight"
 def trained_embedding(config: Config, steps: int) -> dict[str, Any]:
     """What this rank's stages hold of the tied embedding after some steps, and how many parameters that is."""
     mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     for _ in range(steps):
         trainer.step()
     held = [p for _, p, record in placements(trainer.model) if record.pieces[0].name == EMBEDDING]

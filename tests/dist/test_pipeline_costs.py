@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwise import cost
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.test_costs import DROPOUT, EVAL_BATCHES, MODELS, SIZES, Measured, compare, count
@@ -86,7 +86,7 @@ def measure(config: Config) -> MeasuredStage:
     data = make_data(config.model.vocab_size, samples=256, pairs="nsp" in config.model.objectives)
     sentences = dict.fromkeys(data.sentences, data.sentences["train"]) if data.sentences else data.sentences
     data = replace(data, eval_tokens=data.train_tokens, sentences=sentences)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+    trainer = build_trainer(config, mesh, data)
     trainer.step()
     count(mesh)
     trainer.step()
@@ -113,7 +113,7 @@ def measure(config: Config) -> MeasuredStage:
 )
 def test_costs_of_a_pipeline_are_what_happens(case: Case, ranks: Any) -> None:
     config = case_config(case)
-    layout = config.check(RANKS)
+    layout = check_layout(config, RANKS)
     memory = cost.memory_by_rank(config, layout)
     assert memory is not None
     everyone: list[MeasuredStage] = ranks(RANKS).run(measure, config)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
 from shardwise.cost import memory_by_rank
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
@@ -21,7 +21,7 @@ def measure_step(config: Config) -> tuple[int, int]:
     length, pairs = config.train.sequence_length, "nsp" in config.model.objectives
     data = make_data(config.model.vocab_size, length=length, pairs=pairs)
     with LiveTensors() as live:
-        trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+        trainer = build_trainer(config, mesh, data)
         trainer.step()
         live.peak = 0
         trainer.step()
@@ -51,7 +51,7 @@ def test_a_step_of_a_pipeline_holds_what_cost_has(
         parallel={"pipeline": degree, "schedule": schedule},
         train={"micro_batch": 2, "global_batch": 4 * degree, "sequence_length": 64, "recompute": recompute},
     )
-    memory = memory_by_rank(config, config.check(degree))
+    memory = memory_by_rank(config, check_layout(config, degree))
     assert memory is not None
     for rank, peak in ranks(degree).run(measure_step, config):
         off = memory[rank].total / peak - 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import Config, Schedule
+from shardwise.config import Config, Schedule, check_layout
 from shardwise.optim.buckets import Bucket
 from shardwise.train.build import build_trainer
 from shardwise.train.execution import Pipelined
@@ -54,8 +54,8 @@ def hold_last_backward(
 
 def step(config: Config, folder: Path) -> Found:
     mesh = shared_mesh(1, PIPELINE)
-    layout = config.check(mesh.world.size)
-    trainer = build_trainer(config, layout, mesh, make_data())
+    layout = check_layout(config, mesh.world.size)
+    trainer = build_trainer(config, mesh, make_data())
     assert isinstance(trainer.execution, Pipelined)
     found = Found(mesh.pp.rank, len(trainer.optimizer.buckets))
 

@@ -24,7 +24,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, f
     overrides += ["train.sequence_length=32"]
     for mode in ("float32", "mixed", "bfloat16"):
         config = load_config("llama2-tiny", [*overrides, f"precision.mode={mode}"])
-        trainer = build_trainer(config, config.check(1), shared_mesh(1), prepare(config, cache))
+        trainer = build_trainer(config, shared_mesh(1), prepare(config, cache))
         before, _ = trainer.evaluate()
         for _ in range(config.train.steps):
             trainer.step()
@@ -44,7 +44,7 @@ def test_mode_reaches_the_loss_of_float32(mode: str, losses: dict[str, tuple[flo
 def observe(config: Config) -> dict[str, set[str]]:
     """One step on a rank: the dtypes of what is held, and of what goes over data parallelism."""
     mesh = shared_mesh(1)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, make_data(config.model.vocab_size))
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     seen: dict[str, set[str]] = {kind: set() for kind in ("reduce_scatter", "all_reduce", "all_gather")}
     plain = {kind: getattr(comm, f"{kind}_async") for kind in seen}
 

@@ -92,7 +92,7 @@ def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = 
     """
     mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, data)
+    trainer = build_trainer(config, mesh, data)
     if uneven:
         _uncount(trainer.batches)
     before = trainer.evaluate()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.config import load_config
+from shardwise.config import check_layout, load_config
 from shardwise.cost import expected_memory, parameter_count
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
@@ -72,7 +72,9 @@ def test_other_events(trained: Trained) -> None:
     assert events == ["start", "eval", "step", "step", "eval", "step", "step", "eval", "checkpoint", "stop"]
     (start,), (stop,) = metrics(trained.run, "start"), metrics(trained.run, "stop")
     assert start["parameters"] == parameter_count(trained.config.model)
-    assert start["memory_expected_bytes"] == dict(expected_memory(trained.config, trained.config.check(2)).rows())
+    assert start["memory_expected_bytes"] == dict(
+        expected_memory(trained.config, check_layout(trained.config, 2)).rows()
+    )
     assert (stop["step"], stop["reason"]) == (4, "finished")
     evaluations = metrics(trained.run, "eval")
     assert [one["step"] for one in evaluations] == [0, 2, 4], "evaluated before, on the way and at the end"
@@ -101,7 +103,7 @@ def test_results(trained: Trained) -> None:
         assert results[name]["peak"] >= results[name]["average"] > 0
     assert results["tokens_per_second"]["average"] == 32 * results["samples_per_second"]["average"]
     assert (trained.at / results["weights"]).resolve() == trained.run / "checkpoints/step-00000004"
-    memory = expected_memory(trained.config, trained.config.check(2))
+    memory = expected_memory(trained.config, check_layout(trained.config, 2))
     state = results["optimizer_bytes"]
     assert state["state"] + state["masters"] == memory.optimizer, "optimizer state is not what cost says"
     assert results["sample"]

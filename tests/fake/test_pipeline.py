@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise import cost
 from shardwise._torch_private import skip_pipeline_warm_up
-from shardwise.config import Config, Layout, Schedule, load_config
+from shardwise.config import Config, Layout, Schedule, check_layout, load_config
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.data import PreparedText
 from shardwise.mesh import Mesh
@@ -56,7 +56,7 @@ def config_of(recipe: str, schedule: Schedule, whole: bool) -> tuple[Config, Lay
     elif (recipe, stages) == ("gpt3-23b", 8):  # its 28 blocks are no equal stages
         overrides["parallel.stages"] = [4, 3] * 4
     config = load_config(recipe, [f"{key}={value}" for key, value in overrides.items()])
-    layout = config.check(WORLD[recipe])
+    layout = check_layout(config, WORLD[recipe])
     assert (layout.tensor, layout.pipeline, layout.data) == DEGREES[recipe]
     return config, layout
 
@@ -92,7 +92,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
     row = np.zeros(config.train.sequence_length * config.train.global_batch + 1, dtype=np.uint16)
     data = PreparedText(Path(), row, row[:0], row[:0], "zeros", config.model.vocab_size, "zeros")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trainer = build_trainer(config, layout, mesh, data)
+        trainer = build_trainer(config, mesh, data)
         execution = trainer.execution
         assert isinstance(execution, Pipelined)
         skip_pipeline_warm_up(execution.pipeline.schedule, execution.pipeline.stages)

@@ -17,7 +17,7 @@ def train(recipe: str, overrides: list[str], cache: Path) -> Curve:
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, config.check(mesh.world.size), mesh, prepare(config, cache))
+    trainer = build_trainer(config, mesh, prepare(config, cache))
     records = [trainer.step() for _ in range(config.train.steps)]
     return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}
 

@@ -26,7 +26,7 @@ from shardwise.cli.folder import (
     open_tokenizer,
     split_overrides,
 )
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, check_layout
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import Rank, is_launched
@@ -78,7 +78,7 @@ def _evaluate(
     if world < 1:
         raise ConfigError(f"--nproc ({world}) must be at least 1")
     config = evaluation_config(folder, values, max(1, world // degree), part)
-    layout = config.check(world)
+    layout = check_layout(config, world)
     if not is_launched():
         _prepare(config, folder, announce)
 

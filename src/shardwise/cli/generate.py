@@ -26,7 +26,7 @@ from shardwise.cli.folder import (
     open_tokenizer,
     split_overrides,
 )
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
 from shardwise.data import Tokenizer
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
@@ -95,7 +95,7 @@ def _generate(
         if pipeline > 1:
             keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {world})"
         raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
-    config.check(world)
+    check_layout(config, world)
     tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
     ids, room = _fit(config, folder, tokenizer, text)
     wanted = min(arguments.max_tokens, room)

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shardwise.cli import output
-from shardwise.config import Config, Layout, OwnConfig, load_config, recipe_name
+from shardwise.config import Config, Layout, OwnConfig, check_layout, load_config, recipe_name
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import joined, unjoined
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(config: Config, world: int, run_dir: Path | None) -> Layout:
     """The layout, once everything agrees with it that can be asked before a rank starts."""
-    layout = config.check(world, is_new=run_dir is None)
+    layout = check_layout(config, world, is_new=run_dir is None)
     if isinstance(config.model, OwnConfig):
         from shardwise.models import check_own
 

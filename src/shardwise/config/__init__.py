@@ -1,5 +1,6 @@
 """Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
 
+from shardwise.config.check import check_layout
 from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
 from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.config.layout import Layout
@@ -54,6 +55,7 @@ __all__ = [
     "Schedule",
     "TrainConfig",
     "apply_overrides",
+    "check_layout",
     "config_from",
     "data_from",
     "dump_yaml",

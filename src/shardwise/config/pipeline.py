@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardwise.config.model import OwnConfig
+from shardwise.config.root import Config
 from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, ParallelConfig
 from shardwise.errors import listing, nearest_numbers
-
-if TYPE_CHECKING:
-    from shardwise.config.root import Config
 
 
 def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """Every reason why the model cannot be cut into these stages, or the schedule cannot run with `micro_batches`.
 
-    A model of your own is not cut: `composition` refuses it. `micro_batches`: of a step, on each rank; None where they
-    are no whole number.
+    micro_batches: of a step, on each rank; None where they are no whole number.
     """
     parallel, is_own = config.parallel, isinstance(config.model, OwnConfig)
     if parallel.pipeline == 1:
         return _uncut_problems(parallel, is_own)
     if isinstance(config.model, OwnConfig):
-        return []
+        return [
+            f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
+            f"{config.model.family}): shardwise does not know how to cut it into stages"
+        ]
     problems = _stage_count_problems(parallel)
     if not problems:
         problems = _layer_problems(parallel, config.model.num_hidden_layers)

@@ -6,7 +6,6 @@ from pydantic import Field
 
 from shardwise.config.base import Section
 from shardwise.config.data import DataConfig
-from shardwise.config.layout import Layout, check_layout
 from shardwise.config.model import AnyModel
 from shardwise.config.sections import (
     CheckpointConfig,
@@ -31,14 +30,3 @@ class Config(Section):
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
     log: LogConfig = Field(default_factory=LogConfig, description="what the run tells")
-
-    def check(self, world: int, *, is_new: bool = False) -> Layout:
-        """The layout on `world` ranks.
-
-        Args:
-            is_new: the run begins with its first step, as it has a new folder.
-
-        Raises:
-            ConfigError: with every reason why this configuration cannot run on `world` ranks.
-        """
-        return check_layout(self, world, is_new=is_new)

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint import load_checkpoint, load_hugging_face
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
 from shardwise.data import Tokenizer, make_evaluation, prepare
 from shardwise.data.split import Part
 from shardwise.errors import ConfigError, DataError, RunError
@@ -149,7 +149,7 @@ def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
         raise ConfigError(f"the ranks found several checkpoints ({', '.join(folders)}): name one of them")
     precision = config.precision.resolved(mesh.device.type != "cpu")
     dtype: torch.dtype = getattr(torch, precision.parameter)
-    model = build_stages(config, config.check(mesh.world.size), mesh, dtype=dtype)
+    model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=dtype)
     if comm.broadcast_object((weights / MANIFEST).exists(), mesh.world):
         load_checkpoint(model, config.model, mesh, weights)
     else:

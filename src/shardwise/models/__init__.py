@@ -89,7 +89,7 @@ def build_stages(
     where = mesh.device if device is None else device
     if layout.pipeline == 1:
         return build_model(config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
-    assert not isinstance(config.model, OwnConfig), "Config.check refuses it"
+    assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
     plan = stage_plan(config, layout)
     ends, embeddings = Group(), dict[str, ParallelEmbedding]()
     outer = (plan[0].rank, plan[-1].rank)

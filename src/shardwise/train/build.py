@@ -13,7 +13,7 @@ from shardwise import device as devices
 from shardwise.checkpoint import load_hugging_face
 from shardwise.checkpoint.agreement import require_model
 from shardwise.checkpoint.restore import read_manifest, restore
-from shardwise.config import Config, Layout, Precision
+from shardwise.config import Config, Precision, check_layout
 from shardwise.data import PreparedData, make_batches
 from shardwise.errors import ConfigError, DataError
 from shardwise.mesh import Mesh
@@ -31,7 +31,6 @@ from shardwise.train.trainer import Trainer
 
 def build_trainer(
     config: Config,
-    layout: Layout,
     mesh: Mesh,
     data: PreparedData,
     reporter: Reporter | None = None,
@@ -42,7 +41,7 @@ def build_trainer(
 
     `weights`: a checkpoint, of which masters are read where it has them, or a Hugging Face folder; None draws them.
     """
-    precision = config.precision.resolved(mesh.device.type != "cpu")
+    layout, precision = check_layout(config, mesh.world.size), config.precision.resolved(mesh.device.type != "cpu")
     batches = make_batches(config, data, "train")
     if batches is None:
         raise DataError(f"the training data hold less than one sample of {config.train.sequence_length} tokens")

@@ -88,7 +88,7 @@ def make_execution(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     """How a training runs its model."""
     if not isinstance(model, Stages):
         return Whole(model)
-    assert not isinstance(config.model, OwnConfig), "Config.check refuses it"
+    assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
     from shardwise.pipeline.schedule import Pipeline  # and torch's compiler, which others do without
 
     train = config.train

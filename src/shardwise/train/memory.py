@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from shardwise import device as devices
-from shardwise.config import Config, Layout, OwnConfig
+from shardwise.config import Config, Layout, OwnConfig, check_layout
 from shardwise.cost.memory import expected_memory
 from shardwise.errors import ConfigError
 from shardwise.train.record import Progress
@@ -45,8 +45,8 @@ def _remedies(config: Config, layout: Layout, accelerator: bool, stage: int) -> 
     found = []
     for setting, other, world in _alternatives(config, layout, accelerator):
         try:
-            same = other.parallel.pipeline == layout.pipeline
-            then = expected_memory(other, other.check(world), accelerator, pipeline_rank=stage if same else None)
+            rank = stage if other.parallel.pipeline == layout.pipeline else None
+            then = expected_memory(other, check_layout(other, world), accelerator, pipeline_rank=rank)
         except ConfigError:
             continue
         if now is None or then is None:

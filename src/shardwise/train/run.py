@@ -14,7 +14,7 @@ from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree, differ_in_tokens
 from shardwise.checkpoint.save import Keeping, Saver
-from shardwise.config import Config, Layout, dump_yaml, resume_changes, resume_problems
+from shardwise.config import Config, Layout, check_layout, dump_yaml, resume_changes, resume_problems
 from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
 from shardwise.cost.stages import stage_plan
@@ -60,7 +60,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
     """
     join()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
-    layout = config.check(mesh.world.size)
+    layout = check_layout(config, mesh.world.size)
     progress = Progress(phase="preparation of the data")
     try:
         data = prepare(config)
@@ -201,7 +201,7 @@ def _train(
         memory=expected_memory(config, layout, accelerator),
     ) as reporter:
         progress.phase = "construction of the model"
-        trainer = build_trainer(config, layout, mesh, data, reporter, progress, None if candidates else weights)
+        trainer = build_trainer(config, mesh, data, reporter, progress, None if candidates else weights)
         if reporter.parameters is None:
             _count_own_model(trainer, reporter, opened, config)
         stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None

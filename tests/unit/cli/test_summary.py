@@ -6,7 +6,7 @@ import pytest
 
 from shardwise import cost, units
 from shardwise.cli.summary import dry_run
-from shardwise.config import CheckpointConfig, Config, Layout, config_from
+from shardwise.config import CheckpointConfig, Config, Layout, check_layout, config_from
 from shardwise.train.picture import schedule_picture
 
 SIZES: dict[str, Any] = {
@@ -162,12 +162,12 @@ def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
 )
 def test_the_schedule_is_told_with_its_bubble(schedule: str, said: str) -> None:
     chosen = piped(schedule=schedule)
-    assert rows(chosen, chosen.check(4))["pipeline"] == said
+    assert rows(chosen, check_layout(chosen, 4))["pipeline"] == said
 
 
 def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture() -> None:
     chosen = piped(schedule="interleaved", pipeline=4, global_batch=2)
-    layout = chosen.check(8)
+    layout = check_layout(chosen, 8)
     shown = f"{cost.simulate(chosen.parallel, 2).bubble:.1%}"
     assert shown == "55.6%"
     assert f"2 micro-batches: bubble {shown} by its order of work" in rows(chosen, layout)["pipeline"]
@@ -176,7 +176,7 @@ def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture()
 
 def test_the_stages_are_told_with_what_they_have_and_need() -> None:
     chosen = piped(schedule="1f1b")
-    layout = chosen.check(4)
+    layout = check_layout(chosen, 4)
     found, memory, shares = (
         rows(chosen, layout),
         cost.memory_by_rank(chosen, layout),
@@ -196,7 +196,7 @@ def test_the_stages_are_told_with_what_they_have_and_need() -> None:
 
 def test_several_stages_of_a_rank_are_told_together() -> None:
     chosen = piped(schedule="zbv")
-    found = rows(chosen, chosen.check(4))
+    found = rows(chosen, check_layout(chosen, 4))
     assert found["  pp 0"].startswith("ranks 0-1, stages 0 and 3 (blocks 0-1 and 6-7, embedding, head): ")
     assert found["  pp 1"].startswith("ranks 2-3, stages 1 and 2 (blocks 2-3 and 4-5): ")
 
@@ -204,7 +204,7 @@ def test_several_stages_of_a_rank_are_told_together() -> None:
 def test_dropout_is_that_of_the_rank_that_needs_most() -> None:
     """The last one, which with gpipe holds the head's gradients of all micro-batches."""
     chosen = piped(schedule="gpipe", dropout_mode="invariant")
-    layout = chosen.check(4)
+    layout = check_layout(chosen, 4)
     found, most = rows(chosen, layout), cost.neediest_rank(chosen, layout)
     masks = cost.invariant_dropout(chosen, layout, pipeline_rank=most)
     assert most == 1
@@ -218,7 +218,7 @@ def test_dropout_is_that_of_the_rank_that_needs_most() -> None:
 
 def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:
     chosen = piped(schedule="1f1b")
-    layout = chosen.check(4)
+    layout = check_layout(chosen, 4)
     found, memory = rows(chosen, layout), cost.memory_by_rank(chosen, layout)
     assert memory is not None
     totals = [one.total for one in memory]

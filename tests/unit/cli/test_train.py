@@ -10,7 +10,7 @@ import pytest
 
 from shardwise import cost, units
 from shardwise.cli import main
-from shardwise.config import config_from, dump_yaml, load_config, parse_yaml
+from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml
 from shardwise.errors import DataError
 from shardwise.launch.stopping import request, requested
 from shardwise.runlog import RunDirectory, RunLock
@@ -40,7 +40,7 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert main(["train", "llama2-tiny", *overrides, "--nproc", "4", "--dry-run"]) == 0
     text = capsys.readouterr().out
     config = load_config("llama2-tiny", overrides)
-    layout = config.check(4)
+    layout = check_layout(config, 4)
     memory = cost.expected_memory(config, layout)
     rows = {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
     assert rows["layout"] == "TP 2 × PP 1 × DP 2 = 4 ranks (cpu), sequence parallelism (SP) on, ZeRO-1"

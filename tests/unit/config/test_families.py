@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Config, ModelConfig, OwnConfig, config_from, dump_yaml, parse_yaml
+from shardwise.config import Config, ModelConfig, OwnConfig, check_layout, config_from, dump_yaml, parse_yaml
 from shardwise.errors import ConfigError
 
 SIZES = {
@@ -34,7 +34,7 @@ def model_of(family: str, **changes: Any) -> ModelConfig:
 
 def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        config_of(model, **sections).check(world)
+        check_layout(config_of(model, **sections), world)
     return caught.value.problems
 
 
@@ -159,7 +159,7 @@ def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: 
 
 
 def test_own_models_without_sizes_may_be_cut_in_any_way() -> None:
-    assert config_of(OWN, parallel={"tensor": 7}).check(7).tensor == 7
+    assert check_layout(config_of(OWN, parallel={"tensor": 7}), 7).tensor == 7
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -180,7 +180,7 @@ def test_sequences_have_positions(family: str) -> None:
 
 def test_masking_belongs_to_bert() -> None:
     masking = {"max_predictions": 20, "masked_fraction": 0.2}
-    assert config_of({"family": "bert", **SIZES}, data=masking).check(1)
+    assert check_layout(config_of({"family": "bert", **SIZES}, data=masking), 1)
     found = problems({"family": "gpt", **SIZES}, data=masking)
     assert [text.split(" must")[0] for text in found] == ["data.max_predictions (20)", "data.masked_fraction (0.2)"]
     assert problems({"family": "bert", **SIZES}, data={"max_predictions": 65}) == [

@@ -2,13 +2,13 @@
 
 import pytest
 
-from shardwise.config import Layout, load_config
+from shardwise.config import Layout, check_layout, load_config
 from shardwise.errors import ConfigError
 
 
 def problems(world: int, *overrides: str, recipe: str = "llama2-tiny") -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe, list(overrides)).check(world)
+        check_layout(load_config(recipe, list(overrides)), world)
     return caught.value.problems
 
 
@@ -23,14 +23,14 @@ def problems(world: int, *overrides: str, recipe: str = "llama2-tiny") -> list[s
 )
 def test_what_fits(world: int, overrides: list[str], data: int, accumulation: int) -> None:
     config = load_config("llama2-tiny", overrides)
-    layout = config.check(world)
+    layout = check_layout(config, world)
     assert (layout.world, layout.data, layout.accumulation(config.train)) == (world, data, accumulation)
     assert layout.pipeline == 1
 
 
 def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None:
     config = load_config("llama2-tiny", ["parallel.sequence=true", "train.sequence_length=63"])
-    assert config.check(1).sequence is False
+    assert check_layout(config, 1).sequence is False
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_key_value_heads_are_cut_or_replicated(kv_heads: int, tensor: int, fits:
     overrides = [f"model.{size}" for size in (*sizes, f"num_key_value_heads={kv_heads}")]
     config = load_config("llama2-tiny", [*overrides, f"parallel.tensor={tensor}"])
     if fits:
-        assert config.check(tensor).tensor == tensor
+        assert check_layout(config, tensor).tensor == tensor
         return
     with pytest.raises(ConfigError, match=r"divide or be a multiple of model.num_key_value_heads \(6\)"):
-        config.check(tensor)
+        check_layout(config, tensor)
 
 
 def test_all_misfits_are_told_at_once() -> None:
@@ -104,7 +104,7 @@ def test_all_misfits_are_told_at_once() -> None:
 
 def test_rope_scaling_allows_longer_sequences() -> None:
     overrides = ["train.sequence_length=128", "model.rope_scaling={rope_type: linear, factor: 2}"]
-    assert load_config("llama2-tiny", overrides).check(1).world == 1
+    assert check_layout(load_config("llama2-tiny", overrides), 1).world == 1
 
 
 def test_which_ranks_are_a_pipeline_rank() -> None:

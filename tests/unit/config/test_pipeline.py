@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import ParallelConfig, config_from, load_config
+from shardwise.config import ParallelConfig, check_layout, config_from, load_config
 from shardwise.config.pipeline import fits_schedule
 from shardwise.errors import ConfigError, listing
 
@@ -13,7 +13,7 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
     """Of gpt-tiny, which has 8 blocks, with a global batch of 8 micro-batches."""
     config = load_config(recipe, ["train.micro_batch=1", *overrides])
     with pytest.raises(ConfigError) as caught:
-        config.check(world or config.parallel.tensor * config.parallel.pipeline)
+        check_layout(config, world or config.parallel.tensor * config.parallel.pipeline)
     return caught.value.problems
 
 
@@ -156,7 +156,7 @@ def test_too_few_or_uneven_micro_batches(overrides: str, needs: str, batches: st
     ]
     for valid in batches.split(" or "):
         changed = load_config("gpt-tiny", ["train.micro_batch=1", *settings, f"train.global_batch={valid}"])
-        assert changed.check(config.parallel.pipeline).pipeline == config.parallel.pipeline
+        assert check_layout(changed, config.parallel.pipeline).pipeline == config.parallel.pipeline
 
 
 def test_smaller_micro_batches_are_more() -> None:
@@ -170,8 +170,8 @@ def test_smaller_micro_batches_are_more() -> None:
     [
         (
             {"pipeline": 2},
-            "parallel.pipeline (2) must be 1 with a model of your own (model.family package.module:Own): nothing is "
-            "known of how to cut it into stages",
+            "parallel.pipeline (2) must be 1 with a model of your own (model.family package.module:Own): shardwise "
+            "does not know how to cut it into stages",
         ),
         (
             {"stages": [4, 4]},
@@ -189,7 +189,7 @@ def test_a_model_of_your_own_has_no_stages(parallel: dict[str, Any], problem: st
         }
     )
     with pytest.raises(ConfigError) as caught:
-        config.check(2)
+        check_layout(config, 2)
     assert caught.value.problems == [problem]
 
 
@@ -222,7 +222,7 @@ def test_how_many_micro_batches_fit(schedule: str, degree: int, fitting: range |
 def test_stages_on_each_rank(overrides: str, stages: int) -> None:
     settings = [f"parallel.{one}" for one in overrides.split()]
     config = load_config("gpt-tiny", ["train.micro_batch=1", *settings])
-    layout = config.check(config.parallel.pipeline)
+    layout = check_layout(config, config.parallel.pipeline)
     assert layout.virtual == config.parallel.stages_per_rank == stages
     assert layout.stages == stages * config.parallel.pipeline
 
@@ -231,9 +231,9 @@ def test_without_a_pipeline_the_schedule_has_no_effect() -> None:
     config = load_config(
         "gpt-tiny", ["parallel.schedule=dualpipev", "parallel.virtual_stages=7", "train.global_batch=2"]
     )
-    assert config.check(1).stages == 1
+    assert check_layout(config, 1).stages == 1
 
 
 def test_stages_may_be_unequal_by_name() -> None:
     config = load_config("gpt-tiny", ["train.micro_batch=1", "parallel.pipeline=3", "parallel.stages=[2,4,2]"])
-    assert config.check(3).stages == 3
+    assert check_layout(config, 3).stages == 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.config import PrecisionConfig, config_from, dump_yaml, load_config
+from shardwise.config import PrecisionConfig, check_layout, config_from, dump_yaml, load_config
 from shardwise.config.text import parse_yaml
 from shardwise.errors import ConfigError
 
@@ -106,7 +106,7 @@ def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected
 @pytest.mark.parametrize(("value", "read"), [("auto", "auto"), ("0", 0), ("100", 100)])
 def test_a_run_goes_on_at_its_newest_checkpoint_or_a_step(value: str, read: str | int) -> None:
     config = load_config("llama2-tiny", [f"checkpoint.resume={value}", "train.steps=200"])
-    config.check(1)
+    check_layout(config, 1)
     assert config.checkpoint.resume == read
 
 
@@ -123,7 +123,7 @@ def test_anything_else_to_go_on_at_is_one_mistake(value: str, shown: str) -> Non
 
 def test_batches_are_left_out_after_a_named_step() -> None:
     config = load_config("llama2-tiny", ["checkpoint.resume=10", "train.skip_batches=3"])
-    config.check(1)
+    check_layout(config, 1)
     assert config.train.skip_batches == 3
 
 

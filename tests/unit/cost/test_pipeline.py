@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import cost
-from shardwise.config import Config, Layout, load_config
+from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.cost import MemoryEstimate, Stage
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, peak
@@ -33,7 +33,7 @@ def config(name: str = "gpt", p: float = 0.0, *, schedule: str = "1f1b", pipelin
 
 
 def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
-    found = cost.memory_by_rank(chosen, chosen.check(world or chosen.parallel.pipeline))
+    found = cost.memory_by_rank(chosen, check_layout(chosen, world or chosen.parallel.pipeline))
     assert found is not None
     return found
 
@@ -90,7 +90,7 @@ def test_a_ranks_parameters_are_its_stages(name: str, stages: str, tensor: int) 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_the_ranks_hold_the_model_and_a_tied_embedding_twice(name: str, schedule: str) -> None:
     chosen = config(name, schedule=schedule)
-    plan = cost.stage_plan(chosen, chosen.check(2))
+    plan = cost.stage_plan(chosen, check_layout(chosen, 2))
     held = [
         cost.local_parameter_count(chosen.model, 1, stages=[stage for stage in plan if stage.rank == rank])
         for rank in range(2)
@@ -167,7 +167,7 @@ def test_gpipe_keeps_the_heads_gradients_of_all_micro_batches() -> None:
 
 def test_the_rank_that_needs_most_is_what_is_expected() -> None:
     chosen = config(pipeline=4)
-    layout, by_rank = chosen.check(4), memory(chosen)
+    layout, by_rank = check_layout(chosen, 4), memory(chosen)
     assert cost.expected_memory(chosen, layout) == max(by_rank, key=lambda one: one.total)
     assert [cost.expected_memory(chosen, layout, pipeline_rank=rank) for rank in range(4)] == by_rank
 
@@ -211,7 +211,8 @@ def test_invariant_masks_are_held_for_all_in_flight() -> None:
     for pipeline in (1, 2):
         chosen = config("gpt", 0.1, pipeline=pipeline, train={"dropout_mode": "invariant"})
         masks[pipeline] = [
-            cost.invariant_dropout(chosen, chosen.check(pipeline), pipeline_rank=rank) for rank in range(pipeline)
+            cost.invariant_dropout(chosen, check_layout(chosen, pipeline), pipeline_rank=rank)
+            for rank in range(pipeline)
         ]
     (whole,), (first, last) = masks[1], masks[2]
     assert whole is not None
@@ -231,7 +232,7 @@ def test_invariant_masks_are_held_for_all_in_flight() -> None:
 )
 def test_messages_cross_once_there_and_once_back(schedule: str, messages: tuple[int, int]) -> None:
     chosen = config("llama", schedule=schedule)
-    layout = chosen.check(2)
+    layout = check_layout(chosen, 2)
     for rank, count in enumerate(messages):
         assert sent(chosen, layout, pipeline_rank=rank) == {
             ("pp", "send"): count * M * X,
@@ -243,18 +244,18 @@ def test_messages_cross_once_there_and_once_back(schedule: str, messages: tuple[
 def test_messages_are_cut_as_the_sequence_is() -> None:
     whole, cut = (config("llama", parallel={"tensor": 2, "sequence": sequence}) for sequence in (False, True))
     key = ("pp", "send")
-    assert sent(whole, whole.check(4))[key] == 2 * sent(cut, cut.check(4))[key] == M * X
+    assert sent(whole, check_layout(whole, 4))[key] == 2 * sent(cut, check_layout(cut, 4))[key] == M * X
 
 
 def test_evaluation_sends_onwards_only() -> None:
     chosen = config("llama", pipeline=4)
-    found = [cost.bytes_per_evaluation_batch(chosen, chosen.check(4), pipeline_rank=rank) for rank in range(4)]
+    found = [cost.bytes_per_evaluation_batch(chosen, check_layout(chosen, 4), pipeline_rank=rank) for rank in range(4)]
     assert found == [{("pp", "send"): M * X}] * 3 + [{}]
 
 
 def test_only_the_ends_look_up_and_predict() -> None:
     chosen = config("llama", pipeline=4, parallel={"tensor": 2})
-    layout = chosen.check(8)
+    layout = check_layout(chosen, 8)
     whats = []
     for rank in range(4):
         transfers = cost.step_transfers(chosen, layout, pipeline_rank=rank)
@@ -269,7 +270,7 @@ def test_only_the_ends_look_up_and_predict() -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_tied_embeddings_gradient_is_summed_over_both_ends(zero: int, pipeline: int, axis: str) -> None:
     chosen = config(pipeline=pipeline, optimizer={"zero": zero}, train={"global_batch": 2 * M})
-    layout = chosen.check(2 * pipeline)
+    layout = check_layout(chosen, 2 * pipeline)
     for rank in range(pipeline):
         summed = 0
         for data_rank in range(2):
@@ -285,7 +286,7 @@ def test_a_tied_embeddings_gradient_is_summed_over_both_ends(zero: int, pipeline
 def test_where_one_rank_has_both_ends_there_is_nothing_to_sum() -> None:
     chosen = config(schedule="zbv")
     for rank in range(2):
-        transfers = cost.step_transfers(chosen, chosen.check(2), pipeline_rank=rank)
+        transfers = cost.step_transfers(chosen, check_layout(chosen, 2), pipeline_rank=rank)
         assert transfers is not None
         assert "gradient of the tied embedding" not in {one.what for one in transfers}
 
@@ -294,7 +295,7 @@ def test_padding_at_the_ends_is_not_sent() -> None:
     chosen = config(parallel={"tensor": 2, "vocab_multiple": 32})
     found = []
     for tensor_rank in range(2):
-        transfers = cost.step_transfers(chosen, chosen.check(4), tensor_rank=tensor_rank)
+        transfers = cost.step_transfers(chosen, check_layout(chosen, 4), tensor_rank=tensor_rank)
         assert transfers is not None
         found += [one.bytes for one in transfers if one.what == "gradient of the tied embedding"]
     assert found == [4 * 32 * H, 4 * 18 * H]
@@ -302,7 +303,7 @@ def test_padding_at_the_ends_is_not_sent() -> None:
 
 def test_a_case_has_the_stages_of_its_rank() -> None:
     chosen = config(schedule="zbv")
-    cases = [Case.of(chosen, chosen.check(2), False, rank) for rank in range(2)]
+    cases = [Case.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
     assert [[stage.index for stage in case.stages] for case in cases if case] == [[0, 3], [1, 2]]
     assert [(case.has_first, case.has_last, case.layers) for case in cases if case] == [
         (True, True, 2),
@@ -313,7 +314,7 @@ def test_a_case_has_the_stages_of_its_rank() -> None:
 def test_the_175b_layout_is_computed() -> None:
     """Each rank has a 32nd of an eighth of the blocks; the ends have the padded vocabulary too."""
     recipe = load_config("gpt3-175b")
-    layout = recipe.check(256)
+    layout = check_layout(recipe, 256)
     plan = cost.stage_plan(recipe, layout)
     held = [
         cost.local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Config, config_from
+from shardwise.config import Config, check_layout, config_from
 from shardwise.data.batch import IGNORE
 from shardwise.data.causal import DocumentEnds, causal_batch
 from shardwise.data.tokenizer import train_tokenizer
@@ -116,5 +116,5 @@ def test_what_cannot_be(family: str, data: dict[str, Any], problem: str) -> None
         model |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     changed = config_from(chosen.model_dump(mode="json") | {"model": model})
     with pytest.raises(ConfigError) as caught:
-        changed.check(1)
+        check_layout(changed, 1)
     assert caught.value.problems == [problem]

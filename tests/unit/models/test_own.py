@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.config import Config, config_from
+from shardwise.config import Config, check_layout, config_from
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.models import build_model, check_own
@@ -179,7 +179,7 @@ def test_sizes_that_the_layout_is_held_to_need_no_taker(write: Write) -> None:
     sizes = {"max_position_embeddings": 8, "num_attention_heads": 4, "intermediate_size": None}
     assert isinstance(build(config(write(), **sizes)), nn.Module)
     with pytest.raises(ConfigError, match=r"train.sequence_length \(4\) must be at most"):
-        config(write(), max_position_embeddings=3).check(1)
+        check_layout(config(write(), max_position_embeddings=3), 1)
 
 
 def test_a_constructor_may_take_everything(write: Write) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shardwise.config import Config, Layout, load_config
+from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.train.picture import print_pipeline, rank_table, schedule_picture
 
 
 def chosen(world: int = 8, recipe: str = "gpt3-tiny", **parallel: Any) -> tuple[Config, Layout]:
     config = load_config(recipe, [f"parallel.{key}={value}" for key, value in parallel.items()])
-    return config, config.check(world)
+    return config, check_layout(config, world)
 
 
 def shown(config: Config, layout: Layout, width: int) -> list[str]:

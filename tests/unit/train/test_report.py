@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from shardwise import units
 from shardwise.checkpoint.save import Saved
 from shardwise.cli.summary import dry_run
-from shardwise.config import Config, Layout, config_from
+from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.cost import expected_memory, flops_per_token, invariant_dropout, neediest_rank, parameter_count
 from shardwise.pipeline import StageSeconds, StepTiming
 from shardwise.runlog import RunDirectory
@@ -119,7 +119,7 @@ def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path:
     values["parallel"] |= {"pipeline": 2, "schedule": "gpipe"}
     values["train"] |= {"dropout_mode": "invariant", "global_batch": 64}
     chosen = config_from(values)
-    layout = chosen.check(4)
+    layout = check_layout(chosen, 4)
     made, stream = reporter(tmp_path, chosen, layout=layout)
     with made:
         made.start()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import config_from
+from shardwise.config import check_layout, config_from
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.runlog import RunDirectory
@@ -21,7 +21,7 @@ def test_a_run_without_a_pipeline(
 ) -> None:
     """The second ends with the run, before its last step."""
     config = make_config(train={"steps": 4}, log={"trace": trace, "drift_every": 0, "tensorboard": False})
-    layout, mesh = config.check(1), Mesh(device="cpu")
+    layout, mesh = check_layout(config, 1), Mesh(device="cpu")
     run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
     with Reporter(
         run,
@@ -34,7 +34,7 @@ def test_a_run_without_a_pipeline(
         memory=None,
         stream=stream,
     ) as reporter:
-        build_trainer(config, layout, mesh, make_data(), reporter).run()
+        build_trainer(config, mesh, make_data(), reporter).run()
     assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
     first = trace.partition(":")[0]
     assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
@@ -61,19 +61,23 @@ def test_what_is_no_range_of_steps_is_refused(trace: object) -> None:
 def test_a_trace_of_steps_that_never_come_is_refused() -> None:
     config = make_config(train={"steps": 20}, log={"trace": "21:23"})
     with pytest.raises(ConfigError, match=r"^log\.trace \(21:23\) must begin at one of train\.steps \(20\): set log\."):
-        config.check(1)
+        check_layout(config, 1)
     resumed = make_config(train={"steps": 20}, log={"trace": "9:11"}, checkpoint={"resume": 10})
     with pytest.raises(ConfigError, match=r"^log\.trace \(9:11\) must have a step after checkpoint\.resume \(10\)"):
-        resumed.check(1)
-    assert make_config(train={"steps": 20}, log={"trace": "9:12"}, checkpoint={"resume": 10}).check(1).world == 1
+        check_layout(resumed, 1)
+    assert (
+        check_layout(make_config(train={"steps": 20}, log={"trace": "9:12"}, checkpoint={"resume": 10}), 1).world == 1
+    )
 
 
 def test_stop_after_counts_the_steps_of_this_run() -> None:
     """Of a run that goes on nobody knows its last step before its checkpoints are seen."""
     config = make_config(train={"steps": 20, "stop_after": 5}, log={"trace": "6:8"})
-    assert config.check(1).world == 1
+    assert check_layout(config, 1).world == 1
     with pytest.raises(
         ConfigError, match=r"^log\.trace \(6:8\) must begin .* ends after train\.stop_after \(5\): set log"
     ):
-        config.check(1, is_new=True)
-    assert make_config(train={"steps": 20, "stop_after": 5}, log={"trace": "5:8"}).check(1, is_new=True).world == 1
+        check_layout(config, 1, is_new=True)
+    assert (
+        check_layout(make_config(train={"steps": 20, "stop_after": 5}, log={"trace": "5:8"}), 1, is_new=True).world == 1
+    )

@@ -1,0 +1,158 @@
+"""Whether a configuration can run on a number of ranks: every rule that reads more than one section."""
+
+from __future__ import annotations
+
+from shardwise.config.data import MASKED_FRACTION
+from shardwise.config.families import GPTNeoXConfig, LlamaConfig
+from shardwise.config.layout import Layout, batch_problems, world_problems
+from shardwise.config.model import ModelConfig
+from shardwise.config.pipeline import pipeline_problems
+from shardwise.config.root import Config
+from shardwise.errors import ConfigError, listing
+
+
+def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
+    """The layout of `config` on `world` ranks.
+
+    Args:
+        is_new: the run begins with its first step, as it has a new folder.
+
+    Raises:
+        ConfigError: with every reason why `config` cannot run on `world` ranks.
+    """
+    parallel, train = config.parallel, config.train
+    tensor, pipeline = parallel.tensor, parallel.pipeline
+    sequence = parallel.sequence and tensor > 1
+    problems = [f"the number of ranks ({world}) must be at least 1"] if world < 1 else []
+    problems = problems or world_problems(world, tensor, pipeline)
+    micro_batches = None
+    if not problems:
+        data = world // (tensor * pipeline)
+        problems += batch_problems(train, data)
+        micro_batches = None if problems else train.global_batch // (train.micro_batch * data)
+    problems += pipeline_problems(config, micro_batches)
+    problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
+    problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    return Layout(world, tensor, sequence, pipeline, parallel.stages_per_rank)
+
+
+def _trace_problems(config: Config, is_new: bool) -> list[str]:
+    """Traces that never come, as far as that is known: how many steps a run goes on from, its checkpoints tell."""
+    steps, last, resume = config.log.trace_steps, config.train.steps, config.checkpoint.resume
+    if steps is None:
+        return []
+    trace, stop_after = f"log.trace ({config.log.trace})", config.train.stop_after
+    if steps.start > last:
+        return [f"{trace} must begin at one of train.steps ({last}): set log.trace={last}:{last + 1}"]
+    if is_new and stop_after is not None and steps.start > stop_after:
+        return [
+            f"{trace} must begin at one of the steps of this run, which ends after train.stop_after ({stop_after}): "
+            f"set log.trace={stop_after}:{stop_after + 1}, or raise train.stop_after"
+        ]
+    if resume != "auto" and steps[-1] <= resume < last:
+        return [f"{trace} must have a step after checkpoint.resume ({resume}): set log.trace={resume + 1}:{resume + 2}"]
+    return []
+
+
+def _document_problems(config: Config) -> list[str]:
+    """What the end of a document changes is for families that predict the next token."""
+    data, model, keys = config.data, config.model, config.data.document_options
+    if "mlm" in model.objectives:
+        return [f"{key} (true) must be false with model.family {model.family}, which masks tokens" for key in keys]
+    if data.eod_token is None:
+        return []
+    if not keys:
+        return [
+            f"data.eod_token ({data.eod_token}) must be left out unless one of data.eod_mask_loss, "
+            "data.reset_position_ids and data.reset_attention_mask is true"
+        ]
+    if data.eod_token >= model.vocab_size:
+        return [f"data.eod_token ({data.eod_token}) must be below model.vocab_size ({model.vocab_size})"]
+    return []
+
+
+def _tensor_problems(config: Config, sequence: bool) -> list[str]:
+    model, tensor = config.model, config.parallel.tensor
+    length = config.train.sequence_length
+    reasons = _tensor_misfits(model, tensor, length if sequence else None)
+    if not reasons:
+        return []
+    given = (model.num_attention_heads, model.intermediate_size, length)
+    valid = [
+        degree
+        for degree in range(1, min(size for size in given if size is not None) + 1)
+        if not _tensor_misfits(model, degree, length if config.parallel.sequence else None)
+    ]
+    degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
+    return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
+
+
+def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
+    """Why `tensor` ranks cannot cut what they cut; an own model is held to the sizes that it names."""
+    sizes = (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("model.intermediate_size", model.intermediate_size),
+    )
+    reasons = [f"divide {key} ({value})" for key, value in sizes if value is not None and value % tensor]
+    kv_heads = model.num_key_value_heads
+    if kv_heads is not None and kv_heads != model.num_attention_heads and kv_heads % tensor and tensor % kv_heads:
+        reasons.append(f"divide or be a multiple of model.num_key_value_heads ({kv_heads})")
+    if sequence_length is not None and sequence_length % tensor:
+        reasons.append(f"divide train.sequence_length ({sequence_length}) with parallel.sequence")
+    return reasons
+
+
+def _schedule_problems(config: Config) -> list[str]:
+    train, problems = config.train, []
+    limit = config.model.max_position_embeddings
+    if limit is not None and train.sequence_length > limit and not config.model.extends_positions:
+        unless = " without model.rope_scaling" if isinstance(config.model, LlamaConfig | GPTNeoXConfig) else ""
+        problems.append(
+            f"train.sequence_length ({train.sequence_length}) must be at most "
+            f"model.max_position_embeddings ({limit}){unless}"
+        )
+    if config.optimizer.warmup_steps > train.steps:
+        problems.append(
+            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be at most train.steps ({train.steps}): "
+            "lower it, or keep train.steps and end early with train.stop_after"
+        )
+    if train.eval_every and config.data.split_weights[1] == 0:
+        problems.append(
+            f"data.split ({config.data.split!r}) must leave an evaluation part while train.eval_every is "
+            f"{train.eval_every}: give it a weight, or set train.eval_every=0"
+        )
+    return problems
+
+
+def _resume_problems(config: Config) -> list[str]:
+    """Batches are left out after a step that the user names, and there are steps after it."""
+    train, resume = config.train, config.checkpoint.resume
+    if resume == "auto" and train.skip_batches:
+        return [
+            f"train.skip_batches ({train.skip_batches}) must be 0 with checkpoint.resume auto: it would count again at "
+            "each restart; name the checkpoint before the batches to leave out by checkpoint.resume=STEP"
+        ]
+    if resume != "auto" and resume >= train.steps:
+        return [
+            f"checkpoint.resume ({resume}) must be less than train.steps ({train.steps}): "
+            "name an earlier checkpoint, or raise train.steps"
+        ]
+    return []
+
+
+def _masking_problems(config: Config) -> list[str]:
+    """Masked tokens are for the families that predict them, and at most as many as there are."""
+    data, length = config.data, config.train.sequence_length
+    if "mlm" in config.model.objectives:
+        if data.max_predictions is None or data.max_predictions <= length:
+            return []
+        return [f"data.max_predictions ({data.max_predictions}) must be at most train.sequence_length ({length})"]
+    unused = f"must be left out: model.family {config.model.family} predicts the next token and masks none"
+    problems = []
+    if data.max_predictions is not None:
+        problems.append(f"data.max_predictions ({data.max_predictions}) {unused}")
+    if data.masked_fraction != MASKED_FRACTION:
+        problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
+    return problems
