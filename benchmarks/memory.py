@@ -36,8 +36,9 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
     model.
     """
     from shardwise.config import check_layout, load_config
-    from shardwise.cost import expected_memory, local_parameter_count
+    from shardwise.cost import expected_memory
     from shardwise.mesh import Mesh, join
+    from shardwise.plan import local_parameter_count
 
     join()
     config = load_config("quickstart", overrides)

@@ -98,7 +98,8 @@ def losses_of(run: Path) -> list[float]:
 
 def measure(runs: list[Path], layouts: list[str], world: int, overrides: list[str], rounds: int) -> dict[str, Any]:
     from shardwise.config import check_layout
-    from shardwise.cost import expected_memory, parameter_count
+    from shardwise.cost import expected_memory
+    from shardwise.plan import parameter_count
     from shardwise.testing import RankPool
 
     losses = {name: losses_of(run) for name, run in zip(CURVES, runs, strict=True)}

@@ -60,7 +60,7 @@ def live_bytes(overrides: list[str]) -> dict[str, dict[str, int]]:
 
 
 def measure(degrees: list[int], overrides: list[str]) -> dict[str, Any]:
-    from shardwise.cost import parameter_count
+    from shardwise.plan import parameter_count
     from shardwise.testing import RankPool
 
     config = common.overridden("gpt2-xl", CUT_DOWN, overrides)

@@ -7,6 +7,7 @@ from shardwise import cost, units
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
 from shardwise.cost import MemoryEstimate
 from shardwise.cost.simulation import simulate
+from shardwise.plan import compute_shares, local_parameter_count, stage_plan
 from tests.arch.source import ROOT
 
 PAGE = ROOT / "docs" / "pipeline.md"
@@ -37,11 +38,11 @@ def stages() -> str:
     """What each stage of gpt3-23b has."""
     chosen = recipe()
     layout = check_layout(chosen, WORLD)
-    shares, memory = cost.compute_shares(chosen, layout), needed()
+    shares, memory = compute_shares(chosen, layout), needed()
     rows = []
-    for stage in cost.stage_plan(chosen, layout):
+    for stage in stage_plan(chosen, layout):
         multiple = chosen.parallel.vocab_multiple
-        count = cost.local_parameter_count(chosen.model, layout.tensor, vocab_multiple=multiple, stages=[stage])
+        count = local_parameter_count(chosen.model, layout.tensor, vocab_multiple=multiple, stages=[stage])
         assert count is not None
         ends = ", embedding" * stage.is_first + ", head" * stage.is_last
         rows.append(

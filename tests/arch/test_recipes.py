@@ -10,8 +10,8 @@ import pytest
 
 from scripts.quickstart_layout import overrides
 from shardwise.config import Config, OwnConfig, check_layout, load_config
-from shardwise.cost import parameter_count
-from shardwise.cost.params import vocabulary_rows
+from shardwise.plan import parameter_count
+from shardwise.plan.parameters import vocabulary_rows
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
 from tests.unit.config.hub import FILES

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from shardwise.config import Config, check_layout
-from shardwise.cost import bytes_per_evaluation_batch, bytes_per_step, expected_memory, local_parameter_count
+from shardwise.cost import bytes_per_evaluation_batch, bytes_per_step, expected_memory
 from shardwise.mesh import Mesh
+from shardwise.plan import local_parameter_count
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint import load_hugging_face
 from shardwise.config import Config, check_layout, config_from, load_config
-from shardwise.cost import parameter_count
 from shardwise.data import prepare
 from shardwise.mesh import Group
 from shardwise.models import build_model
+from shardwise.plan import parameter_count
 from shardwise.store.chunks import ChunkedWriter
 from shardwise.store.manifest import Manifest
 from shardwise.store.root import Root

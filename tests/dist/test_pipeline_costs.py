@@ -7,6 +7,7 @@ import pytest
 
 from shardwise import cost
 from shardwise.config import Config, check_layout
+from shardwise.plan import local_parameter_count, stage_plan
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.test_costs import DROPOUT, EVAL_BATCHES, MODELS, SIZES, Measured, compare, count
@@ -134,7 +135,7 @@ def test_costs_of_a_pipeline_are_what_happens(case: Case, ranks: Any) -> None:
         expected = memory[stage]
         assert (found.parameters, found.gradients) == (expected.parameters, expected.gradients), f"rank {rank}"
         assert found.optimizer == expected.optimizer, f"rank {rank} holds other optimizer state than cost has"
-        stages = tuple(one for one in cost.stage_plan(config, layout) if one.rank == stage)
+        stages = tuple(one for one in stage_plan(config, layout) if one.rank == stage)
         multiple = config.parallel.vocab_multiple
-        elements = cost.local_parameter_count(config.model, layout.tensor, vocab_multiple=multiple, stages=stages)
+        elements = local_parameter_count(config.model, layout.tensor, vocab_multiple=multiple, stages=stages)
         assert found.elements == elements

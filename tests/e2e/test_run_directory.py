@@ -10,7 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.config import check_layout, load_config
-from shardwise.cost import expected_memory, parameter_count
+from shardwise.cost import expected_memory
+from shardwise.plan import parameter_count
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
 

@@ -18,11 +18,11 @@ from shardwise.checkpoint.reading import _segments
 from shardwise.checkpoint.restore import _wants
 from shardwise.checkpoint.save import Saver
 from shardwise.config import Config, load_config
-from shardwise.cost import parameter_count
 from shardwise.mesh import Group, Mesh
 from shardwise.models import build_model
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import MASTER, begin_restoring
+from shardwise.plan import parameter_count
 from shardwise.store.chunks import chunk_bytes
 from shardwise.store.manifest import FileEntry, Manifest
 from shardwise.store.root import Root

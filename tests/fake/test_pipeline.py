@@ -25,6 +25,7 @@ from shardwise.config.sections import SINGLE_STAGE
 from shardwise.data import PreparedText
 from shardwise.mesh import Mesh
 from shardwise.models import gives_losses
+from shardwise.plan import stage_plan
 from shardwise.train.build import build_trainer
 from shardwise.train.execution import Pipelined
 from tests.dist.test_costs import compare, count
@@ -100,7 +101,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
         count(mesh)
         trainer.step()
         micro_batches = layout.accumulation(config.train)
-        plan = [each for each in cost.stage_plan(config, layout) if each.rank == rank]
+        plan = [each for each in stage_plan(config, layout) if each.rank == rank]
         assert forward == {(each.index, number): 1 for each in plan for number in range(micro_batches)}, (
             "each stage runs once for each micro-batch, in the first step as in any"
         )

@@ -7,6 +7,14 @@ import math
 from shardwise import cost, units
 from shardwise.config import Config, Layout, dump_yaml
 from shardwise.errors import listing
+from shardwise.plan import (
+    Stage,
+    canonical_tensor_count,
+    compute_shares,
+    local_parameter_count,
+    parameter_count,
+    stage_plan,
+)
 
 _UNKNOWN = "not known for a model of your own"
 
@@ -29,7 +37,7 @@ def dry_run(recipe: str, config: Config, layout: Layout, device: str, accelerato
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
-    parameters, local = cost.parameter_count(config.model), _held_by_ranks(config, layout)
+    parameters, local = parameter_count(config.model), _held_by_ranks(config, layout)
     held = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
@@ -64,9 +72,9 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
 
 def _held_by_ranks(config: Config, layout: Layout) -> list[int] | None:
     """Elements of the parameters of each pipeline rank, padding included."""
-    plan, multiple = cost.stage_plan(config, layout), config.parallel.vocab_multiple
+    plan, multiple = stage_plan(config, layout), config.parallel.vocab_multiple
     counts = [
-        cost.local_parameter_count(
+        local_parameter_count(
             config.model,
             layout.tensor,
             vocab_multiple=multiple,
@@ -82,7 +90,7 @@ def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     memory, counts = cost.memory_by_rank(config, layout, accelerator), _held_by_ranks(config, layout)
     if layout.pipeline == 1 or memory is None or counts is None:
         return []
-    plan, shares = cost.stage_plan(config, layout), cost.compute_shares(config, layout)
+    plan, shares = stage_plan(config, layout), compute_shares(config, layout)
     rows = [("pipeline", _schedule(config, layout))]
     for rank, (needed, count) in enumerate(zip(memory, counts, strict=True)):
         stages = [stage for stage in plan if stage.rank == rank]
@@ -112,7 +120,7 @@ def _schedule(config: Config, layout: Layout) -> str:
     return f"{shown} {formula:.1%} where stages are equal, (p-1) / ({chunks}+p-1)"
 
 
-def _named(stages: list[cost.Stage]) -> str:
+def _named(stages: list[Stage]) -> str:
     """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
     blocks = (f"{one.layers[0]}-{one.layers[-1]}" if len(one.layers) > 1 else f"{one.layers[0]}" for one in stages)
     ends = [", embedding"] * any(one.is_first for one in stages) + [", head"] * any(one.is_last for one in stages)
@@ -124,7 +132,7 @@ def _named(stages: list[cost.Stage]) -> str:
 def _optimizer(config: Config) -> str:
     if config.optimizer.name == "adamw":
         return "AdamW"
-    tensors = cost.canonical_tensor_count(config.model)
+    tensors = canonical_tensor_count(config.model)
     each = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
     return f"LAMB: the ranks agree on two norms of {each}, whole whatever the layout"
 

@@ -17,6 +17,7 @@ from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.resumption import resume_changes, resume_problems
 from shardwise.config.root import Config
 from shardwise.config.sections import (
+    DTYPE_BYTES,
     CheckpointConfig,
     DropoutMode,
     DtypeName,
@@ -33,6 +34,7 @@ from shardwise.config.text import dump_yaml, parse_yaml
 
 __all__ = [
     "BUILT_IN_TEXTS",
+    "DTYPE_BYTES",
     "BertConfig",
     "CheckpointConfig",
     "Config",

@@ -12,6 +12,8 @@ from shardwise.errors import listing, nearest_numbers
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]
+NormKind: TypeAlias = Literal["layer_norm", "rms_norm"]
+NormPlace: TypeAlias = Literal["input", "sum"]
 GELUName: TypeAlias = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"]
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -25,12 +27,27 @@ _GELUS = "gelu (erf), gelu_new, gelu_fast and gelu_pytorch_tanh (tanh), or relu"
 
 
 class TransformerConfig(Section):
-    """What the families of this package share: their sizes, and what models and cost formulas ask of any of them."""
+    """What the families share: their sizes, and the facts of their architecture that models and formulas read.
+
+    A fact that differs between families is stated here once. Formulas ask for the fact, never for the family.
+    """
 
     aliases: ClassVar[dict[str, str]] = {}
     """Other spellings of the family's keys."""
     keys: ClassVar[dict[str, str]] = {}
-    """What the family calls what the properties below ask for; what it does not have is left out."""
+    """The family's names of the quantities below; a quantity that the family lacks is left out."""
+
+    norm_kind: ClassVar[NormKind] = "layer_norm"
+    norm_place: ClassVar[NormPlace] = "input"
+    """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x))."""
+    gated: ClassVar[bool] = False
+    """Whether the MLP is `down(act(gate(x)) · up(x))`, else `down(act(up(x)))`."""
+    learned_positions: ClassVar[bool] = False
+    """Whether positions are a table of embeddings, added to those of the tokens."""
+    fused_query_key_value: ClassVar[bool] = False
+    """Whether Q, K and V are one canonical tensor."""
+    interleaved_heads: ClassVar[bool] = False
+    """Whether that tensor goes head by head, so that Q, K and V of a head lie next to each other."""
 
     family: str = Field(description="the architecture")
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")
@@ -98,6 +115,10 @@ class TransformerConfig(Section):
 
 class LlamaConfig(TransformerConfig):
     """A Llama (1, 2 or 3): RoPE, RMSNorm, SwiGLU, grouped-query attention."""
+
+    norm_kind: ClassVar[NormKind] = "rms_norm"
+    gated: ClassVar[bool] = True
+    parallel_residual: ClassVar[bool] = False
 
     keys: ClassVar[dict[str, str]] = {
         "activation": "hidden_act",
@@ -168,7 +189,9 @@ class LlamaConfig(TransformerConfig):
 
 
 class MultiHeadConfig(TransformerConfig):
-    """Families whose heads divide the hidden size and have a key and a value each."""
+    """Families whose heads divide the hidden size and have a key and a value each, with biases in every layer."""
+
+    mlp_bias: ClassVar[bool] = True
 
     @property
     def num_key_value_heads(self) -> int:
@@ -196,6 +219,11 @@ class GPTConfig(MultiHeadConfig):
 
     GPT-2's own spellings are read too: n_embd, n_inner, n_layer, n_head, n_positions, layer_norm_eps, hidden_act.
     """
+
+    learned_positions: ClassVar[bool] = True
+    fused_query_key_value: ClassVar[bool] = True
+    attention_bias: ClassVar[bool] = True
+    parallel_residual: ClassVar[bool] = False
 
     aliases: ClassVar[dict[str, str]] = {
         "n_embd": "hidden_size",
@@ -246,6 +274,9 @@ class GPTNeoXConfig(MultiHeadConfig):
     Older Hugging Face files spell rope_theta as rotary_emb_base; that is read too.
     """
 
+    fused_query_key_value: ClassVar[bool] = True
+    interleaved_heads: ClassVar[bool] = True
+
     aliases: ClassVar[dict[str, str]] = {"rotary_emb_base": "rope_theta"}
 
     keys: ClassVar[dict[str, str]] = {
@@ -293,6 +324,11 @@ class GPTNeoXConfig(MultiHeadConfig):
         return self
 
     @property
+    def parallel_residual(self) -> bool:
+        """Whether attention and MLP read the same x."""
+        return self.use_parallel_residual
+
+    @property
     def rotary_dim(self) -> int:
         """Leading dimensions of a head that rotary embeddings turn: ⌊rotary_pct · head_dim⌋."""
         return int(self.head_dim * self.rotary_pct)
@@ -305,6 +341,11 @@ class GPTNeoXConfig(MultiHeadConfig):
 
 class BertConfig(MultiHeadConfig):
     """BERT: LayerNorm after each layer, token types, padding mask, masked-token and next-sentence heads."""
+
+    norm_place: ClassVar[NormPlace] = "sum"
+    learned_positions: ClassVar[bool] = True
+    attention_bias: ClassVar[bool] = True
+    parallel_residual: ClassVar[bool] = False
 
     keys: ClassVar[dict[str, str]] = {
         "activation": "hidden_act",

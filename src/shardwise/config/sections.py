@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from shardwise.config.base import Section, reject
 
 DtypeName = Literal["float32", "bfloat16"]
+DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]

@@ -21,36 +21,24 @@ from shardwise.cost.memory import (
     memory_by_rank,
     neediest_rank,
 )
-from shardwise.cost.order import Work, work_order
-from shardwise.cost.params import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
-from shardwise.cost.simulation import simulate
-from shardwise.cost.stages import Stage, bubble, compute_shares, stage_plan
+from shardwise.cost.simulation import bubble, simulate
 
 __all__ = [
     "DropoutMasks",
     "MemoryEstimate",
-    "Stage",
     "Transfer",
-    "Work",
     "bubble",
     "bytes_per_evaluation_batch",
     "bytes_per_step",
-    "canonical_tensor_count",
     "checkpoint_bytes",
-    "compute_shares",
     "evaluation_transfers",
     "expected_memory",
     "flops_per_token",
     "invariant_dropout",
-    "local_parameter_count",
-    "matmul_parameter_count",
     "memory_by_rank",
     "model_flops_utilization",
     "neediest_rank",
-    "parameter_count",
     "recomputed_flops_per_token",
     "simulate",
-    "stage_plan",
     "step_transfers",
-    "work_order",
 ]

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.cost.case import Case
+from shardwise.plan.chunks import MASK_CHUNK_ELEMENTS
 
 _FLOAT32, _INT64 = 4, 8
-
-MASK_CHUNK_ELEMENTS = 2**20
-"""Elements of a layout-invariant mask that are hashed at once."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def block_stack(case: Case, layers: int | None = None) -> BlockStack:
 
 
 def block_activations(case: Case) -> Block:
-    """What a block saves, family by family.
+    """What a block saves.
 
     | part      | saved                                                | elements          |
     |-----------|------------------------------------------------------|-------------------|
@@ -129,13 +126,13 @@ def block_activations(case: Case) -> Block:
     |           | attention output, the output projection's input      | T·q/t             |
     | core      | q, k and v, and what the core saves beside them      | see `_core`       |
     | MLP       | input of the first layer, gathered or not            | T·H               |
-    |           | Llama: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
-    |           | others: input and output of the activation           | 2·T·F/t           |
+    |           | gated: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
+    |           | else: input and output of the activation             | 2·T·F/t           |
     | both      | the norm: its input and a statistic or two           | T·H/s, …          |
     |           | mask of dropout on what is added to x, one byte each | T·H/s             |
 
-    Norms come first, so that x itself is the input of the first one; BERT's come last, where x is QKV's input unless it
-    had to be gathered. Both norms of a parallel residual (GPT-NeoX) have the same input. ReLU saves its output only.
+    Where norms come first, x itself is the input of the first one; where they come last (BERT), x is QKV's input unless
+    it had to be gathered. Both norms of a parallel residual have the same input. ReLU saves its output only.
     """
     model, local, a = case.model, case.local, case.a
     x = a * case.tokens_between * model.hidden_size
@@ -143,30 +140,21 @@ def block_activations(case: Case) -> Block:
     entered, feed = a * case.tokens * model.hidden_size, a * case.tokens * local.intermediate
     attention = entered + a * case.tokens * local.query + mask
     core_input, core_input_saved, core = _core(case)
-    saves_input = True
-    match model:
-        case LlamaConfig():
-            norms = (rms_norm_bytes(case), rms_norm_bytes(case))
-            mlp = entered + 4 * feed
-            saves_input = case.accelerator or a == _FLOAT32
-        case BertConfig():
-            norms = (layer_norm_bytes(case), layer_norm_bytes(case))
-            mlp = entered + 2 * feed + mask
-            saves_input = not case.layout.sequence
-        case _:
-            shared = isinstance(model, GPTNeoXConfig) and model.use_parallel_residual
-            norms = (layer_norm_bytes(case), layer_norm_bytes(case) - (x if shared else 0))
-            mlp = entered + 2 * feed + mask
+    mlp = entered + (4 if model.gated else 2) * feed + mask
     if model.activation == "relu":
         mlp -= feed
+    if model.norm_place == "sum":
+        saves_input = not case.layout.sequence
+    else:
+        saves_input = model.norm_kind == "layer_norm" or case.accelerator or a == _FLOAT32
     return Block(
         input=x,
         saves_input=saves_input,
-        attention=attention + norms[0],
+        attention=attention + norm_bytes(case),
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=mlp + norms[1],
+        mlp=mlp + norm_bytes(case) - (x if model.parallel_residual else 0),
     )
 
 
@@ -174,29 +162,29 @@ def waiting_bytes(case: Case) -> int:
     """What a block holds on top from the gradient of its input until those of its weights, where these come later.
 
     The gradient of what each matrix product and norm gives: of QKV, [T·(q + 2kv)/t], of both outputs, [2·T·H], of the
-    first layer of the MLP, [T·F/t] (Llama: twice), and of both norms, [2·T/s·H]. And the inside of the core, where it
+    first layer of the MLP, [T·F/t] (gated: twice), and of both norms, [2·T/s·H]. And the inside of the core, where it
     was computed again.
     """
     hidden, local = case.model.hidden_size, case.local
-    first = (2 if isinstance(case.model, LlamaConfig) else 1) * local.intermediate
+    first = (2 if case.model.gated else 1) * local.intermediate
     wide = case.tokens * (local.query + 2 * local.key_value + 2 * hidden + first)
     again = block_activations(case).core if case.config.train.recompute == "selective" else 0
     return case.a * (wide + 2 * case.tokens_between * hidden) + again
 
 
-def layer_norm_bytes(case: Case) -> int:
-    """LayerNorm: its input, mean and 1/deviation, both float32 on an accelerator."""
-    statistic = _FLOAT32 if case.accelerator else case.a
-    return case.tokens_between * (case.a * case.model.hidden_size + 2 * statistic)
+def norm_bytes(case: Case) -> int:
+    """A norm on the residual stream.
 
-
-def rms_norm_bytes(case: Case) -> int:
-    """RMSNorm: its input, and 1/rms in float32.
-
-    In bfloat16 on a CPU it is made of single operations that save its input and the normalised input, both in float32.
+    LayerNorm saves its input, mean and 1/deviation, both float32 on an accelerator. RMSNorm saves its input, and 1/rms
+    in float32; in bfloat16 on a CPU it is made of single operations that save its input and the normalised input, both
+    in float32.
     """
-    single = case.a if case.accelerator or case.a == _FLOAT32 else 2 * _FLOAT32
-    return case.tokens_between * (single * case.model.hidden_size + _FLOAT32)
+    hidden = case.model.hidden_size
+    if case.model.norm_kind == "layer_norm":
+        statistic = _FLOAT32 if case.accelerator else case.a
+        return case.tokens_between * (case.a * hidden + 2 * statistic)
+    element = case.a if case.accelerator or case.a == _FLOAT32 else 2 * _FLOAT32
+    return case.tokens_between * (element * hidden + _FLOAT32)
 
 
 def _core(case: Case) -> tuple[int, int, int]:
@@ -223,7 +211,7 @@ def _core(case: Case) -> tuple[int, int, int]:
     qkv, rotated = query + 2 * key_value, (query + key_value if model.rotary_dim else 0)
     if not case.attends_step_by_step:
         log_sum_exp = _FLOAT32 * case.tokens * local.query // model.head_dim
-        padding_mask = a * case.tokens if isinstance(model, BertConfig) else 0
+        padding_mask = 0 if model.causal else a * case.tokens
         return qkv + rotated, qkv + rotated, log_sum_exp + padding_mask
     masks = case.config.train.sequence_length**2 if model.causal else case.tokens
     if case.config.data.reset_attention_mask:
@@ -232,7 +220,7 @@ def _core(case: Case) -> tuple[int, int, int]:
     rotated_key = key_value if model.rotary_dim else 0
     if local.query != local.key_value:
         return qkv + rotated, 0, inside + 2 * query
-    if case.config.train.micro_batch == 1 or isinstance(model, GPTNeoXConfig):
+    if case.config.train.micro_batch == 1 or model.interleaved_heads:
         return qkv + rotated, qkv + rotated_key, inside
     return qkv + rotated, rotated_key, inside + 2 * key_value - rotated_key
 
@@ -244,8 +232,8 @@ def _mlp_gradients(case: Case) -> int:
     """At the MLP's largest moment: the gradient of x, [T/s, H], and one of two.
 
     At the last layer: the gradient of its input, [T·F/t], that of its weight, [H·F/t], and that of its output where it
-    is not x's, [T·H] gathered or [T·H/s] behind dropout, whose mask is free. At Llama's silu(gate)·up and at ReLU:
-    two gradients, [2·T·F/t].
+    is not x's, [T·H] gathered or [T·H/s] behind dropout, whose mask is free. At silu(gate)·up of a gated MLP and at
+    ReLU: two gradients, [2·T·F/t].
     """
     model, layout, a = case.model, case.layout, case.a
     x, feed = a * case.tokens_between * model.hidden_size, a * case.tokens * case.local.intermediate
@@ -255,17 +243,17 @@ def _mlp_gradients(case: Case) -> int:
         last += a * case.tokens * model.hidden_size
     if case.drops_hidden:
         last += (0 if layout.sequence else x) - x // a
-    if isinstance(model, BertConfig):
-        last -= layer_norm_bytes(case)
-    behind_product = isinstance(model, LlamaConfig) or model.activation == "relu"
+    if model.norm_place == "sum":
+        last -= norm_bytes(case)
+    behind_product = model.gated or model.activation == "relu"
     return x + (max(last, 2 * feed) if behind_product else last)
 
 
 def _core_gradients(case: Case) -> int:
     """At the core's largest moment, step by step: the gradients of x, of the values and of a matrix [B, h/t, S, S].
 
-    The core's output and the mask of dropout behind it, and BERT's norm, are free by then, as the MLP's part is. In
-    bfloat16 the matrix is in float32, and one more is there in place of the probabilities after dropout.
+    The core's output and the mask of dropout behind it, and a norm behind that, are free by then, as the MLP's part is.
+    In bfloat16 the matrix is in float32, and one more is there in place of the probabilities after dropout.
     """
     a = case.a
     x, query = (a * n for n in (case.tokens_between * case.model.hidden_size, case.tokens * case.local.query))
@@ -273,7 +261,7 @@ def _core_gradients(case: Case) -> int:
     work = x + query + (matrix if case.attends_step_by_step else 0)
     if case.drops_hidden:
         work -= x // a
-    return work - (layer_norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
+    return work - (norm_bytes(case) if case.model.norm_place == "sum" else 0)
 
 
 def _mask_hashing(case: Case) -> tuple[int, int]:

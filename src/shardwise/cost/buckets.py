@@ -1,15 +1,13 @@
-"""The flat buckets that one rank's parameters and gradients lie in: their sizes with padding, and what a slice owns."""
+"""Sizes of the flat buckets that one rank's parameters and gradients lie in, and what a slice of them owns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from shardwise.config import DTYPE_BYTES
 from shardwise.cost.case import Case
-from shardwise.cost.params import DTYPE_BYTES, LocalParameter, local_parameters
-
-ALIGNMENT = 32
-"""Elements to which each parameter's start in a bucket is aligned; a bucket is padded to this times its slices."""
+from shardwise.plan.buckets import offsets_and_length, packed
+from shardwise.plan.parameters import LocalParameter, local_parameters
 
 _MIB = 2**20
 
@@ -48,33 +46,18 @@ class BucketShape:
 def bucket_shapes(case: Case) -> list[BucketShape]:
     """Buckets of at most `optimizer.bucket_mib` of gradients, matrices (which decay) apart from vectors.
 
-    Filled from the last parameter to the first; a larger parameter has a bucket to itself, as one at both ends of a
-    pipeline has. In the order in which they are begun.
+    A parameter at both ends of a pipeline has a bucket to itself. In the order in which they are begun.
     """
     optimizer, layout = case.config.optimizer, case.layout
-    cap = optimizer.bucket_mib * _MIB
     gradient = DTYPE_BYTES[case.precision.gradient]
     slices = layout.data if optimizer.zero else 1
     stored = list(local_parameters(case.model, layout.tensor, layout.sequence, local=case.local, stages=case.stages))
-    made: list[list[LocalParameter]] = []
+    shapes = []
     for matrices in (True, False):
-        filled: dict[bool, list[LocalParameter]] = {}
-        for parameter in reversed([one for one in stored if one.matrix == matrices]):
-            bucket = filled.get(parameter.at_both_ends)
-            if bucket is None or gradient * (sum(one.elements for one in bucket) + parameter.elements) > cap:
-                bucket = filled[parameter.at_both_ends] = []
-                made.append(bucket)
-            bucket.append(parameter)
-    return [_shape(bucket, slices) for bucket in made]
-
-
-def _shape(parameters: Iterable[LocalParameter], slices: int) -> BucketShape:
-    placed, end = [], 0
-    for parameter in parameters:
-        placed.append((end, parameter))
-        end += _aligned(parameter.elements, ALIGNMENT)
-    return BucketShape(tuple(placed), _aligned(end, ALIGNMENT * slices), slices)
-
-
-def _aligned(elements: int, to: int) -> int:
-    return -(-elements // to) * to
+        group = [one for one in stored if one.matrix == matrices]
+        sizes = ((one.at_both_ends, gradient * one.elements) for one in group)
+        for indices in packed(sizes, optimizer.bucket_mib * _MIB):
+            members = [group[index] for index in indices]
+            offsets, length = offsets_and_length([one.elements for one in members], slices)
+            shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))
+    return shapes

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config import BertConfig, Config, FamilyConfig, Layout, OwnConfig, Precision
-from shardwise.cost.params import DTYPE_BYTES, LocalWidths
-from shardwise.cost.stages import Stage, stage_plan
+from shardwise.config import DTYPE_BYTES, BertConfig, Config, FamilyConfig, Layout, OwnConfig, Precision
+from shardwise.plan.parameters import LocalWidths
+from shardwise.plan.partition import stage_plan
+from shardwise.plan.stage import Stage
 
 
 @dataclass(frozen=True)

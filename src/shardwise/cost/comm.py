@@ -14,11 +14,11 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.config import BertConfig, Config, GPTNeoXConfig, Layout
+from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
 from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
-from shardwise.cost.params import DTYPE_BYTES, local_parameters
-from shardwise.cost.stages import rank_of
+from shardwise.plan.parameters import local_parameters
+from shardwise.plan.stage import rank_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
 
@@ -155,18 +155,18 @@ class _Blocks:
 
     @staticmethod
     def of(case: Case) -> _Blocks:
-        """Attention and MLP are one region each; GPT-NeoX's parallel residual sums both outputs before it leaves, but
-        not with dropout on each of them.
+        """Attention and MLP are one region each; a parallel residual sums both outputs before it leaves, but not with
+        dropout on each of them.
 
         Recompute ends with the last tensor that a block saves. Where that is the input of its last matrix product, the
-        sum behind it is not repeated; it is where dropout's mask or BERT's norm comes after it.
+        sum behind it is not repeated; it is where dropout's mask or a norm comes after it.
         """
         model, layers = case.model, case.layers
-        joined = isinstance(model, GPTNeoXConfig) and model.use_parallel_residual and not case.drops_hidden
+        joined = model.parallel_residual and not case.drops_hidden
         left = 1 if joined else 2
         if case.config.train.recompute != "full":
             return _Blocks(2 * layers, left * layers, 0, 0)
-        ends_with_sum = not (case.drops_hidden or isinstance(model, BertConfig))
+        ends_with_sum = not (case.drops_hidden or model.norm_place == "sum")
         return _Blocks(2 * layers, left * layers, 2 * layers, (left - ends_with_sum) * layers)
 
 

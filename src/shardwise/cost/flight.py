@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.cost.order import Work
+from shardwise.plan.order import Work
 
 
 @dataclass(frozen=True)

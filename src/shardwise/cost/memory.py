@@ -7,31 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from shardwise.config import BertConfig, Config, Layout, LlamaConfig
+from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.cost.activations import (
     DropoutMasks,
     block_activations,
     block_stack,
     invariant_masks,
-    layer_norm_bytes,
-    rms_norm_bytes,
+    norm_bytes,
     waiting_bytes,
 )
 from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, Peak, peak
-from shardwise.cost.order import in_one_pass, work_order
-from shardwise.cost.params import DTYPE_BYTES, parameter_count
-from shardwise.cost.stages import Stage, rank_of
-
-LOSS_CHUNK_ELEMENTS_CPU = 2**21
-"""Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
-LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
-"""Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
-
-LOSS_CHUNK_TOKENS = 256
-"""Tokens of a chunk at least: each chunk adds to the whole weight gradient once, which fewer would not pay for."""
+from shardwise.plan.chunks import loss_chunk_elements
+from shardwise.plan.order import in_one_pass, work_order
+from shardwise.plan.parameters import parameter_count
+from shardwise.plan.stage import Stage, rank_of
 
 _FLOAT32 = 4
 
@@ -187,12 +179,6 @@ def invariant_dropout(
     return invariant_masks(case, _step_peak(case).in_flight) if case is not None and drops else None
 
 
-def loss_chunk_elements(rows: int, accelerator: bool) -> int:
-    """Logits that the chunked loss holds at once, where a rank has `rows` of the head."""
-    limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
-    return max(limit, LOSS_CHUNK_TOKENS * rows)
-
-
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
     """Disk that one checkpoint takes: weights in the dtype that the model computes in, moments, and masters if any.
 
@@ -209,19 +195,14 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
 def _embedding_activations(case: Case) -> int:
     """What the embedding saves: the mask of its dropout, one byte each, and BERT's norm."""
     mask = case.tokens_between * case.model.hidden_size if case.model.embedding_dropout_p else 0
-    return mask + (layer_norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
+    return mask + (norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
 
 
 def _last_activations(case: Case) -> int:
     """What the blocks' output is while the loss is made: the last norm with its output, or BERT's x, gathered."""
-    match case.model:
-        case BertConfig():
-            return case.a * case.tokens * case.model.hidden_size
-        case LlamaConfig():
-            norm = rms_norm_bytes(case)
-        case _:
-            norm = layer_norm_bytes(case)
-    return norm + case.a * case.tokens_between * case.model.hidden_size
+    if isinstance(case.model, BertConfig):
+        return case.a * case.tokens * case.model.hidden_size
+    return norm_bytes(case) + case.a * case.tokens_between * case.model.hidden_size
 
 
 def _document_tables(case: Case) -> int:

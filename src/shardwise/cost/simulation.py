@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.cost.order import TIME, Work, in_one_pass, work_order
+from shardwise.plan.order import TIME, Work, in_one_pass, work_order
 
 
 @dataclass(frozen=True)
@@ -87,3 +87,24 @@ def _needed(work: Work, last_stage: int) -> tuple[bool, int, int] | None:
     if work.kind == "weight" or work.stage == last_stage:
         return None
     return (False, work.stage + 1, work.micro_batch)
+
+
+def bubble(parallel: ParallelConfig, micro_batches: int) -> float | None:
+    """The part of a step in which a rank waits for others, where stages are equal and messages take no time.
+
+    (p-1) / (m+p-1) with GPipe (arXiv:1811.06965 §2.3) and 1F1B (arXiv:2104.04473 §2.2.1); (p-1) / (v·m+p-1) where it is
+    interleaved (§2.2.2) and a round has as many micro-batches as there are ranks, or more. None with fewer, and for
+    schedules that move weight gradients into the gaps: there `simulate` follows the order of their work.
+
+    Legend: p pipeline ranks, v stages on each rank, m micro-batches of a step.
+    """
+    p, m = parallel.pipeline, micro_batches
+    if p == 1:
+        return 0.0
+    match parallel.schedule:
+        case "gpipe" | "1f1b":
+            return (p - 1) / (m + p - 1)
+        case "interleaved" if m >= p:
+            return (p - 1) / (parallel.stages_per_rank * m + p - 1)
+        case _:
+            return None

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.config import ParallelConfig
-from shardwise.cost.stages import rank_of
 from shardwise.inference.passes import Passes
 from shardwise.inference.sampling import Sampler
 from shardwise.mesh import Mesh
 from shardwise.models import CausalLM, Stages
 from shardwise.models.cache import KeyValueCache
+from shardwise.plan.stage import rank_of
 
 PREFILL_CHUNK = 1024
 """Tokens of a prompt that are read at once: what their activations take is bounded by it."""

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from shardwise.config import BertConfig, Config, GPTConfig, GPTNeoXConfig, Layout, LlamaConfig, OwnConfig
-from shardwise.cost.stages import stage_plan
 from shardwise.mesh import Group, Mesh
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import CausalLM, Part
@@ -18,6 +17,7 @@ from shardwise.models.llama import Llama
 from shardwise.models.own import build_own, check_own
 from shardwise.models.stages import Stages, gives_losses
 from shardwise.parallel import ParallelEmbedding
+from shardwise.plan.partition import stage_plan
 
 __all__ = [
     "GPT",

@@ -52,10 +52,10 @@ class Block(nn.Module):
         self.parallel = config.use_parallel_residual
         self.joined = self.parallel and not config.hidden_dropout_p
         self.input_layernorm = make.norm(config, f"{name}.input_layernorm")
-        self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm")
         self.attention = InterleavedAttention(
             config, layer, make, qkv, f"{name}.attention.dense", bias=config.attention_bias, rotary=rotary
         )
+        self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm")
         self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
         self.mlp = MLP(config, make, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
         self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)

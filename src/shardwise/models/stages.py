@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from shardwise.cost.stages import Stage
 from shardwise.models.blocks import Family
+from shardwise.plan.stage import Stage
 
 
 def gives_losses(model: nn.Module) -> bool:

@@ -14,12 +14,8 @@ from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.comm import Pending
-from shardwise.cost.buckets import ALIGNMENT
 from shardwise.mesh import Group
-
-
-def _aligned(n: int, to: int) -> int:
-    return -(-n // to) * to
+from shardwise.plan.buckets import offsets_and_length, packed
 
 
 @dataclass(frozen=True)
@@ -50,12 +46,8 @@ class Bucket:
     ) -> None:
         self.parameters, self.group = list(parameters), group
         self.sharded = shard and group.size > 1
-        self.offsets, end = [], 0
-        for p in self.parameters:
-            self.offsets.append(end)
-            end += _aligned(p.numel(), ALIGNMENT)
         parts = group.size if self.sharded else 1
-        self.numel = _aligned(end, ALIGNMENT * parts)
+        self.offsets, self.numel = offsets_and_length([p.numel() for p in self.parameters], parts)
         first = parameters[0]
         self.gradients = torch.zeros(self.numel, dtype=dtypes.gradient or first.dtype, device=first.device)
         self.values = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
@@ -201,23 +193,17 @@ def make_buckets(
     shard: bool,
     dtypes: Dtypes,
 ) -> list[Bucket]:
-    """Buckets of at most `cap_bytes` of gradients (a larger parameter has one to itself).
+    """Buckets of at most `cap_bytes` of gradients, packed as `plan.buckets.packed` says.
 
-    Filled from the last parameter to the first, about the order in which a backward pass finishes their gradients.
     What ranks with other parameters hold too (a weight tied across a pipeline) is apart: its slices must be theirs.
     """
-    made: list[list[nn.Parameter]] = []
-    filled: dict[tuple[torch.dtype, torch.device, tuple[int, ...]], tuple[list[nn.Parameter], float]] = {}
-    for p in reversed(parameters):
-        size = p.numel() * (dtypes.gradient or p.dtype).itemsize
-        key = (p.dtype, p.device, _ranks_beyond(p))
-        current, used = filled.get(key, ([], float("inf")))
-        if used + size > cap_bytes:
-            current, used = [], 0.0
-            made.append(current)
-        current.append(p)
-        filled[key] = (current, used + size)
-    return [Bucket(members, group, shard=shard, dtypes=dtypes) for members in made]
+    sizes = [
+        ((p.dtype, p.device, _ranks_beyond(p)), p.numel() * (dtypes.gradient or p.dtype).itemsize) for p in parameters
+    ]
+    return [
+        Bucket([parameters[index] for index in indices], group, shard=shard, dtypes=dtypes)
+        for indices in packed(sizes, cap_bytes)
+    ]
 
 
 def _ranks_beyond(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shardwise import device as devices
 from shardwise.config import DropoutMode
-from shardwise.cost.activations import MASK_CHUNK_ELEMENTS
 from shardwise.mesh import Group
+from shardwise.plan.chunks import MASK_CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import comm, placement
-from shardwise.cost.params import vocabulary_rows
 from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
+from shardwise.plan.parameters import vocabulary_rows
 
 
 class ParallelEmbedding(placement.PlacedModule):

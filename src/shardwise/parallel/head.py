@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
-from shardwise.cost.memory import loss_chunk_elements
-from shardwise.cost.params import vocabulary_rows
 from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
 from shardwise.parallel.matmul import linear
 from shardwise.placement import Init
+from shardwise.plan.chunks import loss_chunk_elements
+from shardwise.plan.parameters import vocabulary_rows
 
 
 class ParallelLMHead(placement.PlacedModule):

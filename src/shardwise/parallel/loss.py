@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.cost.memory import loss_chunk_elements
 from shardwise.mesh import Group
 from shardwise.parallel.matmul import product, weight_gradient
+from shardwise.plan.chunks import loss_chunk_elements
 
 IGNORE_INDEX = -100
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.config import ParallelConfig
 from shardwise.config.sections import V_SHAPED
-from shardwise.cost.stages import rank_of
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
+from shardwise.plan.stage import rank_of
 
 Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
 """(a stage's model, what the stage before gave, micro-batch) → what the stage gives: x, or of the last stage losses."""

@@ -19,13 +19,13 @@ from shardwise import comm
 from shardwise._torch_private import open_connections_to_others
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.sections import SINGLE_STAGE
-from shardwise.cost.stages import Stage
 from shardwise.errors import LostPeerError
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
 from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, name_messages
 from shardwise.pipeline.relay import Compute
 from shardwise.pipeline.timing import StepTiming, measure
+from shardwise.plan.stage import Stage
 
 _SCHEDULES: dict[Schedule, Any] = {
     "gpipe": schedules.ScheduleGPipe,

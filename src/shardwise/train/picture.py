@@ -16,10 +16,11 @@ from rich.text import Text
 from shardwise import units
 from shardwise.config import Config, Layout
 from shardwise.cost.memory import memory_by_rank
-from shardwise.cost.order import Kind
-from shardwise.cost.params import local_parameter_count
 from shardwise.cost.simulation import Simulation, simulate
-from shardwise.cost.stages import Stage, stage_plan
+from shardwise.plan.order import Kind
+from shardwise.plan.parameters import local_parameter_count
+from shardwise.plan.partition import stage_plan
+from shardwise.plan.stage import Stage
 
 _LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 _MEANING: dict[Kind, str] = {

@@ -16,8 +16,6 @@ from shardwise.checkpoint.agreement import agree, differ_in_tokens
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.config import Config, Layout, check_layout, dump_yaml, resume_changes, resume_problems
 from shardwise.cost.memory import expected_memory
-from shardwise.cost.params import parameter_count
-from shardwise.cost.stages import stage_plan
 from shardwise.data import PreparedData, StreamBatches, Tokenizer, prepare
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.hardware import cpu_count
@@ -25,6 +23,8 @@ from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
 from shardwise.models import Stages
+from shardwise.plan.parameters import parameter_count
+from shardwise.plan.partition import stage_plan
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.folders import step_name, step_of
 from shardwise.store.manifest import MANIFEST

@@ -7,6 +7,7 @@ import pytest
 from shardwise import cost, units
 from shardwise.cli.summary import dry_run
 from shardwise.config import CheckpointConfig, Config, Layout, check_layout, config_from
+from shardwise.plan import compute_shares, local_parameter_count, parameter_count, stage_plan
 from shardwise.train.picture import schedule_picture
 
 SIZES: dict[str, Any] = {
@@ -39,7 +40,7 @@ def rows(config: Config, layout: Layout = Layout(1), accelerator: bool = False) 
 @pytest.mark.parametrize("family", ["llama", "gpt", "gpt_neox", "bert"])
 def test_every_family_is_told(family: str) -> None:
     chosen = config(family)
-    found, parameters = rows(chosen, Layout(2, tensor=2)), cost.parameter_count(chosen.model)
+    found, parameters = rows(chosen, Layout(2, tensor=2)), parameter_count(chosen.model)
     flops = cost.flops_per_token(chosen.model, 64, chosen.data.predictions(64))
     memory = cost.expected_memory(chosen, Layout(2, tensor=2))
     assert parameters is not None
@@ -180,12 +181,12 @@ def test_the_stages_are_told_with_what_they_have_and_need() -> None:
     found, memory, shares = (
         rows(chosen, layout),
         cost.memory_by_rank(chosen, layout),
-        cost.compute_shares(chosen, layout),
+        compute_shares(chosen, layout),
     )
     assert memory is not None
     for stage, blocks in ((0, "blocks 0-3, embedding"), (1, "blocks 4-7, head")):
-        plan = [cost.stage_plan(chosen, layout)[stage]]
-        count = cost.local_parameter_count(chosen.model, 2, stages=plan)
+        plan = [stage_plan(chosen, layout)[stage]]
+        count = local_parameter_count(chosen.model, 2, stages=plan)
         assert count is not None
         assert found[f"  pp {stage}"] == (
             f"ranks {2 * stage}-{2 * stage + 1}, stage {stage} ({blocks}): {units.count(count)} parameters, "

@@ -13,6 +13,7 @@ from shardwise.cli import main
 from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml
 from shardwise.errors import DataError
 from shardwise.launch.stopping import request, requested
+from shardwise.plan import parameter_count
 from shardwise.runlog import RunDirectory, RunLock
 
 
@@ -47,7 +48,7 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert rows["batch"] == "2 micro batch × 2 accumulation × 2 DP = 8 global batch"
     assert rows["steps"] == "20; this run stops after 5"
     assert rows["tokens"] == "512 per step, 10,240 in all"
-    assert rows["parameters"].startswith(f"468 k ({cost.parameter_count(config.model):,}), ")
+    assert rows["parameters"].startswith(f"468 k ({parameter_count(config.model):,}), ")
     assert rows["memory"].startswith(units.size(memory.total))
     assert rows["  optimizer"] == units.size(memory.optimizer)
     assert rows["disk"].startswith(

@@ -3,12 +3,8 @@
 import pytest
 
 from shardwise.config import BertConfig, GPTConfig, LlamaConfig, OwnConfig
-from shardwise.cost import (
-    flops_per_token,
-    matmul_parameter_count,
-    model_flops_utilization,
-    recomputed_flops_per_token,
-)
+from shardwise.cost import flops_per_token, model_flops_utilization, recomputed_flops_per_token
+from shardwise.plan import matmul_parameter_count
 
 LLAMA2_7B = LlamaConfig(
     family="llama",

@@ -8,15 +8,16 @@ import torch.distributed as dist
 
 from shardwise import cost
 from shardwise.config import Config, Layout, check_layout, load_config
-from shardwise.cost import MemoryEstimate, Stage
+from shardwise.cost import MemoryEstimate
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, peak
-from shardwise.cost.order import in_one_pass, work_order
-from shardwise.cost.params import local_parameters
 from shardwise.mesh import Group
 from shardwise.models import build_model
 from shardwise.models.blocks import Part
 from shardwise.placement import placements
+from shardwise.plan import Stage, local_parameter_count, parameter_count, stage_plan
+from shardwise.plan.order import in_one_pass, work_order
+from shardwise.plan.parameters import local_parameters
 from tests.unit.cost.families import MODELS, family, make_config, section
 
 S, B, H, LAYERS, M = 16, 1, 32, 4, 8
@@ -83,25 +84,25 @@ def test_a_ranks_parameters_are_its_stages(name: str, stages: str, tensor: int) 
         dist.destroy_process_group()
     found = list(local_parameters(family(config(name)), tensor, stages=STAGES[stages]))
     assert [(one.elements, one.matrix) for one in found] == stored
-    assert cost.local_parameter_count(config(name).model, tensor, stages=STAGES[stages]) == sum(n for n, _ in stored)
+    assert local_parameter_count(config(name).model, tensor, stages=STAGES[stages]) == sum(n for n, _ in stored)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_the_ranks_hold_the_model_and_a_tied_embedding_twice(name: str, schedule: str) -> None:
     chosen = config(name, schedule=schedule)
-    plan = cost.stage_plan(chosen, check_layout(chosen, 2))
+    plan = stage_plan(chosen, check_layout(chosen, 2))
     held = [
-        cost.local_parameter_count(chosen.model, 1, stages=[stage for stage in plan if stage.rank == rank])
+        local_parameter_count(chosen.model, 1, stages=[stage for stage in plan if stage.rank == rank])
         for rank in range(2)
     ]
     twice = 50 * H if family(chosen).tie_word_embeddings and schedule != "zbv" else 0
-    assert sum(count or 0 for count in held) == (cost.parameter_count(chosen.model) or 0) + twice
+    assert sum(count or 0 for count in held) == (parameter_count(chosen.model) or 0) + twice
 
 
 def test_the_vocabularys_multiple_is_padding() -> None:
     chosen = config("llama", parallel={"vocab_multiple": 16})
-    rows = {multiple: cost.local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
+    rows = {multiple: local_parameter_count(chosen.model, 2, vocab_multiple=multiple) for multiple in (1, 16, 64)}
     assert rows[16] - rows[1] == 2 * (32 - 25) * H  # type: ignore[operator]
     assert rows[64] - rows[1] == 2 * (64 - 25) * H  # type: ignore[operator]
     assert cost.checkpoint_bytes(chosen) == cost.checkpoint_bytes(config("llama"))
@@ -315,9 +316,9 @@ def test_the_175b_layout_is_computed() -> None:
     """Each rank has a 32nd of an eighth of the blocks; the ends have the padded vocabulary too."""
     recipe = load_config("gpt3-175b")
     layout = check_layout(recipe, 256)
-    plan = cost.stage_plan(recipe, layout)
+    plan = stage_plan(recipe, layout)
     held = [
-        cost.local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan
+        local_parameter_count(recipe.model, 32, vocab_multiple=128, stages=[stage]) for stage in plan
     ]  # fmt: skip
     hidden = 12288
     block = (12 * hidden**2 + 3 * hidden + 4 * hidden) // 32 + 6 * hidden

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from shardwise.config import Layout, load_config
-from shardwise.cost import expected_memory, parameter_count
+from shardwise.cost import expected_memory
+from shardwise.plan import parameter_count
 from shardwise.runlog import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord

@@ -15,8 +15,9 @@ from shardwise import units
 from shardwise.checkpoint.save import Saved
 from shardwise.cli.summary import dry_run
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.cost import expected_memory, flops_per_token, invariant_dropout, neediest_rank, parameter_count
+from shardwise.cost import expected_memory, flops_per_token, invariant_dropout, neediest_rank
 from shardwise.pipeline import StageSeconds, StepTiming
+from shardwise.plan import parameter_count
 from shardwise.runlog import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord, Throughput

@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.cost import compute_shares, stage_plan
-from shardwise.cost.stages import balanced, rank_of
+from shardwise.plan import compute_shares, stage_plan
+from shardwise.plan.partition import balanced
+from shardwise.plan.stage import rank_of
 
 
 def sizes(config: Config) -> list[int]:

@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.config import config_from, load_config, recipe_names
-from shardwise.cost import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
-from shardwise.cost.params import LocalParameter, local_parameters
 from shardwise.mesh import Group
 from shardwise.models import build_model
 from shardwise.placement import of_or_whole, placements
+from shardwise.plan import canonical_tensor_count, local_parameter_count, matmul_parameter_count, parameter_count
+from shardwise.plan.parameters import LocalParameter, local_parameters
 from tests.unit.cost.families import MODELS, family, make_config, meta_model, section
 
 LLAMA2_7B: dict[str, Any] = {

@@ -8,22 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from shardwise.config import (
-    BertConfig,
-    FamilyConfig,
-    GPTConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    ModelConfig,
-    OwnConfig,
-)
-
-if TYPE_CHECKING:
-    from shardwise.cost.stages import Stage
-
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+from shardwise.config import BertConfig, FamilyConfig, ModelConfig, OwnConfig
+from shardwise.plan.stage import Stage
 
 Per = Literal["token", "prediction", "sequence"]
 """What is multiplied with a matrix: each token in the blocks, each one predicted in the head, or one of a sequence."""
@@ -134,12 +122,11 @@ def local_parameters(
     """
     local = local or LocalWidths.of(model, tensor)
     if stages is None:
-        yield from _family(model, _Part(model, local, tensor, sequence, model.num_hidden_layers))
+        yield from _parameters(_Part(model, local, tensor, sequence, model.num_hidden_layers))
         return
     has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
     for stage in stages:
-        yield from _family(
-            model,
+        yield from _parameters(
             _Part(
                 model,
                 local,
@@ -149,100 +136,62 @@ def local_parameters(
                 is_first=stage.is_first,
                 is_last=stage.is_last,
                 ties_elsewhere=model.tie_word_embeddings and has_first != has_last,
-            ),
+            )
         )
 
 
-def _family(model: FamilyConfig, part: _Part) -> Iterator[LocalParameter]:
-    match model:
-        case LlamaConfig():
-            return _llama(model, part)
-        case GPTConfig():
-            return _gpt(model, part)
-        case GPTNeoXConfig():
-            return _gpt_neox(model, part)
-        case BertConfig():
-            return _bert(model, part)
-
-
-# ---- the families, parameter by parameter
-
-
-def _llama(model: LlamaConfig, part: _Part) -> Iterator[LocalParameter]:
-    """V·H twice unless tied, L blocks of H·(q + 2kv) + q·H + 3·H·F + 2H, and H."""
-    yield from part.embedding()
+def _parameters(part: _Part) -> Iterator[LocalParameter]:
+    """In the order in which the families' models have them."""
+    model, is_bert = part.model, isinstance(part.model, BertConfig)
+    if part.is_first or not is_bert:
+        yield from part.embedding()
+    if part.is_first and model.learned_positions:
+        yield part.table(model.max_position_embeddings)
+    if part.is_first and isinstance(model, BertConfig):
+        yield part.table(model.type_vocab_size)
+        yield from part.norm()
     for _ in range(part.layers):
-        yield part.vector()  # input_layernorm
-        yield from part.query_key_value(model.attention_bias)
-        yield from part.attention_output(model.attention_bias)
-        yield part.vector()  # post_attention_layernorm
-        yield from part.columns(2 * model.intermediate_size, model.mlp_bias, tensors=2)  # gate_proj and up_proj
-        yield from part.mlp_output(model.mlp_bias)
+        yield from _block(part)
     if part.is_last:
-        yield part.vector()  # norm
-        yield from part.untied_head()
+        yield from _bert_heads(part) if is_bert else _head(part)
 
 
-def _gpt(model: GPTConfig, part: _Part) -> Iterator[LocalParameter]:
-    """V·H (twice where untied), positions · H, L blocks of 4H² + 2·H·F + 9H + F, and 2H."""
-    yield from part.embedding()  # wte
-    if part.is_first:
-        yield part.table(model.max_position_embeddings)  # wpe
-    for _ in range(part.layers):
-        yield from part.layer_norm()  # ln_1
-        yield from part.query_key_value(bias=True, tensors=1)  # c_attn
-        yield from part.attention_output(bias=True)  # attn.c_proj
-        yield from part.layer_norm()  # ln_2
-        yield from part.columns(model.intermediate_size, bias=True)  # c_fc
-        yield from part.mlp_output(bias=True)  # mlp.c_proj
-    if part.is_last:
-        yield from part.layer_norm()  # ln_f
-        yield from part.untied_head()
+def _block(part: _Part) -> Iterator[LocalParameter]:
+    """H·(q + 2kv) + q·H of attention, 2·H·F of the MLP (3·H·F where it is gated), biases, and two norms."""
+    model, first = part.model, part.model.norm_place == "input"
+    if first:
+        yield from part.norm()
+    yield from part.query_key_value(model.attention_bias, tensors=1 if model.fused_query_key_value else 3)
+    yield from part.attention_output(model.attention_bias)
+    yield from part.norm()
+    ups = 2 if model.gated else 1
+    yield from part.columns(ups * model.intermediate_size, model.mlp_bias, tensors=ups)
+    yield from part.mlp_output(model.mlp_bias)
+    if not first:
+        yield from part.norm()
 
 
-def _gpt_neox(model: GPTNeoXConfig, part: _Part) -> Iterator[LocalParameter]:
-    """V·H twice unless tied, L blocks of 4H² + 2·H·F + 9H + F (4H less without attention biases), and 2H."""
-    yield from part.embedding()  # embed_in
-    for _ in range(part.layers):
-        yield from part.layer_norm()  # input_layernorm
-        yield from part.layer_norm()  # post_attention_layernorm
-        yield from part.query_key_value(model.attention_bias, tensors=1)
-        yield from part.attention_output(model.attention_bias)  # dense
-        yield from part.columns(model.intermediate_size, bias=True)  # dense_h_to_4h
-        yield from part.mlp_output(bias=True)  # dense_4h_to_h
-    if part.is_last:
-        yield from part.layer_norm()  # final_layer_norm
-        yield from part.untied_head()
+def _head(part: _Part) -> Iterator[LocalParameter]:
+    """The last norm, and V·H unless it is tied."""
+    yield from part.norm()
+    yield from part.untied_head()
 
 
-def _bert(model: BertConfig, part: _Part) -> Iterator[LocalParameter]:
-    """(V + positions + token types)·H + 2H, L layers of 4H² + 2·H·F + 9H + F, and the heads' 2H² + 6H + V + 2.
+def _bert_heads(part: _Part) -> Iterator[LocalParameter]:
+    """Pooler, masked-token head and next-sentence classifier: 2·H² + 6·H + V + 2, and the tied decoder.
 
     What follows the heads' first layers lies behind a gather of their outputs: no gradient is partial there.
     """
-    hidden = model.hidden_size
-    if part.is_first:
-        yield from part.embedding()
-        yield part.table(model.max_position_embeddings)
-        yield part.table(model.type_vocab_size)
-        yield from part.layer_norm()  # embeddings.LayerNorm
-    for _ in range(part.layers):
-        yield from part.query_key_value(bias=True)
-        yield from part.attention_output(bias=True)
-        yield from part.layer_norm()  # attention.output.LayerNorm
-        yield from part.columns(model.intermediate_size, bias=True)  # intermediate.dense
-        yield from part.mlp_output(bias=True)
-        yield from part.layer_norm()  # output.LayerNorm
-    if part.is_last:
-        yield from part.columns(hidden, bias=True, per="sequence")  # pooler.dense
-        yield from part.columns(hidden, bias=True, per="prediction")  # transform.dense
-        yield LocalParameter(hidden, matrix=False)  # transform.LayerNorm
-        yield LocalParameter(hidden, matrix=False)
-        if not part.is_first:
-            yield from part.embedding()  # the decoder's weight
-        yield LocalParameter(part.local.vocabulary, matrix=False)  # the decoder's bias
-        yield LocalParameter(2 * hidden, per="sequence")  # seq_relationship
-        yield LocalParameter(2, matrix=False)
+    hidden = part.model.hidden_size
+    yield from part.columns(hidden, bias=True, per="sequence")  # pooler.dense
+    yield from part.columns(hidden, bias=True, per="prediction")  # transform.dense
+    yield LocalParameter(hidden, matrix=False)  # transform.LayerNorm
+    yield LocalParameter(hidden, matrix=False)
+    if not part.is_first:
+        yield from part.embedding()  # the decoder's weight
+    yield LocalParameter(part.local.vocabulary, matrix=False)  # the decoder's bias
+    yield LocalParameter(2 * hidden, per="sequence")  # seq_relationship
+    yield LocalParameter(2, matrix=False)
 
 
 @dataclass(frozen=True)
@@ -286,10 +235,11 @@ class _Part:
         """[H] on every rank: a norm's weight or bias, the bias of a row-parallel layer."""
         return LocalParameter(self.model.hidden_size, matrix=False, partial_over=self._between)
 
-    def layer_norm(self) -> Iterator[LocalParameter]:
-        """Weight and bias."""
+    def norm(self) -> Iterator[LocalParameter]:
+        """A weight, and a bias in LayerNorm."""
         yield self.vector()
-        yield self.vector()
+        if self.model.norm_kind == "layer_norm":
+            yield self.vector()
 
     def query_key_value(self, bias: bool, tensors: int = 3) -> Iterator[LocalParameter]:
         """[(q + 2kv)/t, H], and [(q + 2kv)/t] with a bias. Where K/V heads are shared, queries come first."""

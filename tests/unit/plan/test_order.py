@@ -10,9 +10,9 @@ from torch.distributed.pipelining import schedules
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.pipeline import fits_schedule
 from shardwise.config.sections import SINGLE_STAGE
-from shardwise.cost.order import TIME, Work, rounds, work_order
 from shardwise.cost.simulation import simulate
-from shardwise.cost.stages import rank_of
+from shardwise.plan.order import TIME, Work, rounds, work_order
+from shardwise.plan.stage import rank_of
 
 CLASSES: dict[Schedule, Any] = {
     "gpipe": schedules.ScheduleGPipe,

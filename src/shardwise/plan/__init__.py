@@ -1,0 +1,27 @@
+"""What execution obeys: parameters of each rank, stages, order of actions, buckets and chunk sizes.
+
+Layers, optimizer and schedules do what is written here, and `cost/` predicts bytes, FLOPs and time from it.
+"""
+
+from shardwise.plan.order import Work, work_order
+from shardwise.plan.parameters import (
+    canonical_tensor_count,
+    local_parameter_count,
+    matmul_parameter_count,
+    parameter_count,
+)
+from shardwise.plan.partition import compute_shares, stage_plan
+from shardwise.plan.stage import Stage, rank_of
+
+__all__ = [
+    "Stage",
+    "Work",
+    "canonical_tensor_count",
+    "compute_shares",
+    "local_parameter_count",
+    "matmul_parameter_count",
+    "parameter_count",
+    "rank_of",
+    "stage_plan",
+    "work_order",
+]

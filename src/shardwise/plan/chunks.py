@@ -1,0 +1,21 @@
+"""Sizes of the chunks in which large intermediate tensors are computed."""
+
+from __future__ import annotations
+
+LOSS_CHUNK_ELEMENTS_CPU = 2**21
+"""Logits that the chunked loss holds at once on a CPU: 8 MiB, about what its caches keep."""
+
+LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
+"""Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
+
+LOSS_CHUNK_TOKENS = 256
+"""Least tokens of a chunk: each chunk adds to the whole weight gradient once, and must be worth that."""
+
+MASK_CHUNK_ELEMENTS = 2**20
+"""Elements of a layout-invariant dropout mask that are hashed at once."""
+
+
+def loss_chunk_elements(rows: int, accelerator: bool) -> int:
+    """Logits that the chunked loss holds at once, where a rank has `rows` rows of the head."""
+    limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
+    return max(limit, LOSS_CHUNK_TOKENS * rows)

@@ -1,0 +1,63 @@
+"""How the blocks of a model are partitioned into pipeline stages."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from shardwise.config import Config, FamilyConfig, Layout, OwnConfig
+from shardwise.plan.stage import Stage, rank_of
+from shardwise.plan.work import block_work, head_work
+
+
+def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
+    """The stages of the model, in its order: as `parallel.stages` says, else by what blocks and head cost.
+
+    Where a rank has several stages, all of them have equally many blocks. There is one stage without a pipeline, and
+    for a model of your own, whose blocks are not known: there `layers` is empty.
+    """
+    model, stages = config.model, layout.stages
+    if isinstance(model, OwnConfig):
+        return (Stage(0, 0, range(0), 1),)
+    if stages == 1:
+        sizes = [model.num_hidden_layers]
+    elif config.parallel.stages is not None:
+        sizes = list(config.parallel.stages)
+    elif layout.virtual > 1:
+        sizes = [model.num_hidden_layers // stages] * stages
+    else:
+        sizes = balanced(model.num_hidden_layers, stages, _head_in_blocks(config, model))
+    ends = list(accumulate(sizes))
+    ranks = [rank_of(config.parallel, index) for index in range(stages)]
+    return tuple(
+        Stage(index, rank, range(end - size, end), stages)
+        for index, (rank, end, size) in enumerate(zip(ranks, ends, sizes, strict=True))
+    )
+
+
+def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
+    """The part of a step's work that each stage does, in the order of the model; not of a model of your own."""
+    model = config.model
+    assert not isinstance(model, OwnConfig)
+    head = _head_in_blocks(config, model)
+    work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
+    return tuple(one / sum(work) for one in work)
+
+
+def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
+    """How many blocks cost as much as what follows the last one."""
+    length = config.train.sequence_length
+    return head_work(model, length, config.data.predictions(length)) / block_work(model, length)
+
+
+def balanced(layers: int, stages: int, head: float) -> list[int]:
+    """Blocks of each stage so that the most expensive stage is as cheap as possible; the head costs as many as `head`.
+
+    Where stages differ by a block the later ones have more: the earlier a stage, the more micro-batches it holds. An
+    embedding multiplies nothing and costs nothing.
+    """
+    if stages == 1:
+        return [layers]
+    others = stages - 1
+    last = min(range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last))
+    each, more = divmod(layers - last, others)
+    return [each + (stage >= others - more) for stage in range(others)] + [last]

@@ -1,0 +1,40 @@
+"""A pipeline stage, and the rank that has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config import ParallelConfig
+from shardwise.config.sections import V_SHAPED
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of consecutive blocks, with the embedding before the first one and the head behind the last one.
+
+    Attributes:
+        index: from 0, in the order of the model.
+        rank: the pipeline rank that has it.
+        layers: its blocks.
+        stages: how many stages the model has.
+    """
+
+    index: int
+    rank: int
+    layers: range
+    stages: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+
+def rank_of(parallel: ParallelConfig, stage: int) -> int:
+    """The pipeline rank of a stage: stages are dealt out in rounds; in a V every second round goes backwards."""
+    degree = parallel.pipeline
+    round_, place = divmod(stage, degree)
+    return degree - 1 - place if parallel.schedule in V_SHAPED and round_ % 2 else place
