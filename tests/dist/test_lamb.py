@@ -1,12 +1,10 @@
 """LAMB over real ranks: its trust ratios are those of whole canonical tensors, however these are cut."""
 
-import functools
 import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +13,11 @@ from torch import Tensor, nn
 from shardwise import LAMB, ColumnParallelLinear, Mesh, RowParallelLinear, ZeroRedundancyOptimizer
 from shardwise.mesh import Group
 from shardwise.models import build_model
-from shardwise.optim.norms import CanonicalNorms
 from shardwise.placement import Init, make_parameter, placements, rows
-from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer, decay_groups
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
-from tests.dist.training import MODEL, make_config, make_data
+from tests.dist.training import make_config, make_data
 
 DECAY, STEPS = 0.1, 4
 SIZES: dict[str, Any] = {
@@ -150,111 +146,6 @@ def test_ratios_are_those_of_whole_tensors(name: str, layout: str, ranks: Any) -
         assert errors[worst] <= 2e-6, f"rank {rank}: the update of {worst} is off by {errors[worst]:.1e}"
 
 
-# ---- training
-
-
-@functools.cache
-def curve(variant: str) -> tuple[list[float], dict[str, Tensor]]:
-    torch.set_num_threads(1)
-    return train({"train": {"micro_batch": 8}}, variant)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tied-biased": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-}
-LAMB_OPTIONS = {"name": "lamb", "lr": 3e-2, "eps": 1e-6, "weight_decay": 0.01}
-
-
-def train(
-    sections: dict[str, dict[str, Any]], variant: str, per_shard: bool = False
-) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of 20 steps and the final weights. `per_shard`: each rank's ratios are those of what it holds, wrongly."""
-    model = MODEL | VARIANTS[variant]
-    config = make_config(**{**sections, "model": model, "optimizer": LAMB_OPTIONS | sections.get("optimizer", {})})
-    mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, mesh, make_data())
-    with torch.no_grad():
-        for _, p, record in placements(trainer.model):
-            for piece in record.pieces:
-                if len(piece.shape) == 2:
-                    piece.of(p).mul_(ramp(piece.shape)[piece.box.slices])
-    whole = CanonicalNorms.measure
-
-    def alone(self: CanonicalNorms, *args: Any) -> Tensor:
-        with mock.patch.object(self, "_world", Group()):
-            return whole(self, *args)
-
-    with mock.patch.object(CanonicalNorms, "measure", alone if per_shard else whole):
-        losses = [trainer.step().loss for _ in range(20)]
-    weights = canonical_weights(trainer.model)
-    return losses, weights if mesh.world.rank == 0 else {}
-
-
-RUNS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "tp2-dp2-sp-zero1": (4, {"parallel": {"tensor": 2, "sequence": True}}),
-    "tp2-dp2-zero0": (4, {"parallel": {"tensor": 2}, "optimizer": {"zero": 0}}),
-    "tp4-sp": (4, {"parallel": {"tensor": 4, "sequence": True}}),
-    "dp2-zero1": (2, {}),
-}
-
-
-@pytest.mark.parametrize(("layout", "variant"), cells(RUNS, list(VARIANTS), "tp2-dp2-sp-zero1"))
-def test_layout_trains_like_one_process(layout: str, variant: str, ranks: Any) -> None:
-    """At a peak rate at which a step changes matrices by 3 % of their norm."""
-    world, sections = RUNS[layout]
-    losses, weights = ranks(world).run(train, sections, variant)[0]
-    wanted_losses, wanted = curve(variant)
-    assert wanted_losses[-1] < 0.9 * wanted_losses[0], "the reference does not learn, so the curve shows nothing"
-    for step, (a, b) in enumerate(zip(losses, wanted_losses, strict=True), start=1):
-        assert abs(a - b) <= 1e-5 * b, f"step {step}: loss {a!r}, one process has {b!r}"
-    for name, w in wanted.items():
-        error = float((weights[name] - w).norm() / w.norm().clamp(min=1e-3))
-        # Adam's direction of a key's bias, whose gradient is small, has the most rounding in it.
-        assert error <= (1e-5 if w.dim() > 1 else 1e-4), f"{name} is off by {error:.1e} of its norm after 20 steps"
-
-
-def test_ratios_of_shards_would_not(ranks: Any) -> None:
-    """What the curves above can see: ratios of shards, as a naive LAMB under ZeRO-1 or tensor parallelism has them."""
-    for layout in ("tp2-dp2-sp-zero1", "dp2-zero1"):
-        world, sections = RUNS[layout]
-        losses, _ = ranks(world).run(train, sections, "plain", True)[0]
-        wanted, _ = curve("plain")
-        error = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
-        assert error > 1e-3, f"{layout}: the curve shows a wrong ratio only as {error:.1e}"
-
-
-def wire(name: str, tensor: int) -> tuple[dict[tuple[str, str], tuple[int, int]], int]:
-    """(bytes, calls) of the second step by group and kind, and the number of canonical tensors."""
-    config = make_config(parallel={"tensor": tensor, "sequence": True}, optimizer={"name": name})
-    mesh = shared_mesh(tensor)
-    trainer = build_trainer(config, mesh, make_data())
-    trainer.step()
-    for group in mesh.groups:
-        for meter in group.meters.values():
-            meter.reset()
-    trainer.step()
-    sent = {
-        (axis, kind): (meter.bytes[kind], meter.calls[kind])
-        for group in mesh.groups
-        for axis, meter in group.meters.items()
-        for kind in meter.bytes
-    }
-    return sent, len({piece.name for _, _, record in placements(trainer.model) for piece in record.pieces})
-
-
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_it_sends_two_numbers_a_tensor(tensor: int, ranks: Any) -> None:
-    """One all-reduce over the world a step beyond AdamW's, of 2·T float32 numbers; nothing else."""
-    for (found, tensors), (wanted, _) in zip(
-        ranks(4).run(wire, "lamb", tensor), ranks(4).run(wire, "adamw", tensor), strict=True
-    ):
-        assert tensors == 21, "9 a block, embedding, norm and head"
-        sent, calls = wanted["world", "all_reduce"]
-        wanted["world", "all_reduce"] = (sent + 2 * (2 * 4 * tensors) * 3 // 4, calls + 1)
-        assert found == wanted
-
-
 # ---- ranks that hold different tensors
 
 
@@ -325,7 +216,7 @@ def roundtrip(mode: str) -> list[Any]:
     """Three steps, a file, three more; against the file read by a fresh optimizer. And this rank's state."""
     config = make_config(
         parallel={"tensor": 2, "sequence": True},
-        optimizer=LAMB_OPTIONS,
+        optimizer={"name": "lamb", "lr": 3e-2, "eps": 1e-6, "weight_decay": 0.01},
         precision={"mode": mode},
         log={"drift_every": 1},
     )

@@ -17,12 +17,13 @@ from shardwise import comm
 from shardwise import device as devices
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.cost.flight import Pass, peak
+from shardwise.cost.simulation import bubble
 from shardwise.errors import RunError
 from shardwise.models import Stages
 from shardwise.pipeline import StepTiming
 from shardwise.pipeline.schedule import Pipeline
 from shardwise.plan.order import work_order
-from shardwise.plan.stage import Stage, bubble, rank_of
+from shardwise.plan.stage import Stage, rank_of
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
 

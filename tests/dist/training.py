@@ -94,7 +94,7 @@ def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = 
     data = make_data(config.model.vocab_size, pairs="nsp" in config.model.objectives)
     trainer = build_trainer(config, mesh, data)
     if uneven:
-        _uncount(trainer.batches)
+        uncount(trainer.batches)
     before = trainer.evaluate()
     weights = {n: t.clone() for n, t in canonical_weights(trainer.model).items()}
     micro_batches = trainer.feed.at(0)
@@ -119,7 +119,7 @@ def whole(outcomes: list[Outcome]) -> Outcome:
     return first
 
 
-def _uncount(batches: Any) -> None:
+def uncount(batches: Any) -> None:
     """Ignore a number of targets that depends on the sample, so that micro-batches count differently."""
     plain = batches.collate
 

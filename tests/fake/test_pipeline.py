@@ -28,7 +28,8 @@ from shardwise.models import gives_losses
 from shardwise.plan import stage_plan
 from shardwise.train.build import build_trainer
 from shardwise.train.execution import Pipelined
-from tests.dist.test_costs import compare, count
+from tests.dist.cells import sent
+from tests.dist.test_cells import compare
 
 WORLD = {"gpt3-175b": 256, "gpt3-23b": 128}
 DEGREES = {"gpt3-175b": (32, 8, 1), "gpt3-23b": (8, 4, 4)}
@@ -98,17 +99,17 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
         assert isinstance(execution, Pipelined)
         skip_pipeline_warm_up(execution.pipeline.schedule, execution.pipeline.stages)
         forward = _counting(trainer)
-        count(mesh)
+        sent(mesh)
         trainer.step()
         micro_batches = layout.accumulation(config.train)
         plan = [each for each in stage_plan(config, layout) if each.rank == rank]
         assert forward == {(each.index, number): 1 for each in plan for number in range(micro_batches)}, (
             "each stage runs once for each micro-batch, in the first step as in any"
         )
-    sent, calls = count(mesh)
+    found, calls = sent(mesh)
     expected = cost.bytes_per_step(config, layout, pipeline_rank=rank)
     assert expected is not None
-    compare(sent, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
+    compare(found, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
     losses = [gives_losses(part) for part in trainer._parts]
     assert any(losses) == any(each.is_last for each in plan)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < MOST_BYTES

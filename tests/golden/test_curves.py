@@ -70,7 +70,7 @@ def test_the_data_is_that_of_the_curve(recipe: str, cache: Path) -> None:
 OFTEN = ("one-process", "tp2-dp2-sp-zero1")
 
 
-# Every layout of every family: tests/dist/test_families_train.py and test_parity.py.
+# Every layout of every family: tests/dist/test_cells.py.
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [pytest.param("llama2-tiny", layout, marks=() if layout in OFTEN else pytest.mark.slow) for layout in LAYOUTS]

@@ -1,0 +1,329 @@
+"""One array of trainings in which every two choices of layout, model and method meet, and what is measured of each.
+
+Each cell is trained once, on its ranks, and answers all questions of `test_cells.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from shardwise.config import Config, Schedule
+from shardwise.mesh import Mesh
+from shardwise.testing import canonical_gradients, canonical_weights
+from shardwise.train.build import build_trainer
+from shardwise.train.drift import check_replicas
+from shardwise.train.trainer import Trainer
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import FAMILIES, make_config, make_data, uncount
+
+EVAL_BATCHES = 2
+STEPS = 4
+LONG = 20
+"""Steps of the cells that show that small differences do not grow."""
+END = 3
+"""The token that ends a document."""
+RANKS = 4
+
+DROPOUT: dict[str, tuple[str, ...]] = {
+    "llama": ("attention_dropout",),
+    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
+    "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "gpt": {"tie_word_embeddings": False},
+    "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
+}
+"""Another model of the family: shared K/V heads, ties, biases, residuals one after the other."""
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "lr": 1e-3},
+    "lamb": {"name": "lamb", "lr": 1e-2, "eps": 1e-6},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training.
+
+    Attributes:
+        family: of FAMILIES. variant: whether it is that of VARIANTS.
+        documents: documents end within samples, and see nothing of each other. uneven: samples count differently many
+            targets.
+        schedule: of the pipeline, where there is one.
+        dropout: with masks that do not depend on the layout.
+        mode: `precision.mode`. stages: blocks of each stage, where they are named. The others are configuration keys.
+    """
+
+    family: str = "llama"
+    variant: bool = False
+    documents: bool = False
+    uneven: bool = False
+    schedule: str = "none"
+    pipeline: int = 1
+    tensor: int = 1
+    sequence: bool = False
+    data: int = 1
+    zero: int = 0
+    optimizer: str = "adamw"
+    recompute: str = "none"
+    dropout: bool = False
+    mode: str = "float32"
+    layers: int = 4
+    stages: tuple[int, ...] | None = None
+    vocab_multiple: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.tensor * self.data
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples at once: one process takes all, but in bfloat16 one, so that it rounds each as a pipeline does."""
+        if self.world == 1:
+            return 8 if self.mode == "float32" else 1
+        return 1 if self.pipeline > 1 else 2
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it is a training, and none that another cell is too."""
+        model = (not self.variant or self.family in VARIANTS) and not (
+            self.family == "bert" and (self.documents or self.uneven)
+        )
+        cut = (self.schedule == "none") == (self.pipeline == 1) and 1 < self.world <= RANKS
+        return model and cut and (self.tensor > 1 or not self.sequence) and (self.data > 1 or not self.zero)
+
+    @property
+    def name(self) -> str:
+        cut = [f"{axis}{degree}" for axis, degree in (("tp", self.tensor), ("dp", self.data)) if degree > 1]
+        if self.pipeline > 1:
+            cut.insert(0, f"{self.schedule}{self.pipeline}")
+        said = [self.family, "variant" if self.variant else "", *cut, "sp" if self.sequence else ""]
+        said += [f"zero{self.zero}" if self.data > 1 else "", self.optimizer if self.optimizer != "adamw" else ""]
+        said += [self.recompute if self.recompute != "none" else "", self.mode if self.mode != "float32" else ""]
+        said += [flag for flag in ("dropout", "documents", "uneven", "stages") if getattr(self, flag)]
+        return "-".join(word for word in said if word)
+
+    @property
+    def alone(self) -> Cell:
+        """The same training in one process, as one micro-batch."""
+        one = Cell()
+        layout = ("schedule", "pipeline", "stages", "tensor", "sequence", "vocab_multiple", "data", "zero", "recompute")
+        return replace(self, **{name: getattr(one, name) for name in layout})
+
+
+AXES: Mapping[str, Sequence[Any]] = {
+    "family": tuple(FAMILIES),
+    "variant": (False, True),
+    "documents": (False, True),
+    "uneven": (False, True),
+    "schedule": ("none", *get_args(Schedule)),
+    "pipeline": (1, 2, 4),
+    "tensor": (1, 2, 4),
+    "sequence": (False, True),
+    "data": (1, 2, 4),
+    "zero": (0, 1),
+    "optimizer": ("adamw", "lamb"),
+    "recompute": ("none", "selective", "full"),
+    "dropout": (False, True),
+}
+_INDEPENDENT = (
+    ("family", "variant", "documents", "uneven"),
+    ("schedule", "pipeline", "tensor", "sequence", "data", "zero"),
+)
+"""Choices that limit each other; choices of two different groups, and all others, go together in any way."""
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs(cell: Cell) -> set[Pair]:
+    """Every two choices that meet in a cell."""
+    return set(itertools.combinations([(name, getattr(cell, name)) for name in AXES], 2))
+
+
+@functools.cache
+def _choices() -> tuple[list[dict[str, Any]], ...]:
+    """For each group of choices that limit each other, those that are possible."""
+    found = []
+    grouped = [name for group in _INDEPENDENT for name in group]
+    for group in (*_INDEPENDENT, *((name,) for name in AXES if name not in grouped)):
+        base = Cell(data=2) if "data" not in group else Cell()
+        options = [dict(zip(group, values, strict=True)) for values in itertools.product(*(AXES[n] for n in group))]
+        found.append([option for option in options if replace(base, **option).is_possible])
+    return tuple(found)
+
+
+def possible_pairs() -> set[Pair]:
+    """Every two choices that can meet."""
+    order = {name: place for place, name in enumerate(AXES)}
+    found: set[Pair] = set()
+    for one, other in itertools.combinations_with_replacement(_choices(), 2):
+        for a, b in itertools.product(one, other) if one is not other else ((option, option) for option in one):
+            for first, second in itertools.product(a.items(), b.items()):
+                if order[first[0]] < order[second[0]]:
+                    found.add((first, second))
+                elif order[first[0]] > order[second[0]]:
+                    found.add((second, first))
+    return found
+
+
+def _drawn(generator: random.Random) -> Cell:
+    values: dict[str, Any] = {}
+    for options in _choices():
+        values |= generator.choice(options)
+    return Cell(**values, layers=8 if values["pipeline"] == 4 else 4)  # two stages on each rank at least
+
+
+@functools.cache
+def array() -> tuple[Cell, ...]:
+    """Few cells in which every two choices that can meet do: the best of some drawn ones, again and again."""
+    generator, missing, found = random.Random(0), possible_pairs(), list[Cell]()
+    while missing:
+        best = max((_drawn(generator) for _ in range(400)), key=lambda cell: len(pairs(cell) & missing))
+        met = pairs(best) & missing
+        if met:
+            found.append(best)
+            missing -= met
+    return tuple(found)
+
+
+def sweep(count: int) -> list[Cell]:
+    """Other cells, drawn."""
+    generator, found = random.Random(1), dict[Cell, None]()
+    while len(found) < count:
+        cell = _drawn(generator)
+        if cell not in array():
+            found[cell] = None
+    return list(found)
+
+
+# ---- one training
+
+
+@dataclass
+class Measured:
+    """What one rank measured.
+
+    Attributes:
+        losses, norms: of every step. before, after: evaluations.
+        place: the rank's pipeline, data and tensor rank.
+        step, evaluation: bytes sent, by (axis, kind), and `calls` how often.
+        state: bytes of parameters, gradients, optimizer state, and of the padding in that.
+        weights, gradients: at step 0, and of step 1, by canonical name; on one rank of each pipeline stage.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    before: tuple[float, float]
+    after: tuple[float, float]
+    place: tuple[int, int, int]
+    step: Counter[tuple[str, str]]
+    evaluation: Counter[tuple[str, str]]
+    calls: Counter[tuple[str, str]]
+    state: dict[str, int]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def configuration(cell: Cell) -> Config:
+    sizes = {
+        "vocab_size": 131,  # odd: the vocabulary is padded at every degree
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": cell.layers,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 16,
+        "initializer_range": 0.05,
+    }
+    model = sizes | FAMILIES[cell.family] | (VARIANTS[cell.family] if cell.variant else {})
+    data = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True, "eod_token": END}
+    return make_config(
+        model=model | dict.fromkeys(DROPOUT[cell.family], 0.1 if cell.dropout else 0.0),
+        parallel={"tensor": cell.tensor, "sequence": cell.sequence, "vocab_multiple": cell.vocab_multiple}
+        | ({"pipeline": cell.pipeline, "schedule": cell.schedule, "stages": cell.stages} if cell.pipeline > 1 else {}),
+        train={
+            "global_batch": 8,
+            "micro_batch": cell.micro_batch,
+            "eval_batches": EVAL_BATCHES,
+            "recompute": cell.recompute,
+            "dropout_mode": "invariant" if cell.dropout else "fast",
+        },
+        optimizer={"zero": cell.zero, "bucket_mib": 0.02} | OPTIMIZERS[cell.optimizer],
+        precision={"mode": cell.mode},
+        data=data if cell.documents else {},
+    )
+
+
+def measure(cell: Cell, steps: int) -> Measured:
+    """Train a cell on this rank."""
+    torch.set_num_threads(1)
+    config = configuration(cell)
+    mesh = shared_mesh(cell.tensor, cell.pipeline)
+    data = make_data(config.model.vocab_size, samples=64, pairs="nsp" in config.model.objectives)
+    sentences = dict.fromkeys(data.sentences, data.sentences["train"]) if data.sentences else data.sentences
+    trainer = build_trainer(config, mesh, replace(data, eval_tokens=data.train_tokens, sentences=sentences))
+    if cell.uneven:
+        uncount(trainer.batches)
+    weights = canonical_weights(trainer.model)
+    before, gradients = trainer.evaluate(), _gradients(trainer)
+    records = [trainer.step()]
+    sent(mesh)
+    records.append(trainer.step())  # not the first: that one makes subgroups and the optimizer's state
+    step, calls = sent(mesh)
+    records += [trainer.step() for _ in range(steps - 2)]
+    check_replicas(trainer.model, mesh, steps)
+    sent(mesh)
+    after = trainer.evaluate()
+    evaluation, more_calls = sent(mesh)
+    buckets, state = trainer.optimizer.buckets, trainer.optimizer.state_bytes()
+    found = Measured(
+        losses=[record.loss for record in records],
+        norms=[record.grad_norm for record in records],
+        before=before,
+        after=after,
+        place=(mesh.pp.rank, mesh.dp.rank, mesh.tp.rank),
+        step=step,
+        evaluation=evaluation,
+        calls=calls + more_calls,
+        state={
+            "parameters": sum(bucket.values.nbytes for bucket in buckets),
+            "gradients": sum(bucket.gradients.nbytes for bucket in buckets),
+            "optimizer": state["state"] + state["masters"],
+            "padding": state["padding"],
+            "elements": sum(p.numel() for p in trainer.model.parameters()),
+        },
+    )
+    if mesh.dp.rank == mesh.tp.rank == 0:
+        found.weights, found.gradients = weights, gradients
+    return found
+
+
+def _gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """Those of the first step, by canonical name."""
+    micro_batches = trainer.feed.at(0)
+    trainer._forward_backward(micro_batches, trainer._counted(micro_batches))
+    found = canonical_gradients(trainer.model, trainer.optimizer)
+    trainer.optimizer.zero_grad()
+    return found
+
+
+def sent(mesh: Mesh) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """Bytes and calls since the last call, by (axis, kind)."""
+    amounts: Counter[tuple[str, str]] = Counter()
+    calls: Counter[tuple[str, str]] = Counter()
+    for group in mesh.groups:
+        for axis, meter in group.meters.items():
+            for kind, amount in meter.bytes.items():
+                amounts[axis, kind] += amount
+                calls[axis, kind] += meter.calls[kind]
+            meter.reset()
+    return amounts, calls

@@ -1,0 +1,222 @@
+"""Any layout, the same training: each cell of the array against one process, and against what `cost` computes.
+
+A cell is trained once, when the first question about it is asked.
+"""
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from shardwise.config import Schedule, check_layout
+from shardwise.cost import bytes_per_evaluation_batch, bytes_per_step, memory_by_rank
+from shardwise.plan import local_parameter_count, stage_plan
+from shardwise.testing import gradient_errors
+from tests.dist.cells import (
+    EVAL_BATCHES,
+    LONG,
+    STEPS,
+    Cell,
+    Measured,
+    array,
+    configuration,
+    measure,
+    pairs,
+    possible_pairs,
+    sweep,
+)
+from tests.dist.training import FAMILIES
+
+STATE_BYTES = {"float32": 8, "mixed": 12, "bfloat16": 4}
+CURVES = (
+    Cell("llama", data=2, tensor=2, sequence=True, zero=1),
+    Cell("gpt", schedule="1f1b", pipeline=2, data=2, zero=1),
+    Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2),
+    Cell("bert", schedule="zbv", pipeline=2, data=2, zero=1),
+)
+"""Of each family one cell with more steps."""
+MIXED = tuple(Cell("gpt", schedule=one, pipeline=2, data=2, zero=1, mode="mixed") for one in get_args(Schedule))
+OTHER_PRECISIONS = (
+    *MIXED,
+    Cell("llama", variant=True, tensor=2, sequence=True, data=2, zero=1, mode="mixed", optimizer="lamb"),
+    Cell("gpt_neox", data=4, mode="mixed", recompute="selective"),
+    Cell("bert", tensor=4, sequence=True, mode="bfloat16"),
+)
+"""Their losses depend on the layout, as bfloat16 rounds at other places."""
+SPECIAL = (
+    Cell("gpt", schedule="1f1b", pipeline=4, layers=8, stages=(3, 1, 2, 2)),
+    Cell("gpt", schedule="interleaved", pipeline=2, tensor=2, sequence=True, vocab_multiple=16),
+)
+"""What a few cells show as well as many."""
+CELLS = [*array(), *CURVES, *SPECIAL]
+Train = Callable[[Cell], list[Measured]]
+
+
+def steps(cell: Cell) -> int:
+    return LONG if cell in CURVES else STEPS
+
+
+@functools.cache
+def _in_one_process(cell: Cell, count: int) -> Measured:
+    return measure(cell, count)
+
+
+def one_process(cell: Cell) -> Measured:
+    """The same training without any parallelism."""
+    return _in_one_process(cell.alone, steps(cell))
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Any) -> Iterator[Train]:
+    """What every rank of a cell measured."""
+
+    @functools.cache
+    def train(cell: Cell) -> list[Measured]:
+        found: list[Measured] = ranks(cell.world).run(measure, cell, steps(cell))
+        return found
+
+    yield train
+    _in_one_process.cache_clear()
+
+
+def whole(everyone: list[Measured], what: str) -> dict[str, torch.Tensor]:
+    """All stages' tensors; those that two stages hold (a tied weight) are equal there."""
+    found: dict[str, torch.Tensor] = {}
+    for one in everyone:
+        for name, tensor in getattr(one, what).items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"{name} differs between two pipeline stages"
+    return found
+
+
+def by_name(cells: Any) -> Any:
+    return pytest.mark.parametrize("cell", cells, ids=lambda cell: cell.name)
+
+
+def test_every_two_choices_that_can_meet_do() -> None:
+    met = set(itertools.chain.from_iterable(map(pairs, array())))
+    assert met == possible_pairs()
+    assert len(array()) <= 45, "the array has grown: does each new choice need an axis of its own?"
+    assert {cell.family for cell in CURVES} == {cell.family for cell in array()}
+
+
+@by_name(CELLS)
+def test_initial_weights_are_those_of_one_process(cell: Cell, trained: Train) -> None:
+    everyone, one = trained(cell), one_process(cell)
+    found = whole(everyone, "weights")
+    assert found.keys() == one.weights.keys()
+    for name, weight in one.weights.items():
+        assert torch.equal(found[name], weight), f"{name} differs at step 0"
+
+
+@by_name(CELLS)
+def test_gradients_are_those_of_one_process(cell: Cell, trained: Train) -> None:
+    everyone, one = trained(cell), one_process(cell)
+    errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
+
+
+@by_name(CELLS)
+def test_losses_are_those_of_one_process(cell: Cell, trained: Train) -> None:
+    everyone, one = trained(cell), one_process(cell)
+    found = everyone[0]
+    for step, (a, b) in enumerate(zip(found.losses, one.losses, strict=True), start=1):
+        assert abs(a - b) <= 1e-5 * abs(b), f"step {step}: loss {a!r}, one process has {b!r}"
+    for step, (a, b) in enumerate(zip(found.norms, one.norms, strict=True), start=1):
+        assert abs(a - b) <= 1e-4 * abs(b), f"step {step}: gradient norm {a!r}, one process has {b!r}"
+    for what, (a, _), (b, _) in (("before", found.before, one.before), ("after", found.after, one.after)):
+        assert abs(a - b) <= 1e-5 * b, f"evaluation {what} training: {a!r}, one process has {b!r}"
+    moved = abs(one.after[0] / one.before[0] - 1)
+    assert moved > 1e-3, f"the steps moved the loss by {moved:.1e}: too little for equal losses to say something"
+    for rank, other in enumerate(everyone):
+        assert (other.losses, other.after) == (found.losses, found.after), (
+            f"rank {rank} reports other losses than rank 0"
+        )
+
+
+@by_name(CURVES)
+def test_curves_show_learning(cell: Cell) -> None:
+    one = one_process(cell)
+    assert one.losses[-1] < 0.99 * one.losses[0], "the reference does not learn, so that equal curves show nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
+    """Otherwise equal losses would say nothing about masks."""
+    plain, dropped = one_process(Cell(family)), one_process(Cell(family, dropout=True))
+    assert dropped.before == plain.before
+    assert abs(dropped.losses[0] / plain.losses[0] - 1) > 1e-6, "the first loss is the one without dropout"
+
+
+@pytest.mark.slow
+@by_name(sweep(100))
+def test_any_other_cell_trains_like_one_process(cell: Cell, ranks: Any) -> None:
+    everyone: list[Measured] = ranks(cell.world).run(measure, cell, LONG)
+    one = measure(cell.alone, LONG)
+    errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
+    assert max(errors.values()) <= 1e-5, errors
+    assert everyone[0].losses == pytest.approx(one.losses, rel=1e-5)
+
+
+@by_name(MIXED)
+def test_gradients_of_mixed_precision_are_those_of_one_process(cell: Cell, trained: Train) -> None:
+    """Schedules that split the backward pass add the gradients of weights by another path than autograd does."""
+    everyone, one = trained(cell), one_process(cell)
+    errors = gradient_errors(whole(everyone, "gradients"), one.gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
+
+
+@by_name([*array(), *SPECIAL, *OTHER_PRECISIONS])
+def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
+    config = configuration(cell)
+    layout = check_layout(config, cell.world)
+    memory = memory_by_rank(config, layout)
+    assert memory is not None
+    for rank, found in enumerate(trained(cell)):
+        stage, data, tensor = found.place
+        sent = bytes_per_step(config, layout, pipeline_rank=stage, data_rank=data, tensor_rank=tensor)
+        evaluated = bytes_per_evaluation_batch(config, layout, pipeline_rank=stage)
+        assert sent is not None
+        assert evaluated is not None
+        compare(found.step, sent, found.calls, f"step, rank {rank}")
+        wanted = {key: EVAL_BATCHES * amount for key, amount in evaluated.items()}
+        size = 2 * 8 * len(config.model.objectives)  # at the end sums of losses and numbers of targets, in float64
+        for axis, degree in (("dp", layout.data), ("pp", layout.pipeline)):
+            if degree > 1:
+                wanted[axis, "all_reduce"] = wanted.get((axis, "all_reduce"), 0.0) + 2 * size * (degree - 1) / degree
+        compare(found.evaluation, wanted, found.calls, f"evaluation, rank {rank}")
+        for what in ("parameters", "gradients", "optimizer"):
+            assert found.state[what] == getattr(memory[stage], what), f"rank {rank} holds other bytes of {what}"
+        stages = tuple(one for one in stage_plan(config, layout) if one.rank == stage)
+        elements = local_parameter_count(config.model, layout.tensor, stages=stages, vocab_multiple=cell.vocab_multiple)
+        assert found.state["elements"] == elements, f"rank {rank} holds other parameters than the plan has"
+
+
+@by_name([*array(), *SPECIAL, *OTHER_PRECISIONS])
+def test_optimizer_state_is_8_12_or_4_bytes_a_parameter(cell: Cell, trained: Train) -> None:
+    """Over the ranks that share it, padding of buckets left out."""
+    everyone = trained(cell)
+    by_shard: Counter[tuple[int, int]] = Counter()
+    elements: dict[tuple[int, int], int] = {}
+    for one in everyone:
+        stage, data, tensor = one.place
+        if cell.zero or data == 0:
+            by_shard[stage, tensor] += one.state["optimizer"] - one.state["padding"]
+        elements[stage, tensor] = one.state["elements"]
+    for place, held in by_shard.items():
+        assert held == STATE_BYTES[cell.mode] * elements[place], f"pipeline and tensor rank {place}"
+
+
+def compare(
+    found: Counter[tuple[str, str]], wanted: dict[tuple[str, str], float], calls: Counter[tuple[str, str]], what: str
+) -> None:
+    assert set(found) == set(wanted), f"{what}: other collectives than cost has"
+    for key, amount in wanted.items():
+        # The meter rounds each call down to a whole byte.
+        off = amount - found[key]
+        assert 0 <= off <= calls[key], f"{what}: {found[key]:,} bytes were sent by {key}, cost has {amount:,}"
