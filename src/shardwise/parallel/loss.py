@@ -14,8 +14,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shardwise import comm
+from shardwise._torch_private import graph_is_kept
 from shardwise.cost.memory import loss_chunk_elements
 from shardwise.mesh import Group
 from shardwise.parallel.matmul import product, weight_gradient
@@ -136,7 +138,10 @@ def parallel_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and loss, chunk by chunk. The forward pass makes the gradients, while a chunk's probabilities exist."""
+    """Head and loss, chunk by chunk. The forward pass makes the gradients, while a chunk's probabilities exist.
+
+    needed: by which of x, weight and bias a gradient is.
+    """
 
     @staticmethod
     def forward(
@@ -148,13 +153,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: _Shard,
         sequence_parallel: bool,
         chunk_elements: int,
-        wants_grad: bool,
+        needed: tuple[bool, bool, bool],
     ) -> Tensor:
         group = shard.group
         scattered = sequence_parallel and group.size > 1
-        dx = torch.empty_like(x_SBH) if wants_grad else None
-        dw = torch.zeros_like(weight_vH, dtype=torch.float32) if wants_grad else None
-        db = torch.zeros_like(bias_v, dtype=torch.float32) if wants_grad and bias_v is not None else None
+        dx = torch.empty_like(x_SBH) if needed[0] else None
+        dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
+        db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
         # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.
         target_RSB = target_SB.view(group.size if scattered else 1, -1, target_SB.shape[-1])
         tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
@@ -169,34 +174,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits.add_(bias_v)
             loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
             total = total + loss.sum()  # not in place: torch 2.11, traced, would drop its gradient
-            if dx is None or dw is None:
+            if not any(needed):
                 continue
             dlogits = shard.gradient_(logits, column, here, counted.float())
             if db is not None:
                 db.add_(dlogits.sum(dim=0))
             dlogits = dlogits.to(weight_vH.dtype)
-            dw.add_(weight_gradient(dlogits, flat))
-            dchunk = product(dlogits, weight_vH.t()).view(chunk.shape)
-            dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
-            del logits, dlogits, dchunk  # one chunk at a time: the next one's logits take their place
-        if dx is not None and dw is not None:
-            if not scattered:
-                comm.all_reduce_(dx, group)
-            ctx.save_for_backward(dx, dw, db)
-            ctx.scaled_by = None
+            if dw is not None:
+                dw.add_(weight_gradient(dlogits, flat))
+            if dx is not None:
+                dchunk = product(dlogits, weight_vH.t()).view(chunk.shape)
+                dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
+                del dchunk
+            del logits, dlogits  # one chunk at a time: the next one's logits take their place
+        if dx is not None and not scattered:
+            comm.all_reduce_(dx, group)
+        ctx.save_for_backward(dx, dw, db)
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # A schedule may ask for the input's and the weight's gradient in two passes: the scaling happens in the first.
-        dx, dw, db = ctx.saved_tensors
-        if ctx.scaled_by is None:
-            ctx.scaled_by = grads[0].clone()
-            for gradient in (dx, dw) if db is None else (dx, dw, db):
-                gradient.data.mul_(grads[0])
-        elif grads[0].device.type == "cpu" and not torch.equal(ctx.scaled_by, grads[0]):  # others would be waited for
-            raise RuntimeError("linear_cross_entropy cannot be differentiated again with another incoming gradient")
-        return dx, dw, db, None, None, None, None, None
+        # The saved gradients stay unscaled while another backward pass may ask for them: with another incoming
+        # gradient, or for the weight's alone, as schedules with a split backward pass do. The last pass needs no copy.
+        is_last = not torch.compiler.is_compiling() and not graph_is_kept()
+        saved = ctx.saved_tensors
+        scaled = [g if g is None else g.mul_(grads[0]) if is_last else g * grads[0] for g in saved]
+        return (*scaled, None, None, None, None, None)
 
 
 def linear_cross_entropy(
@@ -232,14 +236,15 @@ def linear_cross_entropy(
         parallelism also an all-gather of x and a reduce-scatter of its gradient, else one all-reduce of x's gradient.
 
     Raises:
-        ValueError: as `parallel_cross_entropy`. RuntimeError: a second backward pass with another incoming gradient.
+        ValueError: as `parallel_cross_entropy`. RuntimeError: its gradient is differentiated.
     """
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
     shard = _Shard.make(Group.of(group), weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
-    wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    trained = torch.is_grad_enabled()
+    needed = tuple(trained and each is not None and each.requires_grad for each in (x, weight, bias))
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, wants_grad
+        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed
     )
     return cast(Tensor, result)
