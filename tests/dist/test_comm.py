@@ -150,28 +150,35 @@ def gradient(size: int, name: str) -> dict[str, float]:
     group = mesh(size).tp
     replicated, alike, dense = WHOLE_TO_PARTS[name]
     xs = [random(0 if replicated else rank, 2 * size, 3, 2 * size, dtype=DOUBLE) for rank in range(size)]
-    inputs = [xs[0].requires_grad_()] * size if replicated else [x.requires_grad_() for x in xs]
+    inputs = [x.clone().requires_grad_() for x in xs]
+    inputs = inputs[:1] * size if replicated else inputs
     outputs = dense(inputs)
-    pulls = [random(100 + (0 if alike else rank), *y.shape, dtype=DOUBLE) for rank, y in enumerate(outputs)]
+    pulls = [random(100 + rank, *y.shape, dtype=DOUBLE).requires_grad_() for rank, y in enumerate(outputs)]
     # Used alike by all ranks: one use, one loss. Else each rank's use is a term of the loss.
+    pulls = pulls[:1] * size if alike else pulls
     terms = [(y * pull).sum() for y, pull in zip(outputs, pulls, strict=True)]
-    (terms[0] if alike else torch.stack(terms).sum()).backward()
-    x = xs[group.rank].detach().clone().requires_grad_()
-    before = x.detach().clone()
+    loss = terms[0] if alike else torch.stack(terms).sum()
+    uses = [random(200 + rank, *x.shape, dtype=DOUBLE) for rank, x in enumerate(xs)][: 1 if replicated else size]
+    wanted = torch.autograd.grad(loss, inputs[: len(uses)], create_graph=True)
+    twice_wanted = torch.autograd.grad(wanted, pulls[: 1 if alike else size], uses)
+    x = xs[group.rank].clone().requires_grad_()
     y = getattr(comm, name)(x, group)
-    pull = pulls[group.rank].clone()
-    (found,) = torch.autograd.grad(y, x, pull)
-    wanted = inputs[group.rank].grad
-    assert wanted is not None
-    assert torch.equal(x.detach(), before), f"{name} changed its input"
+    pull = pulls[group.rank].detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(y, x, pull, create_graph=True)
+    (twice,) = torch.autograd.grad(found, pull, uses[0 if replicated else group.rank])
+    assert torch.equal(x, xs[group.rank]), f"{name} changed its input"
     assert torch.equal(pull, pulls[group.rank]), f"{name} changed the incoming gradient in place"
     assert y.is_contiguous()
-    return {"value": error(y, outputs[group.rank]), "gradient": error(found, wanted)}
+    return {
+        "value": error(y, outputs[group.rank]),
+        "gradient": error(found, wanted[0 if replicated else group.rank]),
+        "gradient of the gradient": error(twice, twice_wanted[0 if alike else group.rank]),
+    }
 
 
 @pytest.mark.parametrize("name", WHOLE_TO_PARTS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_are_those_of_the_dense_formulation(size: int, name: str, ranks: Any) -> None:
+def test_gradients_and_their_gradients_are_those_of_the_dense_formulation(size: int, name: str, ranks: Any) -> None:
     check(run(ranks, size, gradient, size, name), 1e-14)
 
 

@@ -274,6 +274,18 @@ def test_gradients_accumulate(tp: int, ranks: Any) -> None:
     check(run(ranks, tp, accumulated, tp))
 
 
+def test_a_second_derivative_of_a_loss_is_refused() -> None:
+    """Their gradients are made of what the forward pass left, which is no function of the input any more."""
+    case = Case(1, False, 13)
+    logits = random(1, S, B, 13).requires_grad_()
+    for name, loss, leaf in (
+        ("linear_cross_entropy", case.loss(), case.x),
+        ("parallel_cross_entropy", parallel_cross_entropy(logits, targets(13)).sum(), logits),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} has no second derivative: leave out create_graph=True, or use"):
+            torch.autograd.grad(loss, leaf, create_graph=True)
+
+
 def partly_frozen(tp: int) -> dict[str, float]:
     """Every subset of x, weight and bias that may need gradients, as a frozen head or the training of biases alone."""
     whole = [random(1, S, B, H), random(2, 13, H), random(3, 13)]

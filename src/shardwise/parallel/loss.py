@@ -14,13 +14,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise import comm
 from shardwise._torch_private import graph_is_kept
 from shardwise.cost.memory import loss_chunk_elements
 from shardwise.mesh import Group
-from shardwise.parallel.matmul import product, weight_gradient
+from shardwise.parallel.matmul import linear, weight_gradient
 
 IGNORE_INDEX = -100
 
@@ -90,6 +89,15 @@ class _Shard:
         return softmax_NV.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
 
 
+def _refuse_second_derivative(name: str) -> None:
+    """In a backward pass: its gradients are made of saved numbers, so a gradient of theirs would lack a part."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{name} has no second derivative: leave out create_graph=True, "
+            "or use torch.nn.functional.cross_entropy on the whole logits"
+        )
+
+
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, shard: _Shard) -> Tensor:
@@ -101,6 +109,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_second_derivative("parallel_cross_entropy")
         softmax, column, here, counted = ctx.saved_tensors
         weight = grads[0].reshape(-1).float().masked_fill(~counted, 0.0)
         gradient = ctx.shard.gradient_(softmax.clone(), column, here, weight)
@@ -129,7 +138,8 @@ def parallel_cross_entropy(
         `[…]`, equal on all ranks. Communicates two small all-reduces forward, nothing backward.
 
     Raises:
-        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1].
+        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1]. RuntimeError: a backward
+        pass with `create_graph=True`.
     """
     shard = _Shard.make(Group.of(group), vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
@@ -169,7 +179,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + step, x_SBH.shape[0]))
             chunk = comm.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
-            logits = product(flat, weight_vH).float()
+            logits = linear(flat, weight_vH).float()
             if bias_v is not None:
                 logits.add_(bias_v)
             loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
@@ -183,7 +193,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dw is not None:
                 dw.add_(weight_gradient(dlogits, flat))
             if dx is not None:
-                dchunk = product(dlogits, weight_vH.t()).view(chunk.shape)
+                dchunk = linear(dlogits, weight_vH.t()).view(chunk.shape)
                 dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
                 del dchunk
             del logits, dlogits  # one chunk at a time: the next one's logits take their place
@@ -193,8 +203,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative("linear_cross_entropy")
         # The saved gradients stay unscaled while another backward pass may ask for them: with another incoming
         # gradient, or for the weight's alone, as schedules with a split backward pass do. The last pass needs no copy.
         is_last = not torch.compiler.is_compiling() and not graph_is_kept()
@@ -236,7 +246,7 @@ def linear_cross_entropy(
         parallelism also an all-gather of x and a reduce-scatter of its gradient, else one all-reduce of x's gradient.
 
     Raises:
-        ValueError: as `parallel_cross_entropy`. RuntimeError: its gradient is differentiated.
+        ValueError: as `parallel_cross_entropy`. RuntimeError: a backward pass with `create_graph=True`.
     """
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")

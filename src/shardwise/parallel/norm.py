@@ -84,12 +84,15 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
+        ctx.eps = eps
         y: Tensor = (x * inverse).mul_(weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is differentiated again, and what was saved is no function of x
+            inverse = x.square().mean(dim=-1, keepdim=True).add(ctx.eps).rsqrt()
         dy, unit = grads[0], x * inverse
         dy_unit = dy * unit
         dw = dy_unit.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
