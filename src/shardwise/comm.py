@@ -49,6 +49,13 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _check_divides(whole: Tensor, dim: int, group: Group) -> None:
+    length = whole.shape[dim]
+    if length % group.size:
+        where = "dim 0" if dim == 0 else "the last dim"
+        raise ValueError(f"{where} ({length}) must be a multiple of the group's size ({group.size})")
+
+
 # ---- collectives on plain tensors
 
 
@@ -110,8 +117,7 @@ def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`."""
     if group.size == 1:
         return whole
-    if whole.shape[0] % group.size:
-        raise ValueError(f"dim 0 ({whole.shape[0]}) must be a multiple of the group's size ({group.size})")
+    _check_divides(whole, 0, group)
     out = whole.new_empty((whole.shape[0] // group.size, *whole.shape[1:]))
     return reduce_scatter_async(whole.contiguous(), group, out=out, overlap=False).wait()
 
@@ -302,6 +308,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
+        _check_divides(x, dim, group)
         return _output(x.chunk(group.size, dim=dim)[group.rank].contiguous())
 
     @staticmethod

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.mesh import Group, Mesh
+from shardwise.parallel import ReplicatedEmbedding
 from tests.dist.dense import check, error, mesh, random, run
 
 SIZES = (1, 2, 4)
@@ -99,16 +100,27 @@ def test_reduce_scatter_by_all_to_all_equals_the_native_one(size: int, ranks: An
         assert difference < 1e-6, f"rank {rank}: off by {difference:.1e}"
 
 
-def uneven(size: int) -> str:
-    try:
-        comm.reduce_scatter(torch.zeros(size + 1, 2), mesh(size).tp)
-    except ValueError as refusal:
-        return str(refusal)
-    return "accepted"
+def uneven(size: int) -> list[str]:
+    group, messages = mesh(size).tp, []
+    positions = ReplicatedEmbedding(8, 4, sequence_parallel_enabled=True, group=group, name="positions", seed=1)
+    for function, x in (
+        (lambda x: comm.reduce_scatter(x, group), torch.zeros(size + 1, 2)),
+        (lambda x: comm.scatter_sum_sequence(x, group), torch.zeros(size + 1, 2)),
+        (lambda x: comm.split_sequence(x, group), torch.zeros(size + 1, 2)),
+        (lambda x: comm.split_last(x, group), torch.zeros(2, size + 1)),
+        (positions, torch.zeros(size + 1, 2, dtype=torch.int64)),
+    ):
+        try:
+            messages.append(f"gives {len(function(x))} rows")
+        except ValueError as refusal:
+            messages.append(str(refusal))
+    return messages
 
 
-def test_reduce_scatter_refuses_what_does_not_divide(ranks: Any) -> None:
-    assert run(ranks, 2, uneven, 2) == ["dim 0 (3) must be a multiple of the group's size (2)"] * 2
+def test_a_length_that_the_group_does_not_divide_is_refused(ranks: Any) -> None:
+    """Split all the same, it gave one rank more rows than the other."""
+    rows, columns = (f"{where} (3) must be a multiple of the group's size (2)" for where in ("dim 0", "the last dim"))
+    assert run(ranks, 2, uneven, 2) == [[rows, rows, rows, columns, rows]] * 2
 
 
 def test_at_size_one_every_collective_is_the_identity() -> None:

@@ -105,7 +105,7 @@ class ReplicatedEmbedding(placement.PlacedModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
-        mine = ids.chunk(self.group.size)[self.group.rank] if self.sequence_parallel_enabled else ids
+        mine = comm.split_sequence(ids, self.group) if self.sequence_parallel_enabled else ids
         return F.embedding(mine, self.weight)
 
     def extra_repr(self) -> str:
