@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import comm
+from shardwise.errors import ArgumentError
 from shardwise.mesh import Group, Mesh
 from shardwise.parallel import ReplicatedEmbedding
 from tests.dist.dense import check, error, mesh, random, run
@@ -298,6 +300,12 @@ def from_process_group() -> None:
     assert group.split(2) is again.split(2)
     assert Group.of(group) is group
     assert Group.of(None) is not Group.of(None)
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    axis = Group.of(whole["tp"])
+    assert axis is Group.of(whole.get_group("tp")), "one axis of a DeviceMesh is its process group"
+    assert axis.ranks == ((0, 1) if dist.get_rank() < 2 else (2, 3))
+    with pytest.raises(ArgumentError, match="must be the ranks of one axis: pass those of a Mesh"):
+        Group.of(whole)
 
 
 def test_a_process_group_has_one_group(ranks: Any) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwise import comm, placement
 from shardwise.cost.params import vocabulary_rows
-from shardwise.mesh import Group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
+from shardwise.parallel.sharing import sharing_group
 
 
 class ParallelEmbedding(placement.PlacedModule):
@@ -38,7 +38,7 @@ class ParallelEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
         self.num_embeddings = num_embeddings
@@ -94,7 +94,8 @@ class ReplicatedEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        owner = type(self).__name__
+        self.group = group = sharing_group(owner, options.get("group"), needed=sequence_parallel_enabled)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         shape = (num_embeddings, embedding_dim)

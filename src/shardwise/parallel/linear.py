@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import comm, placement
 from shardwise.errors import listing
-from shardwise.mesh import Group
+from shardwise.mesh import Group, Ranks
 from shardwise.parallel.matmul import linear
+from shardwise.parallel.sharing import sharing_group
 from shardwise.placement import Init
 
 DEFAULT_INIT = Init.normal(0.02)
@@ -34,12 +34,13 @@ class TensorOptions(TypedDict, total=False):
 class LayerOptions(TensorOptions, total=False):
     """Keywords that every sharded layer takes.
 
-    group: the ranks that share the layer (a `Group`, a process group, or None for no sharding).
+    group: the ranks that share the layer (a `Group` such as `mesh.tp`, a process group, or one axis of a `DeviceMesh`).
+    Without it a layer is whole on every rank, which a job of several ranks warns of; `Group()` asks for that.
     seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's
     generator. init: how the weight is drawn (default: normal, std 0.02). device, dtype: of the local tensors.
     """
 
-    group: Group | dist.ProcessGroup | None
+    group: Ranks | None
     init: Init
 
 
@@ -89,7 +90,7 @@ class _ColumnParallel(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.input_size = input_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -246,7 +247,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
-        size = Group.of(options.get("group")).size
+        size = sharing_group(type(self).__name__, options.get("group")).size
         for what, features in zip(("query", "key/value"), output_sizes, strict=True):
             if features < head_dim or features % head_dim:
                 raise ValueError(f"{what} size ({features}) must be a multiple of head_dim ({head_dim})")
@@ -295,7 +296,7 @@ class RowParallelLinear(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if input_size % group.size:
             raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
         if sequence_parallel_enabled and not input_is_parallel:

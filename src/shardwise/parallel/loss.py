@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import comm
 from shardwise._torch_private import graph_is_kept
 from shardwise.cost.memory import loss_chunk_elements
-from shardwise.mesh import Group
+from shardwise.mesh import Group, Ranks
 from shardwise.parallel.matmul import linear, weight_gradient
+from shardwise.parallel.sharing import sharing_group
 
 IGNORE_INDEX = -100
 
@@ -121,7 +121,7 @@ def parallel_cross_entropy(
     target: Tensor,
     label_smoothing: float = 0.0,
     *,
-    group: Group | dist.ProcessGroup | None = None,
+    group: Ranks | None = None,
     ignore_index: int = IGNORE_INDEX,
     vocab_size: int | None = None,
 ) -> Tensor:
@@ -141,7 +141,13 @@ def parallel_cross_entropy(
         ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1]. RuntimeError: a backward
         pass with `create_graph=True`.
     """
-    shard = _Shard.make(Group.of(group), vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
+    shard = _Shard.make(
+        sharing_group("parallel_cross_entropy", group),
+        vocab_parallel_logits.shape[-1],
+        vocab_size,
+        ignore_index,
+        label_smoothing,
+    )
     shard.check(target)
     loss = _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
@@ -218,7 +224,7 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
-    group: Group | dist.ProcessGroup | None = None,
+    group: Ranks | None = None,
     sequence_parallel_enabled: bool = False,
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
@@ -250,7 +256,9 @@ def linear_cross_entropy(
     """
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
-    shard = _Shard.make(Group.of(group), weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    shard = _Shard.make(
+        sharing_group("linear_cross_entropy", group), weight.shape[0], vocab_size, ignore_index, label_smoothing
+    )
     shard.check(target)
     trained = torch.is_grad_enabled()
     needed = tuple(trained and each is not None and each.requires_grad for each in (x, weight, bias))

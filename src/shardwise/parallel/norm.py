@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import placement
-from shardwise.mesh import Group
 from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
+from shardwise.parallel.sharing import sharing_group
 from shardwise.placement import Init
 
 
@@ -29,7 +29,8 @@ class _Norm(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        group, seed = Group.of(options.get("group")), options.get("seed")
+        group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
+        seed = options.get("seed")
         self.normalized_shape, self.eps = (normalized_shape,), eps
         for leaf, value in leaves.items():
             piece = placement.replicated(

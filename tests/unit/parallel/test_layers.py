@@ -1,6 +1,7 @@
 """Layers in one process: what they refuse, how they are named and drawn, and that alone they are torch's layers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,16 +9,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise import placement
-from shardwise.mesh import Group
+from shardwise.errors import ArgumentError
+from shardwise.mesh import Group, Mesh
 from shardwise.parallel import (
     ColumnParallelLinear,
+    Dropout,
     GQAQKVColumnParallelLinear,
     LayerNorm,
     MergedColumnParallelLinear,
     ParallelEmbedding,
     ParallelLMHead,
+    ReplicatedEmbedding,
     RMSNorm,
     RowParallelLinear,
+    linear_cross_entropy,
+    parallel_cross_entropy,
 )
 from shardwise.placement import Init
 from tests.unit.parallel.groups import pretend_group
@@ -143,6 +149,52 @@ def test_a_process_group_or_none_is_taken_as_a_group() -> None:
     assert Group.of(None).size == 1
     assert Group.of(FOUR) is FOUR
     assert ColumnParallelLinear(4, 4, group=None).group.size == 1
+
+
+WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
+    "ColumnParallelLinear": lambda group: ColumnParallelLinear(4, 4, group=group),
+    "GQAQKVColumnParallelLinear": lambda group: GQAQKVColumnParallelLinear(8, (8, 4), head_dim=4, group=group),
+    "RowParallelLinear": lambda group: RowParallelLinear(4, 4, group=group),
+    "ParallelEmbedding": lambda group: ParallelEmbedding(4, 4, group=group),
+    "ParallelLMHead": lambda group: ParallelLMHead(4, 4, group=group),
+    "RMSNorm": lambda group: RMSNorm(4, sequence_parallel_enabled=True, group=group),
+    "ReplicatedEmbedding": lambda group: ReplicatedEmbedding(4, 4, sequence_parallel_enabled=True, group=group),
+    "Dropout": lambda group: Dropout(0.5, layer=0, site=0, sequence_parallel_enabled=True, group=group),
+    "parallel_cross_entropy": lambda group: parallel_cross_entropy(
+        torch.zeros(2, 1, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
+    ),
+    "linear_cross_entropy": lambda group: linear_cross_entropy(
+        torch.zeros(2, 1, 4), torch.zeros(4, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
+    ),
+}
+
+
+@pytest.mark.parametrize("owner", WITHOUT_GROUP)
+def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.parallel.sharing._warned", [])
+    make = WITHOUT_GROUP[owner]
+    make(None)  # alone: nothing to share
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    make(Group())
+    LayerNorm(4)  # the same with a group
+    with pytest.warns(UserWarning, match=f"{owner} was given no group=, so each of the 4 ranks of this job") as warned:
+        make(None)
+    assert [warning.filename for warning in warned] == [__file__], "the warning does not point at the caller"
+    for other in WITHOUT_GROUP.values():
+        other(None)
+
+
+@pytest.mark.parametrize("given", [Mesh(device="cpu"), 8, True, "tp", [0, 1]], ids=repr)
+@pytest.mark.parametrize("owner", WITHOUT_GROUP)
+def test_what_is_no_group_is_refused_with_what_to_pass(owner: str, given: Any) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        WITHOUT_GROUP[owner](given)
+    assert str(refusal.value) == (
+        f"group ({given!r}) must be the ranks of one axis: pass those of a Mesh, such as mesh.tp of Mesh(tensor=2), "
+        "a process group, or one axis of a DeviceMesh, such as device_mesh['tp']"
+    )
 
 
 @pytest.mark.parametrize("rank", range(4))
