@@ -33,9 +33,9 @@ from shardwise.parallel import (
     RMSNorm,
     RowParallelLinear,
 )
+from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.dropout import scaled
 from shardwise.parallel.linear import LayerOptions, LinearOptions
-from shardwise.parallel.sharing import sharing_group
 from shardwise.placement import Init, share
 
 _Config = TypeVar("_Config", bound=FamilyConfig)

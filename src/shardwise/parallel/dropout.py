@@ -22,7 +22,7 @@ from shardwise import device as devices
 from shardwise.config import DropoutMode
 from shardwise.cost.activations import MASK_CHUNK_ELEMENTS
 from shardwise.mesh import Ranks
-from shardwise.parallel.sharing import sharing_group
+from shardwise.parallel.arguments import sharing_group
 
 
 @dataclass(frozen=True)

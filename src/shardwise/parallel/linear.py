@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
-from shardwise.errors import listing
 from shardwise.mesh import Group, Ranks
+from shardwise.parallel.arguments import refuse_unknown, sharing_group
 from shardwise.parallel.matmul import linear
-from shardwise.parallel.sharing import sharing_group
 from shardwise.placement import Init
 
 DEFAULT_INIT = Init.normal(0.02)
@@ -53,15 +52,15 @@ class LinearOptions(LayerOptions, total=False):
     transposed: bool
 
 
-def tensor_options(options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__) -> TensorOptions:
+def tensor_options(
+    layer: nn.Module, options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__
+) -> TensorOptions:
     """The part of a layer's keywords that its parameters take.
 
     Raises:
-        TypeError: a keyword that no such layer takes.
+        ArgumentError: a keyword that the layer does not take.
     """
-    for name in options:
-        if name not in known:
-            raise TypeError(f"unknown keyword {name}: beside its own a layer takes {listing(sorted(known))}")
+    refuse_unknown(type(layer), options, known)
     return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
 
 
@@ -90,6 +89,7 @@ class _ColumnParallel(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
+        where = tensor_options(self, options, LinearOptions.__optional_keys__)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.input_size = input_size
         self.gather_output = gather_output
@@ -100,7 +100,6 @@ class _ColumnParallel(placement.PlacedModule):
         self._copies = [copies for _, _, copies in parts]
         self._sizes = [size * copies // group.size for _, size, copies in parts]
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options, LinearOptions.__optional_keys__)
         transposed = options.get("transposed", False)
 
         def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
@@ -247,6 +246,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
+        refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
         size = sharing_group(type(self).__name__, options.get("group")).size
         for what, features in zip(("query", "key/value"), output_sizes, strict=True):
             if features < head_dim or features % head_dim:
@@ -296,6 +296,7 @@ class RowParallelLinear(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
+        where = tensor_options(self, options, LinearOptions.__optional_keys__)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if input_size % group.size:
             raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
@@ -304,7 +305,6 @@ class RowParallelLinear(placement.PlacedModule):
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options, LinearOptions.__optional_keys__)
         piece = placement.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
         piece = piece.transpose() if options.get("transposed", False) else piece
         self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
@@ -351,7 +351,7 @@ class ReplicatedLinear(placement.PlacedModule):
     ) -> None:
         super().__init__()
         group, seed, init = Group.of(options.get("group")), options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options)
+        where = tensor_options(self, options)
 
         def make(leaf: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
             piece = placement.replicated(full_name(name, leaf, seed), shape, group, how, partial=False)

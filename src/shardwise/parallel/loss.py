@@ -9,7 +9,7 @@ What is exchanged is three numbers a token, never logits. Padding columns have p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from shardwise import comm
 from shardwise._torch_private import graph_is_kept
 from shardwise.cost.memory import loss_chunk_elements
 from shardwise.mesh import Group, Ranks
+from shardwise.parallel.arguments import refuse_unknown, sharing_group
 from shardwise.parallel.matmul import linear, weight_gradient
-from shardwise.parallel.sharing import sharing_group
 
 IGNORE_INDEX = -100
 
@@ -124,6 +124,7 @@ def parallel_cross_entropy(
     group: Ranks | None = None,
     ignore_index: int = IGNORE_INDEX,
     vocab_size: int | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Loss of each token, in float32, from logits that are cut along the vocabulary.
 
@@ -139,15 +140,12 @@ def parallel_cross_entropy(
 
     Raises:
         ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1]. RuntimeError: a backward
-        pass with `create_graph=True`.
+        pass with `create_graph=True`. ArgumentError: an argument that it does not take.
     """
-    shard = _Shard.make(
-        sharing_group("parallel_cross_entropy", group),
-        vocab_parallel_logits.shape[-1],
-        vocab_size,
-        ignore_index,
-        label_smoothing,
-    )
+    if unknown:
+        refuse_unknown(parallel_cross_entropy, unknown)
+    ranks = sharing_group("parallel_cross_entropy", group)
+    shard = _Shard.make(ranks, vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     loss = _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
@@ -256,9 +254,8 @@ def linear_cross_entropy(
     """
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
-    shard = _Shard.make(
-        sharing_group("linear_cross_entropy", group), weight.shape[0], vocab_size, ignore_index, label_smoothing
-    )
+    ranks = sharing_group("linear_cross_entropy", group)
+    shard = _Shard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     trained = torch.is_grad_enabled()
     needed = tuple(trained and each is not None and each.requires_grad for each in (x, weight, bias))

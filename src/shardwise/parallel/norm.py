@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import placement
+from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
-from shardwise.parallel.sharing import sharing_group
 from shardwise.placement import Init
 
 
@@ -29,6 +29,7 @@ class _Norm(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
+        where = tensor_options(self, options)
         group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
         seed = options.get("seed")
         self.normalized_shape, self.eps = (normalized_shape,), eps
@@ -44,7 +45,7 @@ class _Norm(placement.PlacedModule):
                 self.normalized_shape,
                 (piece,),
                 group,
-                **tensor_options(options),
+                **where,
             )
             self.register_parameter(leaf, parameter)
 

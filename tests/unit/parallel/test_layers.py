@@ -173,7 +173,7 @@ WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
 def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
     owner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.parallel.sharing._warned", [])
+    monkeypatch.setattr("shardwise.parallel.arguments._warned", [])
     make = WITHOUT_GROUP[owner]
     make(None)  # alone: nothing to share
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -236,7 +236,53 @@ def test_layers_say_what_they_are() -> None:
 )
 def test_a_keyword_that_no_layer_takes_is_refused(make: Callable[..., nn.Module]) -> None:
     """Swallowed, it would train another model than was asked for."""
-    with pytest.raises(
-        TypeError, match="unknown keyword sequence_parallel: beside its own a layer takes device, dtype, group"
-    ):
+    with pytest.raises(ArgumentError) as refusal:
         make(sequence_parallel=True)
+    name = type(make()).__name__
+    assert str(refusal.value) == f"{name} does not take sequence_parallel (did you mean sequence_parallel_enabled?)"
+
+
+SAME = "leave it out: with seed= and name= the weights are the same at any degree"
+FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str]] = {
+    "column of neuronx-distributed": (
+        lambda **options: ColumnParallelLinear(4, 8, **options),
+        {"dtype": torch.float32, "init_method": None, "keep_master_weight": True, "tensor_model_parallel_group": None},
+        "ColumnParallelLinear does not take init_method (give init=, such as shardwise.placement.Init.normal(0.02)), "
+        f"keep_master_weight ({SAME}) or tensor_model_parallel_group (give group=)",
+    ),
+    "row of Megatron": (
+        lambda **options: RowParallelLinear(4, 8, **options),
+        {"config": object(), "skip_bias_add": False, "is_expert": False},
+        "RowParallelLinear does not take "
+        "config (give group=, sequence_parallel_enabled=, dtype= and seed= by themselves), skip_bias_add "
+        "(give bias=False and add a bias of your own) or is_expert (leave it out, it is not supported)",
+    ),
+    "embedding of neuronx-distributed": (
+        lambda **options: ParallelEmbedding(4, 8, **options),
+        {"shard_across_embedding": False, "sequence_dimension": 0},
+        "ParallelEmbedding does not take shard_across_embedding (leave it out: the table is cut along the vocabulary) "
+        "or sequence_dimension (leave it out: the sequence is dim 0)",
+    ),
+    "loss of Megatron": (
+        lambda **options: parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **options),
+        {"tp_group": None},
+        "parallel_cross_entropy does not take tp_group (give group=)",
+    ),
+    "something else": (
+        lambda **options: RMSNorm(4, **options),
+        {"zzz": 1},
+        "RMSNorm does not take zzz; "
+        "it takes normalized_shape, eps, sequence_parallel_enabled, name, device, dtype, group, init and seed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FROM_OTHER_LIBRARIES)
+def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, arguments, message = FROM_OTHER_LIBRARIES[case]
+    monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
+    with pytest.raises(ArgumentError) as refusal:
+        make(**arguments)
+    assert str(refusal.value) == message
