@@ -25,6 +25,14 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward pass under way keeps its graph for another one (`retain_graph`).
+
+    What an autograd function has saved is freed behind a pass that does not: that pass may then work in place.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def postpone_compiler() -> None:
     """Let optimizers be made without importing torch's compiler, which takes as long as importing torch itself.
 

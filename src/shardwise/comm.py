@@ -49,6 +49,13 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _check_divides(whole: Tensor, dim: int, group: Group) -> None:
+    length = whole.shape[dim]
+    if length % group.size:
+        where = "dim 0" if dim == 0 else "the last dim"
+        raise ValueError(f"{where} ({length}) must be a multiple of the group's size ({group.size})")
+
+
 # ---- collectives on plain tensors
 
 
@@ -110,8 +117,7 @@ def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`."""
     if group.size == 1:
         return whole
-    if whole.shape[0] % group.size:
-        raise ValueError(f"dim 0 ({whole.shape[0]}) must be a multiple of the group's size ({group.size})")
+    _check_divides(whole, 0, group)
     out = whole.new_empty((whole.shape[0] // group.size, *whole.shape[1:]))
     return reduce_scatter_async(whole.contiguous(), group, out=out, overlap=False).wait()
 
@@ -226,6 +232,9 @@ def barrier(group: Group) -> None:
 
 
 # ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)
+#
+# Each is the gradient of another one, so that gradients of gradients are right too: copy and reduce, gather_sequence
+# and scatter_sum_sequence, gather and split of what all ranks use alike.
 
 
 def _output(y: Tensor) -> Tensor:
@@ -242,17 +251,18 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(grads[0].contiguous().clone(), ctx.group), None
+        return reduce_from_group(grads[0], ctx.group), None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return _output(all_reduce_(x.contiguous().clone(), group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return copy_to_group(grads[0], ctx.group), None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -263,7 +273,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.group), None
+        return scatter_sum_sequence(grads[0], ctx.group), None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -274,46 +284,40 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.group), None
+        return gather_sequence(grads[0], ctx.group), None
 
 
-class _GatherLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        parts = all_gather(x.unsqueeze(0), group)
-        return torch.cat(parts.unbind(0), dim=-1)
+class _Gather(torch.autograd.Function):
+    """Of parts along `dim`, the first or the last, into a whole that all ranks use alike."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size, dim=-1)[ctx.group.rank].contiguous(), None
-
-
-class _SplitLast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _output(x.chunk(group.size, dim=-1)[group.rank].contiguous())
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        if dim == 0:
+            return _output(all_gather(x, group))
+        return torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = all_gather(grads[0].unsqueeze(0), ctx.group)
-        return torch.cat(parts.unbind(0), dim=-1), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Split, grads[0], ctx.group, ctx.dim), None, None
 
 
-class _SplitSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _output(x.chunk(group.size, dim=0)[group.rank].contiguous())
+class _Split(torch.autograd.Function):
+    """This rank's part along `dim`, the first or the last, of what all ranks have alike."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.group), None
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        _check_divides(x, dim, group)
+        return _output(x.chunk(group.size, dim=dim)[group.rank].contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Gather, grads[0], ctx.group, ctx.dim), None, None
 
 
-def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
-    return x if group.size == 1 else cast(Tensor, function.apply(x, group))
+def _apply(function: type[torch.autograd.Function], x: Tensor, group: Group, *where: int) -> Tensor:
+    return x if group.size == 1 else cast(Tensor, function.apply(x, group, *where))
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
@@ -338,14 +342,14 @@ def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
 
 def split_sequence(x: Tensor, group: Group) -> Tensor:
     """`[S, …]`, equal on all ranks → this rank's `[S/g, …]`; the gradient is gathered."""
-    return _apply(_SplitSequence, x, group)
+    return _apply(_Split, x, group, 0)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """`[…, N/g]` → `[…, N]`; each rank keeps its own part of the gradient (the result is used alike by all)."""
-    return _apply(_GatherLast, x, group)
+    return _apply(_Gather, x, group, -1)
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
     """`[…, N]`, equal on all ranks → this rank's `[…, N/g]`; the gradient is gathered."""
-    return _apply(_SplitLast, x, group)
+    return _apply(_Split, x, group, -1)

@@ -22,6 +22,7 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import device as devices
+from shardwise.errors import ArgumentError
 
 
 @dataclass
@@ -71,14 +72,25 @@ class Group:
         return self
 
     @staticmethod
-    def of(group: Group | dist.ProcessGroup | None) -> Group:
-        """A `Group` from what a user may pass: one of ours, a process group, or None for a group of one.
+    def of(group: Ranks | None) -> Group:
+        """A `Group` from what a user may pass: one of ours, a process group, one axis of a `DeviceMesh`, or None for a
+        group of one.
 
         A process group has one `Group` for as long as it is used: layers that share it share its subgroups, and the
         optimizer's sums over it travel together.
+
+        Raises:
+            ArgumentError: anything else, such as a whole mesh or a degree.
         """
         if group is None or isinstance(group, Group):
             return group or Group()
+        if isinstance(group, DeviceMesh) and group.ndim == 1:
+            group = group.get_group()
+        if not isinstance(group, dist.ProcessGroup):
+            raise ArgumentError(
+                f"group ({group!r}) must be the ranks of one axis: pass those of a Mesh, such as mesh.tp of "
+                "Mesh(tensor=2), a process group, or one axis of a DeviceMesh, such as device_mesh['tp']"
+            )
         known = _by_process_group.get(id(group))
         if known is None or known.process_group is not group:
             known = _by_process_group[id(group)] = Group(group, name="group")
@@ -135,6 +147,10 @@ class Group:
         whole = kind == "send"
         self.meter.bytes[kind] += whole_bytes if whole else factor * whole_bytes * (self.size - 1) // self.size
         self.meter.calls[kind] += 1
+
+
+Ranks = Group | dist.ProcessGroup | DeviceMesh
+"""What a layer, a loss or the optimizer takes as its group."""
 
 
 _alive: weakref.WeakSet[Group | Mesh] = weakref.WeakSet()
@@ -206,6 +222,13 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh(pp={self.pp.size}, dp={self.dp.size}, tp={self.tp.size}, rank={self.world.rank}, {self.device})"
+
+
+def job_size() -> int:
+    """Ranks of this job: those that joined, or as many as the launcher's variables say."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:

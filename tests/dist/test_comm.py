@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import comm
+from shardwise.errors import ArgumentError
 from shardwise.mesh import Group, Mesh
+from shardwise.parallel import ReplicatedEmbedding
 from tests.dist.dense import check, error, mesh, random, run
 
 SIZES = (1, 2, 4)
@@ -99,16 +102,27 @@ def test_reduce_scatter_by_all_to_all_equals_the_native_one(size: int, ranks: An
         assert difference < 1e-6, f"rank {rank}: off by {difference:.1e}"
 
 
-def uneven(size: int) -> str:
-    try:
-        comm.reduce_scatter(torch.zeros(size + 1, 2), mesh(size).tp)
-    except ValueError as refusal:
-        return str(refusal)
-    return "accepted"
+def uneven(size: int) -> list[str]:
+    group, messages = mesh(size).tp, []
+    positions = ReplicatedEmbedding(8, 4, sequence_parallel_enabled=True, group=group, name="positions", seed=1)
+    for function, x in (
+        (lambda x: comm.reduce_scatter(x, group), torch.zeros(size + 1, 2)),
+        (lambda x: comm.scatter_sum_sequence(x, group), torch.zeros(size + 1, 2)),
+        (lambda x: comm.split_sequence(x, group), torch.zeros(size + 1, 2)),
+        (lambda x: comm.split_last(x, group), torch.zeros(2, size + 1)),
+        (positions, torch.zeros(size + 1, 2, dtype=torch.int64)),
+    ):
+        try:
+            messages.append(f"gives {len(function(x))} rows")
+        except ValueError as refusal:
+            messages.append(str(refusal))
+    return messages
 
 
-def test_reduce_scatter_refuses_what_does_not_divide(ranks: Any) -> None:
-    assert run(ranks, 2, uneven, 2) == ["dim 0 (3) must be a multiple of the group's size (2)"] * 2
+def test_a_length_that_the_group_does_not_divide_is_refused(ranks: Any) -> None:
+    """Split all the same, it gave one rank more rows than the other."""
+    rows, columns = (f"{where} (3) must be a multiple of the group's size (2)" for where in ("dim 0", "the last dim"))
+    assert run(ranks, 2, uneven, 2) == [[rows, rows, rows, columns, rows]] * 2
 
 
 def test_at_size_one_every_collective_is_the_identity() -> None:
@@ -150,28 +164,35 @@ def gradient(size: int, name: str) -> dict[str, float]:
     group = mesh(size).tp
     replicated, alike, dense = WHOLE_TO_PARTS[name]
     xs = [random(0 if replicated else rank, 2 * size, 3, 2 * size, dtype=DOUBLE) for rank in range(size)]
-    inputs = [xs[0].requires_grad_()] * size if replicated else [x.requires_grad_() for x in xs]
+    inputs = [x.clone().requires_grad_() for x in xs]
+    inputs = inputs[:1] * size if replicated else inputs
     outputs = dense(inputs)
-    pulls = [random(100 + (0 if alike else rank), *y.shape, dtype=DOUBLE) for rank, y in enumerate(outputs)]
+    pulls = [random(100 + rank, *y.shape, dtype=DOUBLE).requires_grad_() for rank, y in enumerate(outputs)]
     # Used alike by all ranks: one use, one loss. Else each rank's use is a term of the loss.
+    pulls = pulls[:1] * size if alike else pulls
     terms = [(y * pull).sum() for y, pull in zip(outputs, pulls, strict=True)]
-    (terms[0] if alike else torch.stack(terms).sum()).backward()
-    x = xs[group.rank].detach().clone().requires_grad_()
-    before = x.detach().clone()
+    loss = terms[0] if alike else torch.stack(terms).sum()
+    uses = [random(200 + rank, *x.shape, dtype=DOUBLE) for rank, x in enumerate(xs)][: 1 if replicated else size]
+    wanted = torch.autograd.grad(loss, inputs[: len(uses)], create_graph=True)
+    twice_wanted = torch.autograd.grad(wanted, pulls[: 1 if alike else size], uses)
+    x = xs[group.rank].clone().requires_grad_()
     y = getattr(comm, name)(x, group)
-    pull = pulls[group.rank].clone()
-    (found,) = torch.autograd.grad(y, x, pull)
-    wanted = inputs[group.rank].grad
-    assert wanted is not None
-    assert torch.equal(x.detach(), before), f"{name} changed its input"
+    pull = pulls[group.rank].detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(y, x, pull, create_graph=True)
+    (twice,) = torch.autograd.grad(found, pull, uses[0 if replicated else group.rank])
+    assert torch.equal(x, xs[group.rank]), f"{name} changed its input"
     assert torch.equal(pull, pulls[group.rank]), f"{name} changed the incoming gradient in place"
     assert y.is_contiguous()
-    return {"value": error(y, outputs[group.rank]), "gradient": error(found, wanted)}
+    return {
+        "value": error(y, outputs[group.rank]),
+        "gradient": error(found, wanted[0 if replicated else group.rank]),
+        "gradient of the gradient": error(twice, twice_wanted[0 if alike else group.rank]),
+    }
 
 
 @pytest.mark.parametrize("name", WHOLE_TO_PARTS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_gradients_are_those_of_the_dense_formulation(size: int, name: str, ranks: Any) -> None:
+def test_gradients_and_their_gradients_are_those_of_the_dense_formulation(size: int, name: str, ranks: Any) -> None:
     check(run(ranks, size, gradient, size, name), 1e-14)
 
 
@@ -279,6 +300,12 @@ def from_process_group() -> None:
     assert group.split(2) is again.split(2)
     assert Group.of(group) is group
     assert Group.of(None) is not Group.of(None)
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    axis = Group.of(whole["tp"])
+    assert axis is Group.of(whole.get_group("tp")), "one axis of a DeviceMesh is its process group"
+    assert axis.ranks == ((0, 1) if dist.get_rank() < 2 else (2, 3))
+    with pytest.raises(ArgumentError, match="must be the ranks of one axis: pass those of a Mesh"):
+        Group.of(whole)
 
 
 def test_a_process_group_has_one_group(ranks: Any) -> None:

@@ -15,7 +15,8 @@ class Pass:
 
     Attributes:
         kept: from the forward pass until the gradients of the weights are there.
-        loss: what the loss takes on top while it is made. loss_kept: what of it waits for the backward pass.
+        loss: what the loss takes on top while it is made. loss_kept: what of it waits for the backward pass, and is
+        copied by one that leaves the gradients of the weights to another.
         backward: at most during the backward pass, with what is still kept by then. last: at its end.
         waiting: on top of what is kept, where gradients of the weights come later than that of the input.
         reduction: while this stage's gradients are reduced, behind its last micro-batch.
@@ -69,7 +70,8 @@ def peak(order: Iterable[Work], passes: Mapping[int, Pass], micro_batches: int) 
             sent += one.onwards
         elif work.kind == "input":
             if work.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
-                now = kept + beside - one.kept - one.loss_kept + one.backward
+                copied = kept + beside + one.loss_kept
+                now = max(copied, kept + beside - one.kept - one.loss_kept + one.backward)
                 kept += one.waiting
                 activations, forward = max(activations, kept), max(forward, kept + beside)
                 now = max(now, kept + beside)

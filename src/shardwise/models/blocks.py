@@ -33,6 +33,7 @@ from shardwise.parallel import (
     RMSNorm,
     RowParallelLinear,
 )
+from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.dropout import scaled
 from shardwise.parallel.linear import LayerOptions, LinearOptions
 from shardwise.placement import Init, share
@@ -377,7 +378,7 @@ class Family(nn.Module, Generic[_Config]):
     ) -> None:
         super().__init__()
         self.config, self.recompute, self.part = config, recompute, part or Part()
-        ranks = Group.of(group)
+        ranks = sharing_group(type(self).__name__, group)
         init = Init.normal(config.initializer_range)
         options: LayerOptions = {"group": ranks, "seed": seed, "init": init, "device": device, "dtype": dtype}
         self.build(config, Maker(ranks, sequence_parallel, recompute, self.part, vocab_multiple, options))

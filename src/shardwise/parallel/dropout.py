@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from shardwise import device as devices
 from shardwise.config import DropoutMode
-from shardwise.mesh import Group
+from shardwise.mesh import Ranks
+from shardwise.parallel.arguments import sharing_group
 from shardwise.plan.chunks import MASK_CHUNK_ELEMENTS
 
 
@@ -86,13 +87,13 @@ class Dropout(nn.Module):
     """
 
     def __init__(
-        self, p: float, *, layer: int, site: int, group: Group | None = None, sequence_parallel_enabled: bool = False
+        self, p: float, *, layer: int, site: int, group: Ranks | None = None, sequence_parallel_enabled: bool = False
     ) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"the dropout probability ({p}) must be in [0, 1]")
         self.p, self.layer, self.site = p, layer, site
-        group = Group.of(group)
+        group = sharing_group(type(self).__name__, group, needed=sequence_parallel_enabled)
         self._shard = group.rank if sequence_parallel_enabled else 0
 
     def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import comm, placement
-from shardwise.mesh import Group
+from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.plan.parameters import vocabulary_rows
 
@@ -38,7 +38,8 @@ class ParallelEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        where = tensor_options(self, options)
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx ({padding_idx}) must be in [-{num_embeddings}, {num_embeddings})")
         self.num_embeddings = num_embeddings
@@ -47,7 +48,7 @@ class ParallelEmbedding(placement.PlacedModule):
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         shape, rows = (num_embeddings, embedding_dim), vocabulary_rows(num_embeddings, group.size, row_multiple)
         piece = placement.rows(full_name(name, "weight", seed), shape, group, init, per_rank=rows)
-        self.weight = placement.make_parameter((rows, embedding_dim), (piece,), group, **tensor_options(options))
+        self.weight = placement.make_parameter((rows, embedding_dim), (piece,), group, **where)
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -94,18 +95,19 @@ class ReplicatedEmbedding(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        where, owner = tensor_options(self, options), type(self).__name__
+        self.group = group = sharing_group(owner, options.get("group"), needed=sequence_parallel_enabled)
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         shape = (num_embeddings, embedding_dim)
         piece = placement.replicated(
             full_name(name, "weight", seed), shape, group, init, partial=sequence_parallel_enabled
         )
-        self.weight = placement.make_parameter(shape, (piece,), group, **tensor_options(options))
+        self.weight = placement.make_parameter(shape, (piece,), group, **where)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids `[S, …]`, equal on every rank → `[S, …, H]`, or this rank's `[S/g, …, H]` with sequence parallelism."""
-        mine = ids.chunk(self.group.size)[self.group.rank] if self.sequence_parallel_enabled else ids
+        mine = comm.split_sequence(ids, self.group) if self.sequence_parallel_enabled else ids
         return F.embedding(mine, self.weight)
 
     def extra_repr(self) -> str:

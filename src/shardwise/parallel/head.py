@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
-from shardwise.mesh import Group
+from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
 from shardwise.parallel.matmul import linear
@@ -38,10 +38,11 @@ class ParallelLMHead(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        where = tensor_options(self, options)
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.vocab_size = vocab_size
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        seed, init, where = options.get("seed"), options.get("init", DEFAULT_INIT), tensor_options(options)
+        seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         if tied_weight is not None:
             rows, self.weight = tied_weight.shape[0], tied_weight
         else:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import comm, placement
-from shardwise.errors import listing
-from shardwise.mesh import Group
+from shardwise.mesh import Group, Ranks
+from shardwise.parallel.arguments import refuse_unknown, sharing_group
 from shardwise.parallel.matmul import linear
 from shardwise.placement import Init
 
@@ -34,12 +33,13 @@ class TensorOptions(TypedDict, total=False):
 class LayerOptions(TensorOptions, total=False):
     """Keywords that every sharded layer takes.
 
-    group: the ranks that share the layer (a `Group`, a process group, or None for no sharding).
+    group: the ranks that share the layer (a `Group` such as `mesh.tp`, a process group, or one axis of a `DeviceMesh`).
+    Without it a layer is whole on every rank, which a job of several ranks warns of; `Group()` asks for that.
     seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's
     generator. init: how the weight is drawn (default: normal, std 0.02). device, dtype: of the local tensors.
     """
 
-    group: Group | dist.ProcessGroup | None
+    group: Ranks | None
     init: Init
 
 
@@ -52,15 +52,15 @@ class LinearOptions(LayerOptions, total=False):
     transposed: bool
 
 
-def tensor_options(options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__) -> TensorOptions:
+def tensor_options(
+    layer: nn.Module, options: LayerOptions, known: frozenset[str] = LayerOptions.__optional_keys__
+) -> TensorOptions:
     """The part of a layer's keywords that its parameters take.
 
     Raises:
-        TypeError: a keyword that no such layer takes.
+        ArgumentError: a keyword that the layer does not take.
     """
-    for name in options:
-        if name not in known:
-            raise TypeError(f"unknown keyword {name}: beside its own a layer takes {listing(sorted(known))}")
+    refuse_unknown(type(layer), options, known)
     return {"seed": options.get("seed"), "device": options.get("device"), "dtype": options.get("dtype")}
 
 
@@ -89,7 +89,8 @@ class _ColumnParallel(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        where = tensor_options(self, options, LinearOptions.__optional_keys__)
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.input_size = input_size
         self.gather_output = gather_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
@@ -99,7 +100,6 @@ class _ColumnParallel(placement.PlacedModule):
         self._copies = [copies for _, _, copies in parts]
         self._sizes = [size * copies // group.size for _, size, copies in parts]
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options, LinearOptions.__optional_keys__)
         transposed = options.get("transposed", False)
 
         def pieces(leaf: str, tail: tuple[int, ...], how: Init) -> tuple[placement.Piece, ...]:
@@ -246,7 +246,8 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
         sequence_parallel_enabled: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
-        size = Group.of(options.get("group")).size
+        refuse_unknown(type(self), options, LinearOptions.__optional_keys__)
+        size = sharing_group(type(self).__name__, options.get("group")).size
         for what, features in zip(("query", "key/value"), output_sizes, strict=True):
             if features < head_dim or features % head_dim:
                 raise ValueError(f"{what} size ({features}) must be a multiple of head_dim ({head_dim})")
@@ -295,7 +296,8 @@ class RowParallelLinear(placement.PlacedModule):
         **options: Unpack[LinearOptions],
     ) -> None:
         super().__init__()
-        self.group = group = Group.of(options.get("group"))
+        where = tensor_options(self, options, LinearOptions.__optional_keys__)
+        self.group = group = sharing_group(type(self).__name__, options.get("group"))
         if input_size % group.size:
             raise ValueError(f"input size ({input_size}) must be divisible by the group's size ({group.size})")
         if sequence_parallel_enabled and not input_is_parallel:
@@ -303,7 +305,6 @@ class RowParallelLinear(placement.PlacedModule):
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options, LinearOptions.__optional_keys__)
         piece = placement.columns(full_name(name, "weight", seed), (output_size, input_size), group, init)
         piece = piece.transpose() if options.get("transposed", False) else piece
         self.weight = placement.make_parameter((output_size, input_size // group.size), (piece,), group, **where)
@@ -350,7 +351,7 @@ class ReplicatedLinear(placement.PlacedModule):
     ) -> None:
         super().__init__()
         group, seed, init = Group.of(options.get("group")), options.get("seed"), options.get("init", DEFAULT_INIT)
-        where = tensor_options(options)
+        where = tensor_options(self, options)
 
         def make(leaf: str, shape: tuple[int, ...], how: Init) -> nn.Parameter:
             piece = placement.replicated(full_name(name, leaf, seed), shape, group, how, partial=False)

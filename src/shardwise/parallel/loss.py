@@ -9,15 +9,16 @@ What is exchanged is three numbers a token, never logits. Padding columns have p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise import comm
-from shardwise.mesh import Group
-from shardwise.parallel.matmul import product, weight_gradient
+from shardwise._torch_private import graph_is_kept
+from shardwise.mesh import Group, Ranks
+from shardwise.parallel.arguments import refuse_unknown, sharing_group
+from shardwise.parallel.matmul import linear, weight_gradient
 from shardwise.plan.chunks import loss_chunk_elements
 
 IGNORE_INDEX = -100
@@ -88,6 +89,15 @@ class _Shard:
         return softmax_NV.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
 
 
+def _refuse_second_derivative(name: str) -> None:
+    """In a backward pass: its gradients are made of saved numbers, so a gradient of theirs would lack a part."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{name} has no second derivative: leave out create_graph=True, "
+            "or use torch.nn.functional.cross_entropy on the whole logits"
+        )
+
+
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, shard: _Shard) -> Tensor:
@@ -99,6 +109,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_second_derivative("parallel_cross_entropy")
         softmax, column, here, counted = ctx.saved_tensors
         weight = grads[0].reshape(-1).float().masked_fill(~counted, 0.0)
         gradient = ctx.shard.gradient_(softmax.clone(), column, here, weight)
@@ -110,9 +121,10 @@ def parallel_cross_entropy(
     target: Tensor,
     label_smoothing: float = 0.0,
     *,
-    group: Group | dist.ProcessGroup | None = None,
+    group: Ranks | None = None,
     ignore_index: int = IGNORE_INDEX,
     vocab_size: int | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Loss of each token, in float32, from logits that are cut along the vocabulary.
 
@@ -127,16 +139,23 @@ def parallel_cross_entropy(
         `[…]`, equal on all ranks. Communicates two small all-reduces forward, nothing backward.
 
     Raises:
-        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1].
+        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1]. RuntimeError: a backward
+        pass with `create_graph=True`. ArgumentError: an argument that it does not take.
     """
-    shard = _Shard.make(Group.of(group), vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
+    if unknown:
+        refuse_unknown(parallel_cross_entropy, unknown)
+    ranks = sharing_group("parallel_cross_entropy", group)
+    shard = _Shard.make(ranks, vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     loss = _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and loss, chunk by chunk. The forward pass makes the gradients, while a chunk's probabilities exist."""
+    """Head and loss, chunk by chunk. The forward pass makes the gradients, while a chunk's probabilities exist.
+
+    needed: by which of x, weight and bias a gradient is.
+    """
 
     @staticmethod
     def forward(
@@ -148,13 +167,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: _Shard,
         sequence_parallel: bool,
         chunk_elements: int,
-        wants_grad: bool,
+        needed: tuple[bool, bool, bool],
     ) -> Tensor:
         group = shard.group
         scattered = sequence_parallel and group.size > 1
-        dx = torch.empty_like(x_SBH) if wants_grad else None
-        dw = torch.zeros_like(weight_vH, dtype=torch.float32) if wants_grad else None
-        db = torch.zeros_like(bias_v, dtype=torch.float32) if wants_grad and bias_v is not None else None
+        dx = torch.empty_like(x_SBH) if needed[0] else None
+        dw = torch.zeros_like(weight_vH, dtype=torch.float32) if needed[1] else None
+        db = torch.zeros_like(bias_v, dtype=torch.float32) if needed[2] and bias_v is not None else None
         # [ranks, S/ranks, B]: each rank's part of the sequence, as the gathered chunk holds them one after the other.
         target_RSB = target_SB.view(group.size if scattered else 1, -1, target_SB.shape[-1])
         tokens_a_row = target_RSB.shape[0] * target_RSB.shape[2]
@@ -164,39 +183,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + step, x_SBH.shape[0]))
             chunk = comm.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
-            logits = product(flat, weight_vH).float()
+            logits = linear(flat, weight_vH).float()
             if bias_v is not None:
                 logits.add_(bias_v)
             loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
             total = total + loss.sum()  # not in place: torch 2.11, traced, would drop its gradient
-            if dx is None or dw is None:
+            if not any(needed):
                 continue
             dlogits = shard.gradient_(logits, column, here, counted.float())
             if db is not None:
                 db.add_(dlogits.sum(dim=0))
             dlogits = dlogits.to(weight_vH.dtype)
-            dw.add_(weight_gradient(dlogits, flat))
-            dchunk = product(dlogits, weight_vH.t()).view(chunk.shape)
-            dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
-            del logits, dlogits, dchunk  # one chunk at a time: the next one's logits take their place
-        if dx is not None and dw is not None:
-            if not scattered:
-                comm.all_reduce_(dx, group)
-            ctx.save_for_backward(dx, dw, db)
-            ctx.scaled_by = None
+            if dw is not None:
+                dw.add_(weight_gradient(dlogits, flat))
+            if dx is not None:
+                dchunk = linear(dlogits, weight_vH.t()).view(chunk.shape)
+                dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
+                del dchunk
+            del logits, dlogits  # one chunk at a time: the next one's logits take their place
+        if dx is not None and not scattered:
+            comm.all_reduce_(dx, group)
+        ctx.save_for_backward(dx, dw, db)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # A schedule may ask for the input's and the weight's gradient in two passes: the scaling happens in the first.
-        dx, dw, db = ctx.saved_tensors
-        if ctx.scaled_by is None:
-            ctx.scaled_by = grads[0].clone()
-            for gradient in (dx, dw) if db is None else (dx, dw, db):
-                gradient.data.mul_(grads[0])
-        elif grads[0].device.type == "cpu" and not torch.equal(ctx.scaled_by, grads[0]):  # others would be waited for
-            raise RuntimeError("linear_cross_entropy cannot be differentiated again with another incoming gradient")
-        return dx, dw, db, None, None, None, None, None
+        _refuse_second_derivative("linear_cross_entropy")
+        # The saved gradients stay unscaled while another backward pass may ask for them: with another incoming
+        # gradient, or for the weight's alone, as schedules with a split backward pass do. The last pass needs no copy.
+        is_last = not torch.compiler.is_compiling() and not graph_is_kept()
+        saved = ctx.saved_tensors
+        scaled = [g if g is None else g.mul_(grads[0]) if is_last else g * grads[0] for g in saved]
+        return (*scaled, None, None, None, None, None)
 
 
 def linear_cross_entropy(
@@ -204,7 +222,7 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
-    group: Group | dist.ProcessGroup | None = None,
+    group: Ranks | None = None,
     sequence_parallel_enabled: bool = False,
     ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
@@ -232,14 +250,16 @@ def linear_cross_entropy(
         parallelism also an all-gather of x and a reduce-scatter of its gradient, else one all-reduce of x's gradient.
 
     Raises:
-        ValueError: as `parallel_cross_entropy`. RuntimeError: a second backward pass with another incoming gradient.
+        ValueError: as `parallel_cross_entropy`. RuntimeError: a backward pass with `create_graph=True`.
     """
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
-    shard = _Shard.make(Group.of(group), weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    ranks = sharing_group("linear_cross_entropy", group)
+    shard = _Shard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
-    wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    trained = torch.is_grad_enabled()
+    needed = tuple(trained and each is not None and each.requires_grad for each in (x, weight, bias))
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, wants_grad
+        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed
     )
     return cast(Tensor, result)

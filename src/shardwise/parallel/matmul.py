@@ -20,24 +20,21 @@ from shardwise._torch_private import onednn_linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x weightᵀ + bias`: x `[…, K]`, weight `[N, K]` → `[…, N]`."""
+    """`x weightᵀ + bias`: x `[…, K]`, weight `[N, K]` → `[…, N]`; any strides."""
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     y = cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a bᵀ` of matrices `[M, K]` and `[N, K]`, of any strides; no gradient."""
-    return onednn_linear(a, b) if _by_onednn(a, b) else a @ b.t()
-
-
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """`dyᵀ x`: dy `[T, N]`, x `[T, K]` → `[N, K]`. The longer side goes second, where oneDNN is faster."""
-    return product(dy.t(), x.t()) if dy.shape[1] <= x.shape[1] else product(x.t(), dy.t()).t()
+    return linear(dy.t(), x.t()) if dy.shape[1] <= x.shape[1] else linear(x.t(), dy.t()).t()
 
 
 class _Linear(torch.autograd.Function):
+    """Its gradients are matmuls of the same kind, so that they have gradients too."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -47,7 +44,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dy = grads[0]
-        dx = onednn_linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
+        dx = linear(dy, weight.t()) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
             dw = weight_gradient(dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))

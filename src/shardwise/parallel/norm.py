@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import placement
-from shardwise.mesh import Group
+from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
 from shardwise.placement import Init
 
@@ -29,7 +29,9 @@ class _Norm(placement.PlacedModule):
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
-        group, seed = Group.of(options.get("group")), options.get("seed")
+        where = tensor_options(self, options)
+        group = sharing_group(type(self).__name__, options.get("group"), needed=sequence_parallel_enabled)
+        seed = options.get("seed")
         self.normalized_shape, self.eps = (normalized_shape,), eps
         for leaf, value in leaves.items():
             piece = placement.replicated(
@@ -43,7 +45,7 @@ class _Norm(placement.PlacedModule):
                 self.normalized_shape,
                 (piece,),
                 group,
-                **tensor_options(options),
+                **where,
             )
             self.register_parameter(leaf, parameter)
 
@@ -84,12 +86,15 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
+        ctx.eps = eps
         y: Tensor = (x * inverse).mul_(weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # this gradient is differentiated again, and what was saved is no function of x
+            inverse = x.square().mean(dim=-1, keepdim=True).add(ctx.eps).rsqrt()
         dy, unit = grads[0], x * inverse
         dy_unit = dy * unit
         dw = dy_unit.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None

@@ -192,6 +192,10 @@ def test_a_walk_through_an_order() -> None:
     assert found.in_flight == 4
     assert found.activations == 4 * 10
     assert found.forward == found.whole == 3 * 10 + 1 + 100
+    gradients = passes | {3: replace(passes[3], loss_kept=100)}  # of which a backward pass in two parts makes copies
+    assert peak(work_order(parallel, 4, 0), gradients, 4).whole == 3 * 10 + 1 + 100 + 100
+    in_one_part = in_one_pass(work_order(parallel, 4, 0))
+    assert peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
     assert peak(work_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
 

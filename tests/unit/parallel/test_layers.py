@@ -1,6 +1,7 @@
 """Layers in one process: what they refuse, how they are named and drawn, and that alone they are torch's layers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,16 +9,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise import placement
-from shardwise.mesh import Group
+from shardwise.errors import ArgumentError
+from shardwise.mesh import Group, Mesh
 from shardwise.parallel import (
     ColumnParallelLinear,
+    Dropout,
     GQAQKVColumnParallelLinear,
     LayerNorm,
     MergedColumnParallelLinear,
     ParallelEmbedding,
     ParallelLMHead,
+    ReplicatedEmbedding,
     RMSNorm,
     RowParallelLinear,
+    linear_cross_entropy,
+    parallel_cross_entropy,
 )
 from shardwise.placement import Init
 from tests.unit.parallel.groups import pretend_group
@@ -145,6 +151,52 @@ def test_a_process_group_or_none_is_taken_as_a_group() -> None:
     assert ColumnParallelLinear(4, 4, group=None).group.size == 1
 
 
+WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
+    "ColumnParallelLinear": lambda group: ColumnParallelLinear(4, 4, group=group),
+    "GQAQKVColumnParallelLinear": lambda group: GQAQKVColumnParallelLinear(8, (8, 4), head_dim=4, group=group),
+    "RowParallelLinear": lambda group: RowParallelLinear(4, 4, group=group),
+    "ParallelEmbedding": lambda group: ParallelEmbedding(4, 4, group=group),
+    "ParallelLMHead": lambda group: ParallelLMHead(4, 4, group=group),
+    "RMSNorm": lambda group: RMSNorm(4, sequence_parallel_enabled=True, group=group),
+    "ReplicatedEmbedding": lambda group: ReplicatedEmbedding(4, 4, sequence_parallel_enabled=True, group=group),
+    "Dropout": lambda group: Dropout(0.5, layer=0, site=0, sequence_parallel_enabled=True, group=group),
+    "parallel_cross_entropy": lambda group: parallel_cross_entropy(
+        torch.zeros(2, 1, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
+    ),
+    "linear_cross_entropy": lambda group: linear_cross_entropy(
+        torch.zeros(2, 1, 4), torch.zeros(4, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
+    ),
+}
+
+
+@pytest.mark.parametrize("owner", WITHOUT_GROUP)
+def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
+    owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.parallel.arguments._warned", [])
+    make = WITHOUT_GROUP[owner]
+    make(None)  # alone: nothing to share
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    make(Group())
+    LayerNorm(4)  # the same with a group
+    with pytest.warns(UserWarning, match=f"{owner} was given no group=, so each of the 4 ranks of this job") as warned:
+        make(None)
+    assert [warning.filename for warning in warned] == [__file__], "the warning does not point at the caller"
+    for other in WITHOUT_GROUP.values():
+        other(None)
+
+
+@pytest.mark.parametrize("given", [Mesh(device="cpu"), 8, True, "tp", [0, 1]], ids=repr)
+@pytest.mark.parametrize("owner", WITHOUT_GROUP)
+def test_what_is_no_group_is_refused_with_what_to_pass(owner: str, given: Any) -> None:
+    with pytest.raises(ArgumentError) as refusal:
+        WITHOUT_GROUP[owner](given)
+    assert str(refusal.value) == (
+        f"group ({given!r}) must be the ranks of one axis: pass those of a Mesh, such as mesh.tp of Mesh(tensor=2), "
+        "a process group, or one axis of a DeviceMesh, such as device_mesh['tp']"
+    )
+
+
 @pytest.mark.parametrize("rank", range(4))
 def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
     group = pretend_group(rank, 4)
@@ -184,7 +236,53 @@ def test_layers_say_what_they_are() -> None:
 )
 def test_a_keyword_that_no_layer_takes_is_refused(make: Callable[..., nn.Module]) -> None:
     """Swallowed, it would train another model than was asked for."""
-    with pytest.raises(
-        TypeError, match="unknown keyword sequence_parallel: beside its own a layer takes device, dtype, group"
-    ):
+    with pytest.raises(ArgumentError) as refusal:
         make(sequence_parallel=True)
+    name = type(make()).__name__
+    assert str(refusal.value) == f"{name} does not take sequence_parallel (did you mean sequence_parallel_enabled?)"
+
+
+SAME = "leave it out: with seed= and name= the weights are the same at any degree"
+FROM_OTHER_LIBRARIES: dict[str, tuple[Callable[..., object], dict[str, Any], str]] = {
+    "column of neuronx-distributed": (
+        lambda **options: ColumnParallelLinear(4, 8, **options),
+        {"dtype": torch.float32, "init_method": None, "keep_master_weight": True, "tensor_model_parallel_group": None},
+        "ColumnParallelLinear does not take init_method (give init=, such as shardwise.placement.Init.normal(0.02)), "
+        f"keep_master_weight ({SAME}) or tensor_model_parallel_group (give group=)",
+    ),
+    "row of Megatron": (
+        lambda **options: RowParallelLinear(4, 8, **options),
+        {"config": object(), "skip_bias_add": False, "is_expert": False},
+        "RowParallelLinear does not take "
+        "config (give group=, sequence_parallel_enabled=, dtype= and seed= by themselves), skip_bias_add "
+        "(give bias=False and add a bias of your own) or is_expert (leave it out, it is not supported)",
+    ),
+    "embedding of neuronx-distributed": (
+        lambda **options: ParallelEmbedding(4, 8, **options),
+        {"shard_across_embedding": False, "sequence_dimension": 0},
+        "ParallelEmbedding does not take shard_across_embedding (leave it out: the table is cut along the vocabulary) "
+        "or sequence_dimension (leave it out: the sequence is dim 0)",
+    ),
+    "loss of Megatron": (
+        lambda **options: parallel_cross_entropy(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64), **options),
+        {"tp_group": None},
+        "parallel_cross_entropy does not take tp_group (give group=)",
+    ),
+    "something else": (
+        lambda **options: RMSNorm(4, **options),
+        {"zzz": 1},
+        "RMSNorm does not take zzz; "
+        "it takes normalized_shape, eps, sequence_parallel_enabled, name, device, dtype, group, init and seed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FROM_OTHER_LIBRARIES)
+def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, arguments, message = FROM_OTHER_LIBRARIES[case]
+    monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
+    with pytest.raises(ArgumentError) as refusal:
+        make(**arguments)
+    assert str(refusal.value) == message

@@ -1,0 +1,100 @@
+"""What callers pass to layers and losses: the ranks that share them, and arguments of other libraries."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+
+from shardwise.errors import refuse_unknown_arguments
+from shardwise.mesh import Group, Ranks, job_size
+
+_SAME_AT_ANY_DEGREE = "leave it out: with seed= and name= the weights are the same at any degree"
+_PADDED = "leave it out: a vocabulary is padded by itself, see row_multiple=, and other sizes must be divisible"
+_NOT_NEEDED = "leave it out, nothing replaces it"
+_NOT_SUPPORTED = "leave it out, it is not supported"
+_REPLACED = {
+    "tensor_model_parallel_group": "give group=",
+    "tp_group": "give group=",
+    "process_group": "give group=",
+    "rank_ordering": "give group=, whose order counts",
+    "config": "give group=, sequence_parallel_enabled=, dtype= and seed= by themselves",
+    "init_method": "give init=, such as shardwise.placement.Init.normal(0.02)",
+    "params_dtype": "give dtype=",
+    "reduce_scatter_embeddings": "give sequence_parallel_enabled=",
+    "skip_weight_param_allocation": "ParallelLMHead takes tied_weight=",
+    "skip_bias_add": "give bias=False and add a bias of your own",
+    "bias": "leave it out: LayerNorm has a bias, and RMSNorm and embeddings have none",
+    "elementwise_affine": "leave it out: a norm always has a weight",
+    "stride": "leave it out: MergedColumnParallelLinear holds several layers of one input",
+    "kv_size_multiplier": "leave it out: K/V heads are copied where the ranks outnumber them",
+    "fuse_qkv": "leave it out: Q, K and V are always one matmul",
+    "shard_across_embedding": "leave it out: the table is cut along the vocabulary",
+    "sequence_dimension": "leave it out: the sequence is dim 0",
+    "reduce_dtype": "leave it out: sums are made in the dtype of the activations",
+    "reduce_output": "leave it out: the output is always summed over the group",
+    "collect_output": "leave it out: the output is always summed over the group",
+    "reduction": "leave it out: the loss of each token is returned",
+    "keep_master_weight": _SAME_AT_ANY_DEGREE,
+    "keep_master_weight_for_test": _SAME_AT_ANY_DEGREE,
+    "use_cpu_initialization": _SAME_AT_ANY_DEGREE,
+    "perform_initialization": _SAME_AT_ANY_DEGREE,
+    "pad": _PADDED,
+    "pad_alignment_size_per_rank": _PADDED,
+    "keep_padded_output": _PADDED,
+    "async_tensor_model_parallel_allreduce": _NOT_NEEDED,
+    "no_async_tensor_model_parallel_allreduce": _NOT_NEEDED,
+    "gradient_accumulation_fusion": _NOT_NEEDED,
+    "disable_grad_reduce": _NOT_NEEDED,
+    "embedding_activation_buffer": _NOT_NEEDED,
+    "grad_output_buffer": _NOT_NEEDED,
+    "tp_comm_buffer_name": _NOT_NEEDED,
+    "tile_cc": _NOT_NEEDED,
+    "use_spmd_rank": _NOT_NEEDED,
+    "is_expert": _NOT_SUPPORTED,
+    "max_norm": _NOT_SUPPORTED,
+    "norm_type": _NOT_SUPPORTED,
+    "scale_grad_by_freq": _NOT_SUPPORTED,
+    "sparse": _NOT_SUPPORTED,
+}
+"""Arguments of neuronx-distributed's and Megatron-LM's classes and losses of these names: what to do instead."""
+
+_warned: list[str] = []
+"""The layer or loss that this process was warned of: the first one stands for all."""
+
+
+def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Group:
+    """The ranks that share a layer or loss. None: each rank has all of it; in a job of several, the first is warned of.
+
+    owner: the name of the class or function. needed: whether it would do something else with a group.
+    """
+    if group is None and needed and not torch.compiler.is_compiling() and not _warned and job_size() > 1:
+        _warned.append(owner)
+        callers = enumerate(inspect.stack(0), start=1)
+        level = next((i for i, each in callers if not _is_ours(each.frame.f_globals.get("__name__", ""))), 1)
+        warnings.warn(
+            f"{owner} was given no group=, so each of the {job_size()} ranks of this job holds and computes all of it: "
+            "pass the ranks that share it, such as group=mesh.tp of mesh = Mesh(tensor=2), or group=Group() if nothing "
+            "shall be shared (said once; it holds for every layer and loss without group=)",
+            stacklevel=level,
+        )
+    return Group.of(group)
+
+
+def refuse_unknown(owner: type | Callable[..., object], given: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Refuse what a layer or loss was given beside its named arguments and the `known` ones; names what replaces it.
+
+    Raises:
+        ArgumentError: there is some.
+    """
+    if set(given) <= set(known):
+        return
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    named = [each.name for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
+    refuse_unknown_arguments(owner.__name__, given, [*named, *sorted(known)], _REPLACED)
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == __name__.split(".")[0]
