@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class ShardwiseError(Exception):
@@ -43,6 +43,35 @@ class ConfigError(ShardwiseError, ValueError):
 
 class DataError(ConfigError):
     """The input data is missing, empty or unreadable (exit code 2)."""
+
+
+class ArgumentError(ConfigError, TypeError):
+    """A call has keyword arguments that its function or class does not take; Python's own error is a TypeError too."""
+
+
+def refuse_unknown_arguments(
+    owner: str, given: Iterable[str], known: Iterable[str], replaced: Mapping[str, str] | None = None
+) -> None:
+    """Refuse the keyword arguments that a function or class does not take, all of them in one sentence.
+
+    Args:
+        owner: the function's or class's name. given: names of the arguments of the call. known: names that it takes.
+        replaced: for an argument of another library's function or class of this name: what to do instead.
+
+    Raises:
+        ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
+    """
+    known, replaced = list(known), replaced or {}
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    hints = {}
+    for name in unknown:
+        near = nearest_name(name, known, cutoff=0.75)
+        hints[name] = replaced.get(name) or (f"did you mean {near}?" if near else "")
+    named = listing([f"{name} ({hint})" if hint else name for name, hint in hints.items()], "or")
+    takes = "" if all(hints.values()) else f"; it takes {listing(known)}"
+    raise ArgumentError(f"{owner} does not take {named}{takes}")
 
 
 def listing(items: Iterable[object], conjunction: str = "and") -> str:

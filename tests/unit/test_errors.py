@@ -1,6 +1,7 @@
 import pytest
 
 from shardwise.errors import (
+    ArgumentError,
     ConfigError,
     DataError,
     RunError,
@@ -9,6 +10,7 @@ from shardwise.errors import (
     nearest_multiples,
     nearest_name,
     nearest_numbers,
+    refuse_unknown_arguments,
 )
 
 
@@ -45,3 +47,24 @@ def test_nearest_multiples(value: int, step: int, expected: list[int]) -> None:
 def test_nearest_name() -> None:
     assert nearest_name("tensr", ["tensor", "sequence"]) == "tensor"
     assert nearest_name("zzz", ["tensor", "sequence"]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["groupe"], "Layer does not take groupe (did you mean group?)"),
+        (["pin", "groups", "seed"], "Layer does not take pin (leave it out) or groups (give group=)"),
+        (["pin", "zzz"], "Layer does not take pin (leave it out) or zzz; it takes group and seed"),
+    ],
+)
+def test_unknown_arguments_are_refused_in_one_sentence_with_what_replaces_each(given: list[str], message: str) -> None:
+    replaced = {"pin": "leave it out", "groups": "give group="}
+    with pytest.raises(ArgumentError) as raised:
+        refuse_unknown_arguments("Layer", given, ["group", "seed"], replaced)
+    assert str(raised.value) == message
+    assert isinstance(raised.value, TypeError)
+    assert isinstance(raised.value, ConfigError)
+
+
+def test_known_arguments_are_not_refused() -> None:
+    refuse_unknown_arguments("Layer", ["group"], ["group", "seed"])
