@@ -7,8 +7,6 @@ keeps only their state.
 
 from __future__ import annotations
 
-import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,13 +15,17 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm, placement
 from shardwise._torch_private import postpone_compiler, step_optimizer
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.buckets import Bucket, Dtypes, make_buckets
+from shardwise.optim.checks import (
+    broadcast_value,
+    refuse_wrapped,
+    require_plain,
+    require_same_parameters,
+)
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.optim.lamb import LAMB, updates_whole_tensors
 from shardwise.optim.norms import CanonicalNorms, ModelNorms
@@ -46,7 +48,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient
     is 0. At group size 1 there is no communication and the result is that of the wrapped class. Making the optimizer
-    is collective: all ranks' parameters take the values of the group's first rank.
+    is collective: all ranks give the same parameters in the same order, and all of them, frozen ones too, take the
+    values of the group's first rank.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
@@ -65,8 +68,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         defaults: options of the wrapped class.
 
     Raises:
-        ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage; a cut
-        model without `mesh`.
+        ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
+        are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
@@ -111,20 +114,39 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._tensors: CanonicalNorms | None = None
         probe = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
+        self._take_over(self.param_groups)
 
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as `torch.optim.Optimizer` does; its parameters move into buckets of their own."""
+        """Add a parameter group, as `torch.optim.Optimizer` does; its parameters move into buckets of their own.
+
+        Collective, as making the optimizer is.
+        """
         super().add_param_group(param_group)
-        options = self.param_groups[-1]
+        if self._inner is not None:  # else it is one of the constructor's, which takes all of them over at once
+            try:
+                self._take_over(self.param_groups[-1:])
+            except ValueError:
+                self.param_groups.pop()
+                raise
+
+    def _take_over(self, groups: list[dict[str, Any]]) -> None:
+        require_plain((p for options in groups for p in options["params"]), has_mesh=self._mesh is not None)
+        require_same_parameters(groups, self.group)
+        for options in groups:
+            self._move(options)
+        self._partial = self._find_partial()
+        self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks)
+        self._tensors = None
+
+    def _move(self, options: dict[str, Any]) -> None:
+        """Bring a group's parameters to the first rank's values, those that are trained as views into buckets."""
+        frozen = [p for p in options["params"] if not p.requires_grad]
+        for p in frozen:
+            broadcast_value(p, self.group)
+        self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
-        try:
-            self._check(trainable)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        self._frozen += [p for p in options["params"] if not p.requires_grad]
         hook = _Hook(self)
         buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, dtypes=self._dtypes)
         for bucket in buckets:
@@ -137,28 +159,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         else:
             self._inner.add_param_group(inner)
         self.buckets += buckets
-        self._partial = self._find_partial()
-        self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks)
-        self._tensors = None
-
-    def _check(self, parameters: list[nn.Parameter]) -> None:
-        for p in parameters:
-            if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
-                raise ValueError(
-                    "a parameter is a DTensor or FSDP's: its owner already shards it; "
-                    "give the optimizer a model of plain parameters"
-                )
-            if p.is_complex():
-                raise ValueError(
-                    f"a parameter's dtype ({p.dtype}) must be real: keep it as torch.view_as_real gives it"
-                )
-            record = placement.of(p)
-            if record is not None and record.group.size > 1 and self._mesh is None:
-                raise ValueError(
-                    f"a parameter is cut over {record.group.size} tensor-parallel ranks: give mesh= so that the "
-                    "data-parallel group and the gradient norm are the model's"
-                )
-        _refuse_wrapped(parameters)
 
     def _find_partial(self) -> dict[Group, list[Tensor]]:
         """By group: the owned parts of gradients that must still be summed over it."""
@@ -227,7 +227,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self._norms is not None:
             return
         if not self._checked_wrappers:
-            _refuse_wrapped(list(self._at))
+            refuse_wrapped(self._at)
             self._checked_wrappers = True
         if any(p.grad is not None for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
@@ -411,28 +411,3 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 def _whole_runs(bucket: Bucket, index: int, parameter: nn.Parameter) -> list[tuple[int, int]]:
     return bucket.owned_runs(index, placement.Box.whole(tuple(parameter.shape)))
-
-
-_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # of the process, as what wraps is
-
-
-@functools.cache
-def _watch_wrappers() -> None:
-    """Look through all objects, which takes a few tenths of a second, once: later wrappers tell of themselves."""
-    register_module_module_registration_hook(_note_wrapper)
-    _wrappers.update(found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel))
-
-
-def _note_wrapper(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
-    if isinstance(module, DistributedDataParallel):
-        _wrappers.add(module)
-
-
-def _refuse_wrapped(parameters: list[nn.Parameter]) -> None:
-    _watch_wrappers()
-    mine = {id(p) for p in parameters}
-    if any(id(p) in mine for wrapper in _wrappers for p in wrapper.parameters()):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
-            "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
-        )
