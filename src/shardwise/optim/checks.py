@@ -1,4 +1,4 @@
-"""What `ZeroRedundancyOptimizer` requires of its parameters: plain ones, alike on every rank."""
+"""What `ZeroRedundancyOptimizer` requires of its parameters: plain ones, alike on every rank, and still the model's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import functools
 import gc
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm, placement
@@ -131,3 +134,56 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
     comm.broadcast_(whole.view(-1).view(torch.uint8), group)
     if whole is not value:
         value.copy_(whole)
+
+
+# ---- still the model's
+
+
+class Assignments:
+    """Notes where a module's parameter was replaced by another, which no optimizer that was made before can see.
+
+    `load_state_dict(assign=True)` does that, and `module.weight = …`.
+
+    Args:
+        parameters: those to watch.
+    """
+
+    def __init__(self, parameters: Container[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._places: dict[tuple[weakref.ref[nn.Module], str], None] = {}  # in order, so that ranks report the same
+        _watch_assignments()
+        _watching.add(self)
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Remember a place that is about to change, if it holds one of the parameters."""
+        before = _own_parameter(module, name)
+        if before is not None and before in self._parameters:
+            self._places[weakref.ref(module), name] = None
+
+    def check(self) -> None:
+        """Raise if a parameter took the place of a watched one and is to be trained, but is not watched itself."""
+        for reference, name in self._places:
+            module = reference()
+            now = None if module is None else _own_parameter(module, name)
+            if now is not None and now.requires_grad and now not in self._parameters:
+                raise RuntimeError(
+                    f"{name} of a {type(module).__name__}, of shape {tuple(now.shape)}, replaced a parameter of the "
+                    "optimizer and would not be trained: load weights without assign=True, or make the optimizer again"
+                )
+
+
+_watching: weakref.WeakSet[Assignments] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_assignments() -> None:
+    register_module_parameter_registration_hook(_note_assignment)
+
+
+def _note_assignment(module: nn.Module, name: str, _parameter: Tensor | None) -> None:
+    for each in list(_watching):
+        each.note(module, name)
+
+
+def _own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    return next((p for own, p in module.named_parameters(recurse=False, remove_duplicate=False) if own == name), None)

@@ -21,6 +21,7 @@ from shardwise._torch_private import postpone_compiler, step_optimizer
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.buckets import Bucket, Dtypes, make_buckets
 from shardwise.optim.checks import (
+    Assignments,
     broadcast_value,
     refuse_wrapped,
     require_plain,
@@ -107,6 +108,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
         self._at: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        self._assignments = Assignments(self._at)
         self._frozen: list[nn.Parameter] = []
         self._overlapping = False
         self._checked_wrappers = False
@@ -232,6 +234,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if any(p.grad is not None for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
         self._overlapping = False
+        self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
             bucket.adopt_values()

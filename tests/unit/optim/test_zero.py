@@ -302,6 +302,14 @@ def test_param_group_added_during_training() -> None:
         (lambda model: setattr(model.second.bias, "data", torch.zeros(6)), r"shape \(6,\) was moved"),
         (lambda model: model.second.weight.requires_grad_(False), r"shape \(6, 5\) was frozen"),
         (lambda model: model.frozen.requires_grad_(True), "was frozen when the optimizer was made has a gradient"),
+        (
+            lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+            r"scale of a Net, of shape \(\), replaced a parameter of the optimizer .* without assign=True",
+        ),
+        (
+            lambda model: model.load_state_dict({"second.bias": torch.ones(6)}, strict=False, assign=True),
+            r"bias of a Linear, of shape \(6,\), replaced a parameter of the optimizer and would not be trained",
+        ),
     ],
 )
 def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wanted: str) -> None:
@@ -311,6 +319,27 @@ def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wan
     change(model)
     with pytest.raises(RuntimeError, match=wanted):
         train(model, optimizer, 1)
+
+
+def untie(model: Net) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    model.head.weight = model.embedding.weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        untie,
+        lambda model: setattr(model.second, "bias", None),
+        lambda model: model.load_state_dict({"frozen": torch.ones(6)}, strict=False, assign=True),
+        lambda model: setattr(model.first, "weight", model.first.weight),
+    ],
+)
+def test_assignments_that_leave_nothing_untrained_are_allowed(change: Callable[[Net], object]) -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    change(model)
+    train(model, optimizer, 1)
 
 
 def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:
