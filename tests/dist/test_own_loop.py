@@ -9,7 +9,7 @@ from torch import nn
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError
 from shardwise.testing import RankPool
-from tests.dist.test_zero import make_model
+from tests.dist.test_zero import difference, loss_of, make_model
 
 # ---- parameters
 
@@ -94,3 +94,59 @@ def test_other_parameters_on_another_rank_are_refused_with_the_first_difference(
     ]
     assert one[:-1] == [f"{start} {difference}" for difference in differences]
     assert one[-1] == f"1 group: {start} 0 is [2] {float32} on rank 0, but [3] {float32} on rank 1"
+
+
+# ---- clipping by hand
+
+
+def clipped(shard: bool) -> list[Any]:
+    """Gradient norms and the weights after 5 steps; with overlap and without, state cut or whole."""
+    rank, found = dist.get_rank(), []
+    for overlap in (False, True):
+        model = make_model()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, bucket_mib=2e-3, shard=shard)
+        norms = []
+        for step in range(5):
+            with optimizer.accumulate(last=overlap):
+                loss_of(model, step, rank, 2).backward()
+            norms.append(optimizer.clip_grad_norm_(0.2))
+            optimizer.step()
+        found.append((torch.stack(norms), [p.detach() for p in model.parameters()]))
+    return found
+
+
+def test_clips_the_whole_models_gradient_by_hand_with_and_without_overlap(ranks: Any) -> None:
+    """As torch's function does in one process; it sees half-reduced gradients here, or those of one rank."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    norms = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2))
+        optimizer.step()
+    pool: RankPool = ranks(2)
+    for shard in (True, False):
+        for outcome in pool.run(clipped, shard):
+            for found, weights in outcome:
+                assert difference([found], [torch.stack(norms)]) <= 1e-6
+                assert difference(weights, [p.detach() for p in model.parameters()]) <= 1e-6
+
+
+def clipped_by_torch() -> str:
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    with optimizer.accumulate(last=True):
+        loss_of(model, 0, dist.get_rank(), 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_clipping_half_reduced_gradients_by_torch_is_refused(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    for said in pool.run(clipped_by_torch):
+        assert said.startswith("gradients were changed after their reduction over the ranks began: clip them by")

@@ -29,7 +29,7 @@ from shardwise.optim.checks import (
 )
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.optim.lamb import LAMB, updates_whole_tensors
-from shardwise.optim.norms import CanonicalNorms, ModelNorms
+from shardwise.optim.norms import CanonicalNorms, ModelNorms, clipping_factor, require_max_norm
 
 postpone_compiler()
 
@@ -58,7 +58,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
         optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of
         its part (float64 parameters keep theirs).
-        grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm`.
+        grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: of accumulated gradients (default: the parameter's). reduce_dtype: on the wire (default: as
@@ -81,7 +81,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         *,
         optimizer_dtype: torch.dtype = torch.float32,
         grad_clipping: bool = True,
-        max_norm: float = 1.0,
+        max_norm: float | None = 1.0,
         group: Group | dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
         gradient_dtype: torch.dtype | None = None,
@@ -91,8 +91,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         bucket_mib: float = 25.0,
         **defaults: Any,
     ) -> None:
-        if grad_clipping and not max_norm > 0:
-            raise ValueError(f"max_norm ({max_norm}) must be positive; grad_clipping=False turns clipping off")
+        if grad_clipping:
+            require_max_norm(max_norm)
         if not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         if not updates_whole_tensors(optimizer_class):
@@ -113,6 +113,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._overlapping = False
         self._checked_wrappers = False
         self._norms: Tensor | None = None
+        self._clipped = False
         self._tensors: CanonicalNorms | None = None
         probe = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
@@ -250,16 +251,43 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     view.copy_(part)
         self._norms = self._model.measure(Bucket.gradient_of, Bucket.master_of)
         self._norms[0] *= self._scale
+        for bucket in self.buckets:
+            bucket.note_gradients()
 
     @property
     def _scale(self) -> float:
         return 1.0 / self.group.size if self._average else 1.0
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        """L2 norms of the whole model's gradient (before clipping) and parameters; reduces gradients first."""
+        """L2 norms of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
         self.reduce_gradients()
         assert self._norms is not None
         return self._norms[0], self._norms[1]
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | None, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip this step's gradients, in the norm over the whole model, and return the norm that they had.
+
+        Use it where a loop of a plain optimizer calls `torch.nn.utils.clip_grad_norm_`: that function sees this rank's
+        gradients only, before they are reduced. It replaces the optimizer's own `max_norm` for this step. Reduces the
+        gradients first, so this step takes no more backward(). Collective.
+
+        Args:
+            max_norm: None does not clip. error_if_nonfinite: raise if the norm is not finite.
+        """
+        require_max_norm(max_norm)
+        gradient_norm = self.norms()[0].clone()
+        if error_if_nonfinite and not torch.isfinite(gradient_norm):
+            raise RuntimeError(f"the gradient norm ({gradient_norm.item()}) of the whole model must be finite")
+        if max_norm is not None:
+            factor = clipping_factor(gradient_norm, max_norm)
+            self.norms()[0].mul_(factor)
+            for bucket in self.buckets:
+                bucket.check_gradients()
+                bucket.gradient.mul_(factor)
+                bucket.note_gradients()
+        self._clipped = True
+        return gradient_norm
 
     # ---- the torch.optim interface
 
@@ -277,9 +305,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradient_norm, _ = self.norms()
+        for bucket in self.buckets:
+            bucket.check_gradients()
         factor: Tensor | float = self._scale
-        if self.grad_clipping:
-            factor = (self.max_norm / (gradient_norm + 1e-6)).clamp(max=1.0) * factor
+        if self.grad_clipping and self.max_norm is not None and not self._clipped:
+            factor = clipping_factor(gradient_norm, self.max_norm) * factor
         self._update(factor)
         self.zero_grad()
         return loss
@@ -322,6 +352,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for p in self._frozen:
             p.grad = None
         self._norms = None
+        self._clipped = False
         self._overlapping = False
 
     @property
@@ -391,7 +422,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         )
         separate = sum(b.master.numel() * b.master.element_size() for b in self.buckets if b.separate)
         masters = sum(b.master.numel() for b in self.buckets)
-        mine = sum(n for b in self.buckets for i, p in enumerate(b.parameters) for _, n in _whole_runs(b, i, p))
+        mine = sum(b.elements for b in self.buckets)
         per_element = (state + separate) / max(masters, 1)
         return {"state": state, "masters": separate, "padding": round((masters - mine) * per_element)}
 
@@ -410,7 +441,3 @@ class _Hook:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _whole_runs(bucket: Bucket, index: int, parameter: nn.Parameter) -> list[tuple[int, int]]:
-    return bucket.owned_runs(index, placement.Box.whole(tuple(parameter.shape)))

@@ -58,32 +58,6 @@ def test_memory_format_is_kept() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("max_norm", [1e-2, 0.3, 1e3])
-def test_clips_as_torch_does(max_norm: float) -> None:
-    plain, ours = make(), make()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, max_norm=max_norm, lr=0.1)
-    for step in range(5):
-        for model in (plain, ours):
-            model(batch(step)).backward()
-        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-        gradient_norm, parameter_norm = optimizer.norms()
-        assert float(gradient_norm) == pytest.approx(float(wanted), rel=1e-6)
-        trained = [p for p in plain.parameters() if p.requires_grad]
-        assert float(parameter_norm) == pytest.approx(float(nn.utils.get_total_norm(trained)), rel=1e-6)
-        reference.step()
-        reference.zero_grad()
-        optimizer.step()
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_max_norm_must_be_positive(max_norm: float) -> None:
-    with pytest.raises(ValueError, match=r"max_norm \(.*\) must be positive"):
-        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, max_norm=max_norm)
-
-
 @pytest.mark.parametrize("size", [0, -1.0, float("nan")])
 def test_bucket_size_must_be_positive(size: float) -> None:
     with pytest.raises(ValueError, match=r"bucket_mib \(.*\) must be positive"):
