@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise import ZeroRedundancyOptimizer
+from shardwise import LAMB, ColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError
 from shardwise.testing import RankPool
 from tests.dist.test_zero import difference, loss_of, make_model
@@ -150,3 +151,80 @@ def test_clipping_half_reduced_gradients_by_torch_is_refused(ranks: Any) -> None
     pool: RankPool = ranks(2)
     for said in pool.run(clipped_by_torch):
         assert said.startswith("gradients were changed after their reduction over the ranks began: clip them by")
+
+
+# ---- a scaled loss
+
+FLAWED = {1: 1, 4: 0}
+"""The steps whose gradient is not finite, each on one rank only."""
+
+
+def scaled(overlap: bool, options: dict[str, Any]) -> list[Any]:
+    """Scales after each step, and the weights at the end; one element of one rank's gradient becomes inf."""
+    rank, step = dist.get_rank(), 0
+
+    def flaw(gradient: Tensor) -> Tensor:
+        at = torch.zeros_like(gradient)
+        at.view(-1)[0] = float("inf") if FLAWED.get(step) == rank else 0.0
+        return gradient + at
+
+    model = make_model()
+    next(model.parameters()).register_hook(flaw)
+    chosen = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "max_norm": 0.05, "bucket_mib": 2e-3, **options}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), **chosen)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step in range(7):
+        with optimizer.accumulate(last=overlap):
+            scaler.scale(loss_of(model, step, rank, 2)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [scales, [p.detach() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard": False}, {"optimizer_class": LAMB, "lr": 0.01}, {"gradient_dtype": torch.float16}],
+    ids=["sharded", "whole", "lamb", "half gradients"],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one(
+    overlap: bool, options: dict[str, Any], ranks: Any
+) -> None:
+    """And halve their scales together; the other steps are those of one process without a scaler."""
+    pool: RankPool = ranks(2)
+    (scales, weights), (other_scales, other_weights) = pool.run(scaled, overlap, options)
+    assert scales == other_scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0]
+    assert all(map(torch.equal, weights, other_weights))
+    model = make_model()
+    optimizer = options.get("optimizer_class", torch.optim.SGD)(model.parameters(), lr=options.get("lr", 0.1))
+    for step in range(7):
+        if step not in FLAWED:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+    close = 1e-3 if "gradient_dtype" in options else 1e-6
+    assert difference(weights, [p.detach() for p in model.parameters()]) <= close
+
+
+def scaled_and_cut() -> tuple[float, float]:
+    """Two tensor-parallel ranks, no data parallelism: inf in the part of one rank."""
+    mesh = Mesh(tensor=2)
+    layer = ColumnParallelLinear(4, 6, group=mesh.tp, seed=1, name="layer")
+    optimizer = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1, mesh=mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = layer.weight.detach().clone()
+    scaler.scale(layer(torch.ones(3, 1, 4)).sum()).backward()
+    if mesh.tp.rank == 1:
+        assert layer.weight.grad is not None
+        layer.weight.grad[0, 0] = float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), float((layer.weight.detach() - before).abs().max())
+
+
+def test_tensor_parallel_ranks_skip_a_scaled_step_together(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    assert pool.run(scaled_and_cut) == [(1.0, 0.0)] * 2

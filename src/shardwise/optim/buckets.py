@@ -217,6 +217,32 @@ class Bucket:
         return runs
 
 
+class PartialGradients:
+    """The owned parts of gradients that must still be summed over some ranks, as placements say.
+
+    Args:
+        buckets: of this rank.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._views: dict[Group, list[Tensor]] = {}
+        for bucket in buckets:
+            for index, p in enumerate(bucket.parameters):
+                for piece in placement.of_or_whole(p).pieces:
+                    if piece.partial and piece.copies.size > 1:
+                        runs = bucket.owned_runs(index, piece.local)
+                        views = [bucket.gradient[start : start + length] for start, length in runs]
+                        self._views.setdefault(piece.copies, []).extend(views)
+
+    def sum_(self) -> None:
+        """Sum them; one all-reduce for each group."""
+        for group, views in self._views.items():
+            if views:
+                total = comm.all_reduce_(torch.cat(views), group)
+                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
+                    view.copy_(part)
+
+
 def make_buckets(
     parameters: Sequence[nn.Parameter],
     group: Group,

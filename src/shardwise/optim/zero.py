@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise import comm, placement
 from shardwise._torch_private import postpone_compiler, step_optimizer
 from shardwise.mesh import Group, Mesh
-from shardwise.optim.buckets import Bucket, Dtypes, make_buckets
+from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
@@ -30,6 +29,7 @@ from shardwise.optim.checks import (
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.optim.lamb import LAMB, updates_whole_tensors
 from shardwise.optim.norms import CanonicalNorms, ModelNorms, clipping_factor, require_max_norm
+from shardwise.optim.scaling import require_scaled, spread_non_finite
 
 postpone_compiler()
 
@@ -50,7 +50,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient
     is 0. At group size 1 there is no communication and the result is that of the wrapped class. Making the optimizer
     is collective: all ranks give the same parameters in the same order, and all of them, frozen ones too, take the
-    values of the group's first rank.
+    values of the group's first rank. A `torch.amp.GradScaler` skips a step on all ranks or on none; leave out its
+    `unscale_`.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
@@ -139,7 +140,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         require_same_parameters(groups, self.group)
         for options in groups:
             self._move(options)
-        self._partial = self._find_partial()
+        self._partial = PartialGradients(self.buckets)
         self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks)
         self._tensors = None
 
@@ -162,18 +163,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         else:
             self._inner.add_param_group(inner)
         self.buckets += buckets
-
-    def _find_partial(self) -> dict[Group, list[Tensor]]:
-        """By group: the owned parts of gradients that must still be summed over it."""
-        found: dict[Group, list[Tensor]] = {}
-        for bucket in self.buckets:
-            for index, p in enumerate(bucket.parameters):
-                for piece in placement.of_or_whole(p).pieces:
-                    if piece.partial and piece.copies.size > 1:
-                        runs = bucket.owned_runs(index, piece.local)
-                        views = [bucket.gradient[start : start + length] for start, length in runs]
-                        found.setdefault(piece.copies, []).extend(views)
-        return found
 
     @property
     def _tensor_ranks(self) -> int:
@@ -244,11 +233,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 self._start(bucket)
         for bucket in self.buckets:
             bucket.finish_reduction()
-        for group, views in self._partial.items():
-            if views:
-                total = comm.all_reduce_(torch.cat(views), group)
-                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
-                    view.copy_(part)
+        self._partial.sum_()
         self._norms = self._model.measure(Bucket.gradient_of, Bucket.master_of)
         self._norms[0] *= self._scale
         for bucket in self.buckets:
@@ -264,6 +249,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         assert self._norms is not None
         return self._norms[0], self._norms[1]
 
+    def _final_norm(self) -> Tensor:
+        gradient_norm, _ = self.norms()
+        for bucket in self.buckets:
+            bucket.check_gradients()
+        return gradient_norm
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | None, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip this step's gradients, in the norm over the whole model, and return the norm that they had.
@@ -276,18 +267,31 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             max_norm: None does not clip. error_if_nonfinite: raise if the norm is not finite.
         """
         require_max_norm(max_norm)
-        gradient_norm = self.norms()[0].clone()
+        gradient_norm = self._final_norm().clone()
         if error_if_nonfinite and not torch.isfinite(gradient_norm):
             raise RuntimeError(f"the gradient norm ({gradient_norm.item()}) of the whole model must be finite")
         if max_norm is not None:
             factor = clipping_factor(gradient_norm, max_norm)
             self.norms()[0].mul_(factor)
             for bucket in self.buckets:
-                bucket.check_gradients()
                 bucket.gradient.mul_(factor)
                 bucket.note_gradients()
         self._clipped = True
         return gradient_norm
+
+    # ---- a torch.amp.GradScaler
+
+    grad_scale: Tensor | None  # a scaler sets this and `found_inf` while it calls step()
+    found_inf: Tensor
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True: step() unscales. A scaler asks this just before it looks for inf in this rank's `p.grad`.
+
+        The gradients are reduced now, so that all ranks' scalers find the same.
+        """
+        spread_non_finite(self.buckets, self._final_norm())
+        return True
 
     # ---- the torch.optim interface
 
@@ -304,10 +308,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradient_norm, _ = self.norms()
-        for bucket in self.buckets:
-            bucket.check_gradients()
+        scaled = hasattr(self, "found_inf")  # the scaler has looked at the gradients since: it writes what it reads
+        gradient_norm = self.norms()[0] if scaled else self._final_norm()
         factor: Tensor | float = self._scale
+        if scaled:
+            scale = require_scaled(self.grad_scale, clipped=self._clipped)
+            if not torch.isfinite(gradient_norm):
+                self.zero_grad()
+                return loss
+            factor, gradient_norm = factor / scale, gradient_norm / scale
         if self.grad_clipping and self.max_norm is not None and not self._clipped:
             factor = clipping_factor(gradient_norm, self.max_norm) * factor
         self._update(factor)
