@@ -6,7 +6,8 @@ Rank r of n owns elements `[r·N/n, (r+1)·N/n)` of a bucket of N (padded to div
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -215,6 +216,18 @@ class Bucket:
             if low < high:
                 runs.append((low - self.owned.start, high - low))
         return runs
+
+
+def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A method for parameters to call that does not keep its object alive: they may outlive several optimizers."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
+    return hook
 
 
 class PartialGradients:

@@ -7,7 +7,6 @@ keeps only their state.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, overload
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 
 from shardwise._torch_private import postpone_compiler, step_optimizer
 from shardwise.mesh import Group, Mesh
-from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets
+from shardwise.optim.arguments import require_known_options
+from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
@@ -70,6 +70,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         defaults: options of the wrapped class.
 
     Raises:
+        TypeError: an option that the wrapped class does not take, with what replaces it where another library's
+        ZeroRedundancyOptimizer takes it.
         ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
         are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
@@ -96,6 +98,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             require_max_norm(max_norm)
         if not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
+        require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
         if not updates_whole_tensors(optimizer_class):
             require_elementwise(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
@@ -151,7 +154,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             broadcast_value(p, self.group)
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
-        hook = _Hook(self)
+        hook = weak_hook(self._on_gradient)
         buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, dtypes=self._dtypes)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
@@ -434,18 +437,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         mine = sum(b.elements for b in self.buckets)
         per_element = (state + separate) / max(masters, 1)
         return {"state": state, "masters": separate, "padding": round((masters - mine) * per_element)}
-
-
-class _Hook:
-    """Tells an optimizer of a finished gradient without keeping it alive: parameters may outlive several optimizers."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, parameter: Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._on_gradient(parameter)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
