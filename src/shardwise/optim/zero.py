@@ -253,6 +253,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return self._norms[0], self._norms[1]
 
     def _final_norm(self) -> Tensor:
+        """The gradient norm, of gradients that nobody has changed since they were reduced."""
         gradient_norm, _ = self.norms()
         for bucket in self.buckets:
             bucket.check_gradients()
@@ -311,7 +312,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scaled = hasattr(self, "found_inf")  # the scaler has looked at the gradients since: it writes what it reads
+        scaled = hasattr(self, "found_inf")
+        # As a scaler looks for inf it multiplies the gradients by 1 in place, which counts as a change of them.
         gradient_norm = self.norms()[0] if scaled else self._final_norm()
         factor: Tensor | float = self._scale
         if scaled:
