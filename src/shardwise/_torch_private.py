@@ -33,6 +33,11 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def version_of(tensor: Tensor) -> int:
+    """A count of the changes in place of a tensor's memory, by it or a view of it; those by `.data` are not counted."""
+    return tensor._version
+
+
 def postpone_compiler() -> None:
     """Let optimizers be made without importing torch's compiler, which takes as long as importing torch itself.
 

@@ -6,13 +6,15 @@ Rank r of n owns elements `[r·N/n, (r+1)·N/n)` of a bucket of N (padded to div
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
+from shardwise._torch_private import version_of
 from shardwise.comm import Pending
 from shardwise.mesh import Group
 from shardwise.plan.buckets import offsets_and_length, packed
@@ -129,21 +131,38 @@ class Bucket:
         for index in range(len(self.parameters)):
             self.adopt(index)
         self.reduced = True
-        if self.group.size == 1:
-            return
-        wire = self.gradients.to(self.reduce_dtype)
-        if self.sharded:
-            self._pending = comm.reduce_scatter_async(wire, self.group, out=wire[self.owned])
-        else:
-            self._pending = comm.all_reduce_async(wire, self.group)
+        if self.group.size > 1:
+            wire = self.gradients.to(self.reduce_dtype)
+            if self.sharded:
+                self._pending = comm.reduce_scatter_async(wire, self.group, out=wire[self.owned])
+            else:
+                self._pending = comm.all_reduce_async(wire, self.group)
+        self.note_gradients()
 
     def finish_reduction(self) -> None:
         """Wait for the sum; it is then in `gradient`."""
+        self.check_gradients()
         if self._pending is not None:
             total = self._pending.wait()
             self._pending = None
             if total.dtype != self.gradient.dtype:
                 self.gradient.copy_(total)
+        self.note_gradients()
+
+    def note_gradients(self) -> None:
+        """Take the gradients as they are now for those of the step: `check_gradients` objects to later changes."""
+        self._version = version_of(self.gradients)
+
+    def check_gradients(self) -> None:
+        """Raise if somebody changed or dropped gradients whose reduction has begun: ranks would use different ones."""
+        dropped = any(p.grad is not view for p, view in zip(self.parameters, self._gradient_views, strict=True))
+        if dropped or version_of(self.gradients) != self._version:
+            change = "replaced" if dropped else "changed"
+            raise RuntimeError(
+                f"gradients were {change} after their reduction over the ranks began: clip "
+                "them by optimizer.clip_grad_norm_(max_norm), drop them by optimizer.zero_grad(), and make any other "
+                "change before the reduction, without accumulate(last=True)"
+            )
 
     def start_gather(self) -> Pending | None:
         """Bring the updated master back to the parameters and start sending it to the group."""
@@ -174,6 +193,12 @@ class Bucket:
         part = -(-owned // self.group.size)
         return slice(min(self.group.rank * part, owned), min((self.group.rank + 1) * part, owned))
 
+    @property
+    def elements(self) -> int:
+        """Elements of the owned part that are a parameter's, and no padding."""
+        boxes = (placement.Box.whole(tuple(p.shape)) for p in self.parameters)
+        return sum(length for index, box in enumerate(boxes) for _, length in self.owned_runs(index, box))
+
     def owned_runs(self, index: int, box: placement.Box) -> list[tuple[int, int]]:
         """A box of parameter `index`, as `(start, length)` runs of the owned part."""
         runs = []
@@ -183,6 +208,44 @@ class Bucket:
             if low < high:
                 runs.append((low - self.owned.start, high - low))
         return runs
+
+
+def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A method for parameters to call that does not keep its object alive: they may outlive several optimizers."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
+    return hook
+
+
+class PartialGradients:
+    """The owned parts of gradients that must still be summed over some ranks, as placements say.
+
+    Args:
+        buckets: of this rank.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._views: dict[Group, list[Tensor]] = {}
+        for bucket in buckets:
+            for index, p in enumerate(bucket.parameters):
+                for piece in placement.of_or_whole(p).pieces:
+                    if piece.partial and piece.copies.size > 1:
+                        runs = bucket.owned_runs(index, piece.local)
+                        views = [bucket.gradient[start : start + length] for start, length in runs]
+                        self._views.setdefault(piece.copies, []).extend(views)
+
+    def sum_(self) -> None:
+        """Sum them; one all-reduce for each group."""
+        for group, views in self._views.items():
+            if views:
+                total = comm.all_reduce_(torch.cat(views), group)
+                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
+                    view.copy_(part)
 
 
 def make_buckets(

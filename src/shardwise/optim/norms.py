@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm, placement
+from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.optim.buckets import Bucket
 from shardwise.placement import Piece
@@ -30,6 +31,17 @@ def row_norms(flat: Tensor) -> Tensor:
     parts += [flat[:whole].view(-1, _ROW)] if whole else []
     norms = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
     return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+def require_max_norm(max_norm: float | None) -> None:
+    """Refuse a norm to clip to that is not positive; None stands for no clipping."""
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(f"max_norm ({max_norm}) must be positive, or None for no clipping")
+
+
+def clipping_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What a gradient of this norm is multiplied by, as in torch: 1 where it is no longer than `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 @dataclass(frozen=True)

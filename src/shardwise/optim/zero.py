@@ -7,9 +7,6 @@ keeps only their state.
 
 from __future__ import annotations
 
-import functools
-import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, overload
@@ -17,16 +14,22 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from shardwise import comm, placement
 from shardwise._torch_private import postpone_compiler, step_optimizer
 from shardwise.mesh import Group, Mesh
-from shardwise.optim.buckets import Bucket, Dtypes, make_buckets
+from shardwise.optim.arguments import require_known_options
+from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
+from shardwise.optim.checks import (
+    Assignments,
+    broadcast_value,
+    refuse_wrapped,
+    require_plain,
+    require_same_parameters,
+)
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.optim.lamb import LAMB, updates_whole_tensors
-from shardwise.optim.norms import CanonicalNorms, ModelNorms
+from shardwise.optim.norms import CanonicalNorms, ModelNorms, clipping_factor, require_max_norm
+from shardwise.optim.scaling import require_scaled, spread_non_finite
 
 postpone_compiler()
 
@@ -46,7 +49,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     `step()` uses the gradients up: afterwards they are 0. A parameter without a gradient counts as one whose gradient
     is 0. At group size 1 there is no communication and the result is that of the wrapped class. Making the optimizer
-    is collective: all ranks' parameters take the values of the group's first rank.
+    is collective: all ranks give the same parameters in the same order, and all of them, frozen ones too, take the
+    values of the group's first rank. A `torch.amp.GradScaler` skips a step on all ranks or on none; leave out its
+    `unscale_`.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
@@ -54,7 +59,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
         optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of
         its part (float64 parameters keep theirs).
-        grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm`.
+        grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: of accumulated gradients (default: the parameter's). reduce_dtype: on the wire (default: as
@@ -65,8 +70,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         defaults: options of the wrapped class.
 
     Raises:
-        ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage; a cut
-        model without `mesh`.
+        TypeError: an option that the wrapped class does not take, with what replaces it where another library's
+        ZeroRedundancyOptimizer takes it.
+        ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
+        are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
@@ -77,7 +84,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         *,
         optimizer_dtype: torch.dtype = torch.float32,
         grad_clipping: bool = True,
-        max_norm: float = 1.0,
+        max_norm: float | None = 1.0,
         group: Group | dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
         gradient_dtype: torch.dtype | None = None,
@@ -87,10 +94,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         bucket_mib: float = 25.0,
         **defaults: Any,
     ) -> None:
-        if grad_clipping and not max_norm > 0:
-            raise ValueError(f"max_norm ({max_norm}) must be positive; grad_clipping=False turns clipping off")
+        if grad_clipping:
+            require_max_norm(max_norm)
         if not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
+        require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
         if not updates_whole_tensors(optimizer_class):
             require_elementwise(optimizer_class, defaults)
         self.optimizer_class = optimizer_class
@@ -104,28 +112,49 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
         self._at: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        self._assignments = Assignments(self._at)
         self._frozen: list[nn.Parameter] = []
         self._overlapping = False
         self._checked_wrappers = False
         self._norms: Tensor | None = None
+        self._clipped = False
         self._tensors: CanonicalNorms | None = None
         probe = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
+        self._take_over(self.param_groups)
 
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as `torch.optim.Optimizer` does; its parameters move into buckets of their own."""
+        """Add a parameter group, as `torch.optim.Optimizer` does; its parameters move into buckets of their own.
+
+        Collective, as making the optimizer is.
+        """
         super().add_param_group(param_group)
-        options = self.param_groups[-1]
+        if self._inner is not None:  # else it is one of the constructor's, which takes all of them over at once
+            try:
+                self._take_over(self.param_groups[-1:])
+            except ValueError:
+                self.param_groups.pop()
+                raise
+
+    def _take_over(self, groups: list[dict[str, Any]]) -> None:
+        require_plain((p for options in groups for p in options["params"]), has_mesh=self._mesh is not None)
+        require_same_parameters(groups, self.group)
+        for options in groups:
+            self._move(options)
+        self._partial = PartialGradients(self.buckets)
+        self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks)
+        self._tensors = None
+
+    def _move(self, options: dict[str, Any]) -> None:
+        """Bring a group's parameters to the first rank's values, those that are trained as views into buckets."""
+        frozen = [p for p in options["params"] if not p.requires_grad]
+        for p in frozen:
+            broadcast_value(p, self.group)
+        self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
-        try:
-            self._check(trainable)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        self._frozen += [p for p in options["params"] if not p.requires_grad]
-        hook = _Hook(self)
+        hook = weak_hook(self._on_gradient)
         buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, dtypes=self._dtypes)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
@@ -137,40 +166,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         else:
             self._inner.add_param_group(inner)
         self.buckets += buckets
-        self._partial = self._find_partial()
-        self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks)
-        self._tensors = None
-
-    def _check(self, parameters: list[nn.Parameter]) -> None:
-        for p in parameters:
-            if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
-                raise ValueError(
-                    "a parameter is a DTensor or FSDP's: its owner already shards it; "
-                    "give the optimizer a model of plain parameters"
-                )
-            if p.is_complex():
-                raise ValueError(
-                    f"a parameter's dtype ({p.dtype}) must be real: keep it as torch.view_as_real gives it"
-                )
-            record = placement.of(p)
-            if record is not None and record.group.size > 1 and self._mesh is None:
-                raise ValueError(
-                    f"a parameter is cut over {record.group.size} tensor-parallel ranks: give mesh= so that the "
-                    "data-parallel group and the gradient norm are the model's"
-                )
-        _refuse_wrapped(parameters)
-
-    def _find_partial(self) -> dict[Group, list[Tensor]]:
-        """By group: the owned parts of gradients that must still be summed over it."""
-        found: dict[Group, list[Tensor]] = {}
-        for bucket in self.buckets:
-            for index, p in enumerate(bucket.parameters):
-                for piece in placement.of_or_whole(p).pieces:
-                    if piece.partial and piece.copies.size > 1:
-                        runs = bucket.owned_runs(index, piece.local)
-                        views = [bucket.gradient[start : start + length] for start, length in runs]
-                        found.setdefault(piece.copies, []).extend(views)
-        return found
 
     @property
     def _tensor_ranks(self) -> int:
@@ -227,11 +222,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if self._norms is not None:
             return
         if not self._checked_wrappers:
-            _refuse_wrapped(list(self._at))
+            refuse_wrapped(self._at)
             self._checked_wrappers = True
         if any(p.grad is not None for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
         self._overlapping = False
+        self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
             bucket.adopt_values()
@@ -240,23 +236,66 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 self._start(bucket)
         for bucket in self.buckets:
             bucket.finish_reduction()
-        for group, views in self._partial.items():
-            if views:
-                total = comm.all_reduce_(torch.cat(views), group)
-                for view, part in zip(views, total.split([v.numel() for v in views]), strict=True):
-                    view.copy_(part)
+        self._partial.sum_()
         self._norms = self._model.measure(Bucket.gradient_of, Bucket.master_of)
         self._norms[0] *= self._scale
+        for bucket in self.buckets:
+            bucket.note_gradients()
 
     @property
     def _scale(self) -> float:
         return 1.0 / self.group.size if self._average else 1.0
 
     def norms(self) -> tuple[Tensor, Tensor]:
-        """L2 norms of the whole model's gradient (before clipping) and parameters; reduces gradients first."""
+        """L2 norms of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
         self.reduce_gradients()
         assert self._norms is not None
         return self._norms[0], self._norms[1]
+
+    def _final_norm(self) -> Tensor:
+        """The gradient norm, of gradients that nobody has changed since they were reduced."""
+        gradient_norm, _ = self.norms()
+        for bucket in self.buckets:
+            bucket.check_gradients()
+        return gradient_norm
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | None, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip this step's gradients, in the norm over the whole model, and return the norm that they had.
+
+        Use it where a loop of a plain optimizer calls `torch.nn.utils.clip_grad_norm_`: that function sees this rank's
+        gradients only, before they are reduced. It replaces the optimizer's own `max_norm` for this step. Reduces the
+        gradients first, so this step takes no more backward(). Collective.
+
+        Args:
+            max_norm: None does not clip. error_if_nonfinite: raise if the norm is not finite.
+        """
+        require_max_norm(max_norm)
+        gradient_norm = self._final_norm().clone()
+        if error_if_nonfinite and not torch.isfinite(gradient_norm):
+            raise RuntimeError(f"the gradient norm ({gradient_norm.item()}) of the whole model must be finite")
+        if max_norm is not None:
+            factor = clipping_factor(gradient_norm, max_norm)
+            self.norms()[0].mul_(factor)
+            for bucket in self.buckets:
+                bucket.gradient.mul_(factor)
+                bucket.note_gradients()
+        self._clipped = True
+        return gradient_norm
+
+    # ---- a torch.amp.GradScaler
+
+    grad_scale: Tensor | None  # a scaler sets this and `found_inf` while it calls step()
+    found_inf: Tensor
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True: step() unscales. A scaler asks this just before it looks for inf in this rank's `p.grad`.
+
+        The gradients are reduced now, so that all ranks' scalers find the same.
+        """
+        spread_non_finite(self.buckets, self._final_norm())
+        return True
 
     # ---- the torch.optim interface
 
@@ -273,10 +312,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradient_norm, _ = self.norms()
+        scaled = hasattr(self, "found_inf")
+        # As a scaler looks for inf it multiplies the gradients by 1 in place, which counts as a change of them.
+        gradient_norm = self.norms()[0] if scaled else self._final_norm()
         factor: Tensor | float = self._scale
-        if self.grad_clipping:
-            factor = (self.max_norm / (gradient_norm + 1e-6)).clamp(max=1.0) * factor
+        if scaled:
+            scale = require_scaled(self.grad_scale, clipped=self._clipped)
+            if not torch.isfinite(gradient_norm):
+                self.zero_grad()
+                return loss
+            factor, gradient_norm = factor / scale, gradient_norm / scale
+        if self.grad_clipping and self.max_norm is not None and not self._clipped:
+            factor = clipping_factor(gradient_norm, self.max_norm) * factor
         self._update(factor)
         self.zero_grad()
         return loss
@@ -319,6 +366,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for p in self._frozen:
             p.grad = None
         self._norms = None
+        self._clipped = False
         self._overlapping = False
 
     @property
@@ -388,51 +436,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         )
         separate = sum(b.master.numel() * b.master.element_size() for b in self.buckets if b.separate)
         masters = sum(b.master.numel() for b in self.buckets)
-        mine = sum(n for b in self.buckets for i, p in enumerate(b.parameters) for _, n in _whole_runs(b, i, p))
+        mine = sum(b.elements for b in self.buckets)
         per_element = (state + separate) / max(masters, 1)
         return {"state": state, "masters": separate, "padding": round((masters - mine) * per_element)}
 
 
-class _Hook:
-    """Tells an optimizer of a finished gradient without keeping it alive: parameters may outlive several optimizers."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, parameter: Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._on_gradient(parameter)
-
-
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _whole_runs(bucket: Bucket, index: int, parameter: nn.Parameter) -> list[tuple[int, int]]:
-    return bucket.owned_runs(index, placement.Box.whole(tuple(parameter.shape)))
-
-
-_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # of the process, as what wraps is
-
-
-@functools.cache
-def _watch_wrappers() -> None:
-    """Look through all objects, which takes a few tenths of a second, once: later wrappers tell of themselves."""
-    register_module_module_registration_hook(_note_wrapper)
-    _wrappers.update(found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel))
-
-
-def _note_wrapper(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
-    if isinstance(module, DistributedDataParallel):
-        _wrappers.add(module)
-
-
-def _refuse_wrapped(parameters: list[nn.Parameter]) -> None:
-    _watch_wrappers()
-    mine = {id(p) for p in parameters}
-    if any(id(p) in mine for wrapper in _wrappers for p in wrapper.parameters()):
-        raise ValueError(
-            "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
-            "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
-        )

@@ -58,32 +58,6 @@ def test_memory_format_is_kept() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("max_norm", [1e-2, 0.3, 1e3])
-def test_clips_as_torch_does(max_norm: float) -> None:
-    plain, ours = make(), make()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, max_norm=max_norm, lr=0.1)
-    for step in range(5):
-        for model in (plain, ours):
-            model(batch(step)).backward()
-        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-        gradient_norm, parameter_norm = optimizer.norms()
-        assert float(gradient_norm) == pytest.approx(float(wanted), rel=1e-6)
-        trained = [p for p in plain.parameters() if p.requires_grad]
-        assert float(parameter_norm) == pytest.approx(float(nn.utils.get_total_norm(trained)), rel=1e-6)
-        reference.step()
-        reference.zero_grad()
-        optimizer.step()
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_max_norm_must_be_positive(max_norm: float) -> None:
-    with pytest.raises(ValueError, match=r"max_norm \(.*\) must be positive"):
-        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, max_norm=max_norm)
-
-
 @pytest.mark.parametrize("size", [0, -1.0, float("nan")])
 def test_bucket_size_must_be_positive(size: float) -> None:
     with pytest.raises(ValueError, match=r"bucket_mib \(.*\) must be positive"):
@@ -302,6 +276,14 @@ def test_param_group_added_during_training() -> None:
         (lambda model: setattr(model.second.bias, "data", torch.zeros(6)), r"shape \(6,\) was moved"),
         (lambda model: model.second.weight.requires_grad_(False), r"shape \(6, 5\) was frozen"),
         (lambda model: model.frozen.requires_grad_(True), "was frozen when the optimizer was made has a gradient"),
+        (
+            lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+            r"scale of a Net, of shape \(\), replaced a parameter of the optimizer .* without assign=True",
+        ),
+        (
+            lambda model: model.load_state_dict({"second.bias": torch.ones(6)}, strict=False, assign=True),
+            r"bias of a Linear, of shape \(6,\), replaced a parameter of the optimizer and would not be trained",
+        ),
     ],
 )
 def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wanted: str) -> None:
@@ -311,6 +293,27 @@ def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wan
     change(model)
     with pytest.raises(RuntimeError, match=wanted):
         train(model, optimizer, 1)
+
+
+def untie(model: Net) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    model.head.weight = model.embedding.weight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        untie,
+        lambda model: setattr(model.second, "bias", None),
+        lambda model: model.load_state_dict({"frozen": torch.ones(6)}, strict=False, assign=True),
+        lambda model: setattr(model.first, "weight", model.first.weight),
+    ],
+)
+def test_assignments_that_leave_nothing_untrained_are_allowed(change: Callable[[Net], object]) -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    change(model)
+    train(model, optimizer, 1)
 
 
 def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:

@@ -1,0 +1,67 @@
+"""Arguments of `ZeroRedundancyOptimizer` elsewhere, and what replaces them here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import torch
+
+from shardwise.errors import refuse_unknown_arguments
+
+_LEAVE_OUT = {
+    # neuronx-distributed and torch_xla
+    "pin_layout": "the layouts of collectives need no pinning",
+    "lazy_init": "state is made at the first step",
+    "coalesce_cc": "collectives move whole buckets",
+    "use_grad_acc_hook": "gradients accumulate in flat buckets, in gradient_dtype",
+    "save_master_weights": "state_dict() has the masters",
+    "use_world_for_grad_norm": "the norm is that of the whole model",
+    # torch
+    "parameters_as_bucket_view": "parameters always are views of buckets",
+    # Megatron-LM
+    "overlap_param_gather": "step() gathers the parameters bucket by bucket",
+}
+_USE = {
+    # neuronx-distributed and torch_xla
+    "sharding_groups": "group= or mesh=, the ranks that share the state",
+    "grad_norm_groups": "mesh=, over whose ranks the norm is taken",
+    "bucket_cap_mb_all_gather": "bucket_mib=",
+    "bucket_cap_mb_reduce_scatter": "bucket_mib=",
+    "higher_cc_precision": "reduce_dtype=torch.float32",
+    "use_fp32_grad_acc": "gradient_dtype=torch.float32",
+    "keep_master_weight": "optimizer_dtype=torch.float32: parameters of another dtype then have masters",
+    "use_master_weights": "optimizer_dtype=torch.float32: parameters of another dtype then have masters",
+    "max_grad_norm": "max_norm=",
+    # torch
+    "process_group": "group=",
+    "overlap_with_ddp": "the parameters of the model without DDP, and accumulate(last=True) around the last backward()",
+    # Megatron-LM
+    "clip_grad": "max_norm=",
+    "use_distributed_optimizer": "shard=",
+    "overlap_grad_reduce": "accumulate(last=True) around the last backward()",
+    "data_parallel_group": "group= or mesh=",
+    "model_parallel_group": "mesh=",
+    "params_dtype": "parameters of this dtype",
+    "main_params_dtype": "optimizer_dtype=",
+    "main_grads_dtype": "gradient_dtype=",
+    "grad_reduce_in_fp32": "reduce_dtype=torch.float32",
+}
+REPLACED = {name: f"leave it out: {why}" for name, why in _LEAVE_OUT.items()} | {
+    name: f"use {what}" for name, what in _USE.items()
+}
+
+
+def require_known_options(
+    sharded: type[torch.optim.Optimizer], optimizer_class: Callable[..., torch.optim.Optimizer], given: Iterable[str]
+) -> None:
+    """Refuse what neither the sharded optimizer nor the wrapped class takes.
+
+    Raises:
+        ArgumentError: a `TypeError` that names what replaces each.
+    """
+    taken = inspect.signature(optimizer_class).parameters
+    if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
+        own = [name for name in inspect.signature(sharded).parameters if name != "defaults"]
+        known = dict.fromkeys([*own, *taken])
+        refuse_unknown_arguments(sharded.__name__, given, known, REPLACED)

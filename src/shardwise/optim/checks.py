@@ -1,0 +1,189 @@
+"""What `ZeroRedundancyOptimizer` requires of its parameters: plain ones, alike on every rank, and still the model's."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise import comm, placement
+from shardwise.errors import ConfigError
+from shardwise.mesh import Group
+
+# ---- plain
+
+
+def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None:
+    """Refuse parameters that DDP, FSDP or DTensor manage, complex ones, and those of a cut model without a mesh.
+
+    Raises:
+        ValueError: with what to do.
+    """
+    found = list(parameters)
+    for p in found:
+        if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
+            raise ValueError(
+                "a parameter is a DTensor or FSDP's: its owner already shards it; "
+                "give the optimizer a model of plain parameters"
+            )
+        if p.is_complex() and p.requires_grad:
+            raise ValueError(f"a parameter's dtype ({p.dtype}) must be real: keep it as torch.view_as_real gives it")
+        record = placement.of(p)
+        if record is not None and record.group.size > 1 and not has_mesh:
+            raise ValueError(
+                f"a parameter is cut over {record.group.size} tensor-parallel ranks: give mesh= so that the "
+                "data-parallel group and the gradient norm are the model's"
+            )
+    refuse_wrapped(found)
+
+
+_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # of the process, as what wraps is
+
+
+@functools.cache
+def _watch_wrappers() -> None:
+    """Look through all objects, which takes a few tenths of a second, once: a hook notes later wrappers."""
+    register_module_module_registration_hook(_note_wrapper)
+    _wrappers.update(found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel))
+
+
+def _note_wrapper(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _wrappers.add(module)
+
+
+def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse parameters whose gradients a DistributedDataParallel reduces, whether the wrapper came before or after."""
+    _watch_wrappers()
+    mine = {id(p) for p in parameters}
+    if any(id(p) in mine for wrapper in _wrappers for p in wrapper.parameters()):
+        raise ValueError(
+            "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
+            "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
+        )
+
+
+# ---- alike on every rank
+
+
+def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> None:
+    """Refuse parameters that are not the same, in the same order, on all ranks; one all-reduce of a digest.
+
+    Args:
+        groups: parameter groups of the optimizer. group: the ranks whose parameters are brought to equal values.
+
+    Raises:
+        ConfigError: on every rank, with the first parameter that differs.
+    """
+    if group.size == 1:
+        return
+    mine = [text for number, options in enumerate(groups) for text in _descriptions(number, options)]
+    digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    wanted = torch.tensor([number, -number], device=_device(groups))
+    if torch.equal(comm.all_reduce_(wanted.clone(), group, op="max"), wanted):  # the largest is also the smallest
+        return
+    everyone = comm.all_gather_objects(mine, group)
+    other = next(i for i, found in enumerate(everyone) if found != everyone[0])
+    at, first, second = next(
+        (at, *pair)
+        for at, pair in enumerate(zip_longest(everyone[0], everyone[other], fillvalue="missing"))
+        if pair[0] != pair[1]
+    )
+    raise ConfigError(
+        f"all ranks must give the optimizer the same parameters in the same order; parameter {at} is {first} on rank "
+        f"{group.ranks[0]}, but {second} on rank {group.ranks[other]}"
+    )
+
+
+def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
+    """A text for each parameter of a group: what must be equal on all ranks. Values need not be."""
+    parameters: list[nn.Parameter] = options["params"]
+    for name, p in zip(options.get("param_names") or [""] * len(parameters), parameters, strict=True):
+        known = name or "+".join(piece.name for piece in placement.of_or_whole(p).pieces)
+        layout = "" if p.is_contiguous() else f" with strides {list(p.stride())}"
+        yield (
+            f"{f'{known} ' if known else ''}{list(p.shape)}{layout} of {p.dtype} in group {number}"
+            f"{'' if p.requires_grad else ' (frozen)'}"
+        )
+
+
+def _device(groups: Sequence[dict[str, Any]]) -> torch.device:
+    found = next((p.device for options in groups for p in options["params"]), torch.device("cpu"))
+    return torch.device("cpu") if found.type == "meta" else found
+
+
+def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
+    """Give a parameter the value of the group's first rank, whatever its dtype and memory format."""
+    if group.size == 1 or not parameter.numel():
+        return
+    value = parameter.detach()
+    whole = value.contiguous()
+    comm.broadcast_(whole.view(-1).view(torch.uint8), group)
+    if whole is not value:
+        value.copy_(whole)
+
+
+# ---- still the model's
+
+
+class Assignments:
+    """Notes where a module's parameter was replaced by another, which no optimizer that was made before can see.
+
+    `load_state_dict(assign=True)` does that, and `module.weight = …`.
+
+    Args:
+        parameters: those to watch.
+    """
+
+    def __init__(self, parameters: Container[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._places: dict[tuple[weakref.ref[nn.Module], str], None] = {}  # in order, so that ranks report the same
+        _watch_assignments()
+        _watching.add(self)
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Remember a place that is about to change, if it holds one of the parameters."""
+        before = _own_parameter(module, name)
+        if before is not None and before in self._parameters:
+            self._places[weakref.ref(module), name] = None
+
+    def check(self) -> None:
+        """Raise if a parameter took the place of a watched one and is to be trained, but is not watched itself."""
+        for reference, name in self._places:
+            module = reference()
+            now = None if module is None else _own_parameter(module, name)
+            if now is not None and now.requires_grad and now not in self._parameters:
+                raise RuntimeError(
+                    f"{name} of a {type(module).__name__}, of shape {tuple(now.shape)}, replaced a parameter of the "
+                    "optimizer and would not be trained: load weights without assign=True, or make the optimizer again"
+                )
+
+
+_watching: weakref.WeakSet[Assignments] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_assignments() -> None:
+    register_module_parameter_registration_hook(_note_assignment)
+
+
+def _note_assignment(module: nn.Module, name: str, _parameter: Tensor | None) -> None:
+    for each in list(_watching):
+        each.note(module, name)
+
+
+def _own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    return next((p for own, p in module.named_parameters(recurse=False, remove_duplicate=False) if own == name), None)

@@ -1,0 +1,230 @@
+"""What a user's own loop does with the optimizer over real ranks: other parameters, clipping by hand, loss scaling."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise import LAMB, ColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
+from shardwise.errors import ConfigError
+from shardwise.testing import RankPool
+from tests.dist.test_zero import difference, loss_of, make_model
+
+# ---- parameters
+
+
+def frozen_parameters() -> list[float]:
+    """Frozen ones that differ between ranks: of several dtypes, without elements, and not contiguous."""
+    rank = dist.get_rank()
+    model = make_model(seed=rank)
+    model[0].requires_grad_(False)
+    torch.manual_seed(rank)
+    frozen = [
+        *model[0].parameters(),
+        nn.Parameter(torch.randn(3, 5).t(), requires_grad=False),
+        nn.Parameter(torch.randint(0, 100, (7,), dtype=torch.int8), requires_grad=False),
+        nn.Parameter(torch.randn(3, dtype=torch.bfloat16), requires_grad=False),
+        nn.Parameter(torch.randn(2, dtype=torch.complex64), requires_grad=False),
+        nn.Parameter(torch.tensor(rank == 0), requires_grad=False),
+        nn.Parameter(torch.zeros(0, 3), requires_grad=False),
+    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = ZeroRedundancyOptimizer([*trained, *frozen[:-1]], torch.optim.SGD)
+    optimizer.add_param_group({"params": [frozen[-1], later := nn.Parameter(torch.ones(2) * rank)]})
+    return [float(p.detach().to(torch.complex128).abs().sum()) for p in (*frozen, *trained, later)]
+
+
+def test_frozen_parameters_take_the_first_ranks_values(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    one, other = pool.run(frozen_parameters)
+    assert one == other
+    assert one[6] == 1.0
+    assert one[-1] == 0.0
+
+
+def other_parameters() -> list[str]:
+    """Sets of parameters that differ between ranks, each given in a way of its own."""
+    rank = dist.get_rank()
+    model = make_model()
+    named = list(model.named_parameters())
+    equal = [("a", nn.Parameter(torch.zeros(3))), ("b", nn.Parameter(torch.zeros(3)))]
+    turned = torch.zeros(4, 6).t() if rank else torch.zeros(6, 4)
+    half = torch.bfloat16 if rank else torch.float32
+    said = []
+    given: list[list[Any]] = [
+        [p for _, p in (named[::-1] if rank else named)],
+        equal[::-1] if rank else equal,
+        [p for _, p in named[: len(named) - rank]],
+        [nn.Parameter(turned)],
+        [nn.Parameter(torch.zeros(3, dtype=half))],
+        [nn.Parameter(torch.zeros(3), requires_grad=rank == 0), named[0][1]],
+        [{"params": [named[0][1]]}, {"params": [named[1][1]]}] if rank else [{"params": [p for _, p in named[:2]]}],
+    ]
+    for parameters in given:
+        try:
+            ZeroRedundancyOptimizer(parameters, torch.optim.SGD)
+        except ConfigError as error:
+            said.append(str(error))
+        else:
+            said.append("no error")
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+    try:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2 + rank))]})
+    except ConfigError as error:
+        said.append(f"{len(optimizer.param_groups)} group: {error}")
+    return said
+
+
+def test_other_parameters_on_another_rank_are_refused_with_the_first_difference(ranks: Any) -> None:
+    """Another order of equal shapes, too, where the parameters have names."""
+    pool: RankPool = ranks(2)
+    one, other = pool.run(other_parameters)
+    assert one == other
+    start = "all ranks must give the optimizer the same parameters in the same order; parameter"
+    float32 = "of torch.float32 in group 0"
+    differences = [
+        f"0 is [33, 7] {float32} on rank 0, but [5] {float32} on rank 1",
+        f"0 is a [3] {float32} on rank 0, but b [3] {float32} on rank 1",
+        f"7 is [5] {float32} on rank 0, but missing on rank 1",
+        f"0 is [6, 4] {float32} on rank 0, but [6, 4] with strides [1, 6] {float32} on rank 1",
+        f"0 is [3] {float32} on rank 0, but [3] of torch.bfloat16 in group 0 on rank 1",
+        f"0 is [3] {float32} on rank 0, but [3] {float32} (frozen) on rank 1",
+        f"1 is [33] {float32} on rank 0, but [33] of torch.float32 in group 1 on rank 1",
+    ]
+    assert one[:-1] == [f"{start} {difference}" for difference in differences]
+    assert one[-1] == f"1 group: {start} 0 is [2] {float32} on rank 0, but [3] {float32} on rank 1"
+
+
+# ---- clipping by hand
+
+
+def clipped(shard: bool) -> list[Any]:
+    """Gradient norms and the weights after 5 steps; with overlap and without, state cut or whole."""
+    rank, found = dist.get_rank(), []
+    for overlap in (False, True):
+        model = make_model()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, bucket_mib=2e-3, shard=shard)
+        norms = []
+        for step in range(5):
+            with optimizer.accumulate(last=overlap):
+                loss_of(model, step, rank, 2).backward()
+            norms.append(optimizer.clip_grad_norm_(0.2))
+            optimizer.step()
+        found.append((torch.stack(norms), [p.detach() for p in model.parameters()]))
+    return found
+
+
+def test_clips_the_whole_models_gradient_by_hand_with_and_without_overlap(ranks: Any) -> None:
+    """As torch's function does in one process; it sees half-reduced gradients here, or those of one rank."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    norms = []
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2))
+        optimizer.step()
+    pool: RankPool = ranks(2)
+    for shard in (True, False):
+        for outcome in pool.run(clipped, shard):
+            for found, weights in outcome:
+                assert difference([found], [torch.stack(norms)]) <= 1e-6
+                assert difference(weights, [p.detach() for p in model.parameters()]) <= 1e-6
+
+
+def clipped_by_torch() -> str:
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    with optimizer.accumulate(last=True):
+        loss_of(model, 0, dist.get_rank(), 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_clipping_half_reduced_gradients_by_torch_is_refused(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    for said in pool.run(clipped_by_torch):
+        assert said.startswith("gradients were changed after their reduction over the ranks began: clip them by")
+
+
+# ---- a scaled loss
+
+FLAWED = {1: 1, 4: 0}
+"""The steps whose gradient is not finite, each on one rank only."""
+
+
+def scaled(overlap: bool, options: dict[str, Any]) -> list[Any]:
+    """Scales after each step, and the weights at the end; one element of one rank's gradient becomes inf."""
+    rank, step = dist.get_rank(), 0
+
+    def flaw(gradient: Tensor) -> Tensor:
+        at = torch.zeros_like(gradient)
+        at.view(-1)[0] = float("inf") if FLAWED.get(step) == rank else 0.0
+        return gradient + at
+
+    model = make_model()
+    next(model.parameters()).register_hook(flaw)
+    chosen = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "max_norm": 0.05, "bucket_mib": 2e-3, **options}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), **chosen)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step in range(7):
+        with optimizer.accumulate(last=overlap):
+            scaler.scale(loss_of(model, step, rank, 2)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [scales, [p.detach() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard": False}, {"optimizer_class": LAMB, "lr": 0.01}, {"gradient_dtype": torch.float16}],
+    ids=["sharded", "whole", "lamb", "half gradients"],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one(
+    overlap: bool, options: dict[str, Any], ranks: Any
+) -> None:
+    """And halve their scales together; the other steps are those of one process without a scaler."""
+    pool: RankPool = ranks(2)
+    (scales, weights), (other_scales, other_weights) = pool.run(scaled, overlap, options)
+    assert scales == other_scales == [1024.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 1024.0]
+    assert all(map(torch.equal, weights, other_weights))
+    model = make_model()
+    optimizer = options.get("optimizer_class", torch.optim.SGD)(model.parameters(), lr=options.get("lr", 0.1))
+    for step in range(7):
+        if step not in FLAWED:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+    close = 1e-3 if "gradient_dtype" in options else 1e-6
+    assert difference(weights, [p.detach() for p in model.parameters()]) <= close
+
+
+def scaled_and_cut() -> tuple[float, float]:
+    """Two tensor-parallel ranks, no data parallelism: inf in the part of one rank."""
+    mesh = Mesh(tensor=2)
+    layer = ColumnParallelLinear(4, 6, group=mesh.tp, seed=1, name="layer")
+    optimizer = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1, mesh=mesh)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    before = layer.weight.detach().clone()
+    scaler.scale(layer(torch.ones(3, 1, 4)).sum()).backward()
+    if mesh.tp.rank == 1:
+        assert layer.weight.grad is not None
+        layer.weight.grad[0, 0] = float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), float((layer.weight.detach() - before).abs().max())
+
+
+def test_tensor_parallel_ranks_skip_a_scaled_step_together(ranks: Any) -> None:
+    pool: RankPool = ranks(2)
+    assert pool.run(scaled_and_cut) == [(1.0, 0.0)] * 2

@@ -1,0 +1,56 @@
+"""Arguments of other libraries' ZeroRedundancyOptimizer are refused with what replaces them."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise import LAMB, ZeroRedundancyOptimizer
+from shardwise.optim.arguments import REPLACED
+from tests.unit.optim.net import make
+
+NAMES = set(inspect.signature(ZeroRedundancyOptimizer).parameters)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"sharding_groups": [[0]], "pin_layout": False, "lr": 0.1},
+            "ZeroRedundancyOptimizer does not take sharding_groups (use group= or mesh=, the ranks that share the "
+            "state) or pin_layout (leave it out: the layouts of collectives need no pinning)",
+        ),
+        ({"process_group": None}, "ZeroRedundancyOptimizer does not take process_group (use group=)"),
+        ({"keep_master_weight": True}, "keep_master_weight (use optimizer_dtype=torch.float32: parameters of another"),
+        (
+            {"maxnorm": 1.0, "weight_deca": 0.1},
+            "take maxnorm (did you mean max_norm?) or weight_deca (did you mean",
+        ),
+        ({"zzz": 1}, "does not take zzz; it takes params, optimizer_class, optimizer_dtype, grad_clipping, max_norm,"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [torch.optim.AdamW, LAMB])
+def test_unknown_options_are_refused_by_name(
+    given: dict[str, Any], message: str, wrapped: type[torch.optim.Optimizer]
+) -> None:
+    with pytest.raises(TypeError) as raised:
+        ZeroRedundancyOptimizer(make().parameters(), wrapped, **given)
+    assert message in str(raised.value)
+
+
+def test_options_of_the_wrapped_class_are_its_own() -> None:
+    """Also where they have the name of a replaced one, or go through its `**options`."""
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1, *, clip_grad: float = 1.0, **options: Any) -> None:
+            super().__init__(params, lr, **options)
+
+    ZeroRedundancyOptimizer(make().parameters(), Own, clip_grad=2.0, momentum=0.9)
+
+
+def test_what_replaces_an_argument_is_taken() -> None:
+    assert not NAMES & set(REPLACED)
+    for text in REPLACED.values():
+        named = [word.split("=")[0] for word in text.split() if "=" in word and not word.startswith("accumulate(")]
+        assert set(named) <= NAMES, text

@@ -1,0 +1,145 @@
+"""Clipping in one process: by the optimizer's own max_norm, and by the user."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise import ZeroRedundancyOptimizer
+from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, set_to_none, train
+
+
+@pytest.mark.parametrize("max_norm", [1e-2, 0.3, 1e3])
+def test_clips_as_torch_does(max_norm: float) -> None:
+    plain, ours = make(), make()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, max_norm=max_norm, lr=0.1)
+    for step in range(5):
+        for model in (plain, ours):
+            model(batch(step)).backward()
+        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        gradient_norm, parameter_norm = optimizer.norms()
+        assert float(gradient_norm) == pytest.approx(float(wanted), rel=1e-6)
+        trained = [p for p in plain.parameters() if p.requires_grad]
+        assert float(parameter_norm) == pytest.approx(float(nn.utils.get_total_norm(trained)), rel=1e-6)
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+def test_max_norm_must_be_positive(max_norm: float) -> None:
+    with pytest.raises(ValueError, match=r"max_norm \(.*\) must be positive, or None for no clipping"):
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, max_norm=max_norm)
+    optimizer = ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"max_norm \(.*\) must be positive, or None for no clipping"):
+        optimizer.clip_grad_norm_(max_norm)
+
+
+def test_max_norm_of_none_does_not_clip() -> None:
+    plain, ours = make(), make()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    train(ours, ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, max_norm=None))
+    assert_equal(ours, plain)
+
+
+def clip_by_torch(parameters: Iterable[nn.Parameter], *norms: float) -> list[float]:
+    found = list(parameters)
+    return [float(nn.utils.clip_grad_norm_(found, norm)) for norm in norms]
+
+
+@pytest.mark.parametrize("norms", [[0.01], [3.0, 0.02], [1e3]])
+def test_clips_by_hand_as_torch_does_and_not_a_second_time(norms: list[float]) -> None:
+    """Gradients included. The optimizer's own max_norm is back in the next step."""
+    plain, ours = make(), make()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, max_norm=1e-3)
+    for step in range(3):
+        for model in (plain, ours):
+            model(batch(step)).backward()
+        wanted = clip_by_torch(plain.parameters(), *norms)
+        found = [float(optimizer.clip_grad_norm_(norm)) for norm in norms]
+        assert found == pytest.approx(wanted, rel=1e-6)
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            if q.grad is not None and q.numel():
+                torch.testing.assert_close(p.grad, q.grad, rtol=2e-6, atol=1e-7)
+        reference.step()
+        reference.zero_grad()
+        optimizer.step()
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+    ours(batch(0)).backward()
+    before = [p.detach().clone() for p in ours.parameters()]
+    optimizer.step()
+    moved = [p.detach() - q for p, q in zip(ours.parameters(), before, strict=True)]
+    assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
+
+
+def test_clipping_by_hand_to_none_only_measures() -> None:
+    plain, ours = make(), make()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, max_norm=1e-3)
+    for model in (plain, ours):
+        model(batch(0)).backward()
+    assert float(optimizer.clip_grad_norm_(None)) == pytest.approx(clip_by_torch(plain.parameters(), 1e9)[0], rel=1e-6)
+    reference.step()
+    optimizer.step()
+    assert_equal(ours, plain)
+
+
+def test_a_norm_that_is_not_finite_is_an_error_where_asked() -> None:
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+    (model(batch(0)) * float("inf")).backward()
+    assert not optimizer.clip_grad_norm_(1.0).isfinite()
+    with pytest.raises(RuntimeError, match=r"the gradient norm \((inf|nan)\) of the whole model must be finite"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+# ---- gradients that change once their reduction has begun
+
+
+def clip(model: Net) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def zero_one(model: Net) -> None:
+    model.second.bias.grad = torch.zeros(6)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (clip, "changed"),
+        (lambda model: model.zero_grad(False), "changed"),
+        (set_to_none, "replaced"),
+        (zero_one, "replaced"),
+    ],
+)
+def test_gradients_that_change_after_their_reduction_began_are_refused(
+    change: Callable[[Net], None], what: str
+) -> None:
+    """Each rank would use others: with overlap a part of them is summed already."""
+    match = (
+        rf"gradients were {what} after their reduction .* began: clip them by optimizer\.clip_grad_norm_\(max_norm\)"
+    )
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **PLAIN)
+    with optimizer.accumulate(last=True):
+        model(batch(0)).backward()
+    change(model)
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batch(0)).backward()
+    optimizer.norms()
+    change(model)
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batch(0)).backward()
+    change(model)
+    optimizer.step()
