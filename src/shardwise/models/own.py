@@ -5,7 +5,7 @@ its constructor names, or the base's to which it passes `**kwargs`. A constructo
 as an object instead of its keys. Its `forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses; with
 `dropout` among its keywords it is given the step's `DropoutKey`, or None in an evaluation; with
 `data.reset_position_ids` it is given `positions_SB`, with `data.reset_attention_mask` `starts_SB`, the first place that
-each place may attend to.
+each place may attend to. An evaluation gives it `lengths_B` where it names it and a sequence is padded.
 """
 
 from __future__ import annotations
