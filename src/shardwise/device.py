@@ -51,11 +51,17 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "Storage size calculation overflowed",  # of a tensor that no memory could hold
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on whichever device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
 def has_fused_adamw(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -88,6 +89,12 @@ def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
     below = [number for number in numbers if number <= value][-1:]
     above = [number for number in numbers if number > value][:1]
     return below + above
+
+
+def divisors(number: int) -> set[int]:
+    """All divisors of a number above 0, in as many steps as its square root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return {*small, *(number // n for n in small)}
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:

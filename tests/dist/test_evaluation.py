@@ -2,18 +2,20 @@
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from shardwise.config import Config, check_layout
 from shardwise.data import PreparedText, make_evaluation
 from shardwise.inference import Evaluation, evaluate
 from shardwise.models import CausalLM, build_model, build_stages
 from tests.dist.dense import fill, mesh, run
+from tests.dist.own_models import Dropping
 from tests.dist.training import FAMILIES, make_config, make_data
 
 LENGTH, VOCABULARY = 16, 131
@@ -28,6 +30,20 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     **{name: SIZES | family for name, family in FAMILIES.items()},
     "own": {"family": "tests.dist.own_models:Dropping", "vocab_size": VOCABULARY},
+    # Angles of a whole sequence are not those of a partial one.
+    "dynamic": SIZES
+    | {"family": "llama", "max_position_embeddings": 8, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "longrope": SIZES
+    | {
+        "family": "gpt_neox",
+        "rotary_pct": 1.0,
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [4.0, 5.0, 6.0, 7.0],
+            "original_max_position_embeddings": 12,
+        },
+    },
 }
 DEEP = {"num_hidden_layers": 4}
 """For as many stages."""
@@ -80,9 +96,12 @@ alone = functools.cache(_alone)
 
 
 @pytest.mark.parametrize("tokens", [2, 17, 18, 90])
-@pytest.mark.parametrize("model", ["llama", "gpt", "gpt_neox"])
+@pytest.mark.parametrize("model", ["llama", "gpt", "gpt_neox", "dynamic", "longrope"])
 def test_every_token_is_predicted_once(model: str, tokens: int) -> None:
-    """Against losses that are summed window by window from the logits: each target, in its own window's context."""
+    """Against losses that are summed window by window from the logits: each target, in its own window's context.
+
+    A partial window is not padded there.
+    """
     chosen = config(model)
     module = build_model(chosen, mesh(1).tp, sequence_parallel=False, dtype=torch.float32)
     fill(module, scale=0.2)
@@ -102,6 +121,26 @@ def test_every_token_is_predicted_once(model: str, tokens: int) -> None:
     assert not found.accuracies
 
 
+class Measured(Dropping):
+    """`lengths`: those that its forward was given, of each micro-batch."""
+
+    lengths: ClassVar[list[list[int] | None]] = []
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor, lengths_B: Tensor | None = None) -> Tensor:
+        self.lengths.append(None if lengths_B is None else lengths_B.tolist())
+        return super().forward(ids_SB, targets_SB)
+
+
+def test_a_model_of_ones_own_is_given_the_lengths_that_it_names() -> None:
+    chosen = config("own", micro_batch=2)
+    batches = make_evaluation(chosen, data(chosen, 43), "eval")
+    assert batches is not None
+    evaluate(Measured(VOCABULARY), batches, mesh(1), 2)
+    assert Measured.lengths == [None, [10, 0]]
+
+
+PADDED = ("dynamic-micro-batch", "dynamic-tp2-sp")
+"""Where a partial sequence lies in a micro-batch beside whole ones, or between ranks."""
 TOKENS = {"1-target": 2, "2-samples": 23, "6-samples": 91}
 CELLS = [
     pytest.param(
@@ -110,7 +149,9 @@ CELLS = [
         tokens,
         id=f"{model}-{layout}-{name}",
         # Every run of the tests has all layouts and all sizes of one model, and one layout of the others.
-        marks=() if model == "llama" or (layout, name) == ("tp2-dp2", "6-samples") else pytest.mark.slow,
+        marks=()
+        if model == "llama" or (layout, name) == ("tp2-dp2", "6-samples") or f"{model}-{layout}" in PADDED
+        else pytest.mark.slow,
     )
     for model in MODELS
     for layout in LAYOUTS
@@ -153,8 +194,12 @@ def alone_and_deep(model: str, tokens: int, micro_batch: int) -> Evaluation:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(model, layout, marks=() if (model, layout) == ("bert", "zbv-dp2") else pytest.mark.slow)
-        for model in FAMILIES
+        pytest.param(
+            model,
+            layout,
+            marks=() if (model, layout) in (("bert", "zbv-dp2"), ("dynamic", "pp2-tp2-sp")) else pytest.mark.slow,
+        )
+        for model in (*FAMILIES, "dynamic")
         for layout in PIPELINES
     ],
 )

@@ -220,6 +220,11 @@ BAD = {
     "a.jsonl out --format megatron --tokenizer vocabulary --text-key body": "has no field 'body': set --text-key",
     "latin.txt out --format megatron --tokenizer vocabulary": "latin.txt: byte 3 (0xe9) is not UTF-8",
     "empty.jsonl out --format hdf5 --tokenizer vocabulary": "empty.jsonl: line 2: the field 'text' is empty",
+    "raw.bin out --format arrow --tokenizer vocabulary": "--format (arrow) must be megatron, which raw tokens become",
+    "raw.bin out --format megatron --append-eod": "--append-eod must be left out with raw tokens",
+    "raw out --format megatron --tokenizer vocabulary": "raw/train.bin holds raw tokens, not text: `shardwise data p",
+    "a.jsonl out --format megatron": "--tokenizer is missing: text becomes tokens by one",
+    "a.jsonl out --format megatron --tokenizer vocabulary --eod-token 5": "--eod-token must be left out with text",
     "a.jsonl vocabulary --format hdf5 --tokenizer vocabulary": "vocabulary is there, and was not prepared here",
 }
 
@@ -227,6 +232,9 @@ BAD = {
 @pytest.mark.parametrize("line", BAD)
 def test_bad_input_is_one_line(line: str, at: Path) -> None:
     (at / "latin.txt").write_bytes(b"caf\xe9")
+    (at / "raw").mkdir(exist_ok=True)
+    for path in ("raw.bin", "raw/train.bin"):
+        (at / path).write_bytes(b"\x05\x00\x20\x00")
     (at / "empty.jsonl").write_text('{"text": "one"}\n{"text": ""}\n')
     said = shardwise("data", "prepare", *line.split(), at=at).failed(2)
     assert BAD[line] in said, said

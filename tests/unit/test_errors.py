@@ -6,6 +6,7 @@ from shardwise.errors import (
     DataError,
     RunError,
     ShardwiseError,
+    divisors,
     listing,
     nearest_multiples,
     nearest_name,
@@ -37,6 +38,13 @@ def test_listing(items: list[int], text: str) -> None:
 )
 def test_nearest_numbers(value: int, valid: list[int], expected: list[int]) -> None:
     assert nearest_numbers(value, valid) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(1, {1}), (12, {1, 2, 3, 4, 6, 12}), (16, {1, 2, 4, 8, 16}), (2**31 - 1, {1, 2**31 - 1})]
+)
+def test_divisors_of_large_numbers_too(number: int, expected: set[int]) -> None:
+    assert divisors(number) == expected
 
 
 @pytest.mark.parametrize(("value", "step", "expected"), [(10, 8, [8, 16]), (3, 8, [8]), (16, 8, [16, 24])])

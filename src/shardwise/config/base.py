@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 PROBLEMS = "shardwise_problems"
+LARGEST = 2**31 - 1
+"""What a whole number may be at most where its key has no bound of its own: beyond it libraries overflow or panic."""
+MOST_LAYERS = 2**16
+"""Each block is an object here: far more of them would not fit in memory."""
 
 
 class Section(BaseModel):
     """A frozen group of keys: strict types, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _is_not_too_large(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        has_bound = any(hasattr(each, "le") for each in cls.model_fields[info.field_name].metadata)
+        if isinstance(value, int) and value > LARGEST and not has_bound:
+            raise PydanticKnownError("less_than_equal", {"le": LARGEST})
+        return value
 
 
 def reject(problems: Sequence[str]) -> None:

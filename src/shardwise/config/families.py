@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from shardwise.config.base import Section, reject
+from shardwise.config.base import MOST_LAYERS, Section, reject
 from shardwise.config.rope import rope_scaling_problems
-from shardwise.errors import listing, nearest_numbers
+from shardwise.errors import divisors, listing, nearest_numbers
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]
@@ -53,7 +53,7 @@ class TransformerConfig(Section):
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")
     hidden_size: int = Field(gt=0, description="width of the residual stream")
     intermediate_size: int = Field(gt=0, description="width of the feed-forward layer")
-    num_hidden_layers: int = Field(gt=0, description="number of transformer blocks")
+    num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS, description="number of transformer blocks")
     num_attention_heads: int = Field(gt=0, description="query heads")
     max_position_embeddings: int = Field(gt=0, description="longest sequence the model is made for")
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
@@ -160,7 +160,7 @@ class LlamaConfig(TransformerConfig):
         problems = []
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
-            valid = nearest_numbers(kv_heads, [n for n in range(1, heads + 1) if heads % n == 0])
+            valid = nearest_numbers(kv_heads, divisors(heads))
             problems.append(
                 f"model.num_key_value_heads ({kv_heads}) must divide model.num_attention_heads ({heads}): "
                 f"nearest {listing(valid, 'or')}"
@@ -207,7 +207,7 @@ class MultiHeadConfig(TransformerConfig):
         hidden, heads = self.hidden_size, self.num_attention_heads
         if hidden % heads == 0:
             return []
-        near = nearest_numbers(heads, [n for n in range(1, hidden + 1) if hidden % n == 0])
+        near = nearest_numbers(heads, divisors(hidden))
         return [
             f"model.hidden_size ({hidden}) must be a multiple of model.num_attention_heads ({heads}): "
             f"nearest {listing(near, 'or')} heads"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
+from shardwise.config.base import LARGEST
 from shardwise.errors import listing, nearest_name
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -77,6 +78,8 @@ def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
         return []
     if key == "truncate":
         return [] if isinstance(value, bool) else [f"{name} must be true or false"]
+    if _is_number(value) and value > LARGEST:
+        return [f"{name} must be at most {LARGEST}"]
     if key == "original_max_position_embeddings":
         valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return [] if valid else [f"{name} must be a positive integer"]
@@ -87,5 +90,5 @@ def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
     return [] if value > 0 else [f"{name} must be greater than 0"]
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -13,6 +13,7 @@ from shardwise.errors import ConfigError
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
+_MOST_DIGITS = 1000
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _QUOTED = ("'", '"', "|", ">")
 _TAG = "tag:yaml.org,2002:"
@@ -55,7 +56,8 @@ def _scalar(text: str) -> bool | int | float | str | None:
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
         return _WORDS[word]
     if _INTEGER.fullmatch(text):
-        return int(text)
+        # Python refuses to read thousands of digits; as a float that is infinite, which no key takes.
+        return int(text) if len(text) < _MOST_DIGITS else float(text)
     if _FLOAT.fullmatch(text):
         return float(text)
     return text

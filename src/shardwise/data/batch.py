@@ -43,6 +43,8 @@ class Batch:
     """Counted targets of each objective, [K]: summed over the global batch, what its losses are divided by."""
     samples: IntArray
     """Each sample's number in the run, [B]: samples consumed before its global batch + its position in that batch."""
+    lengths: IntArray | None = None
+    """Of a causal model's samples: the inputs that are not padding, which is at the end, [B]."""
 
     def __post_init__(self) -> None:
         self.check()

@@ -123,6 +123,7 @@ class BlendedBatches:
         """One batch of samples of several sources: in all inputs the last dimension is the samples'."""
         inputs: dict[str, IntArray] = {}
         counts = np.zeros(len(self.objectives), dtype=np.int64)
+        lengths: IntArray | None = None
         for source in np.unique(sources).tolist():
             chosen = np.flatnonzero(sources == source)
             part = self.batches[source].collate(indices[chosen], epochs[chosen], samples[chosen])
@@ -130,7 +131,10 @@ class BlendedBatches:
             for name, array in part.inputs.items():
                 whole = inputs.setdefault(name, np.empty((*array.shape[:-1], len(samples)), dtype=array.dtype))
                 whole[..., chosen] = array
-        return Batch(inputs, counts, samples)
+            if part.lengths is not None:
+                lengths = np.zeros_like(samples) if lengths is None else lengths
+                lengths[chosen] = part.lengths
+        return Batch(inputs, counts, samples, lengths)
 
 
 def _allotted(weights: Sequence[float]) -> list[int]:

@@ -82,4 +82,4 @@ def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends
             inputs["positions_SB"] = places_S1 - starts_SB
         if ends.reset_attention_mask:
             inputs["starts_SB"] = starts_SB
-    return Batch(inputs, np.array([np.count_nonzero(targets_SB != IGNORE)]), samples)
+    return Batch(inputs, np.array([np.count_nonzero(targets_SB != IGNORE)]), samples, targets_B)

@@ -131,7 +131,6 @@ class DocumentBatches(SampledBatches):
     Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
     Args:
-        tail: what is left after the last whole sample is a sample too, filled up with ids 0 and targets `IGNORE`.
         ends: what the end of a document changes.
     """
 
@@ -143,14 +142,11 @@ class DocumentBatches(SampledBatches):
         sequence_length: int,
         seed: int,
         *,
-        tail: bool = False,
         ends: DocumentEnds | None = None,
     ) -> None:
-        least = 2 if tail else sequence_length + 1
-        if len(documents) < least:
-            raise ConfigError(f"the tokens ({len(documents)}) must be at least {least}")
-        targets = len(documents) - 1
-        super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
+        if len(documents) <= sequence_length:
+            raise ConfigError(f"the tokens ({len(documents)}) must be at least {sequence_length + 1}")
+        super().__init__((len(documents) - 1) // sequence_length, seed)
         self.documents = documents
         self.sequence_length, self.ends = sequence_length, ends
         self._order = Sampler(documents.count, mix_integer(_DOCUMENT_ORDER, seed))
@@ -162,30 +158,28 @@ class DocumentBatches(SampledBatches):
         rows_BS = np.zeros((len(indices), length + 1), dtype=np.int64)
         begins_B = indices * length
         # A sample that counts nothing is a row without tokens.
-        sizes_B = np.where(indices < 0, 0, np.minimum(len(self.documents) - begins_B, length + 1))
+        real_B = indices >= 0
         for epoch in np.unique(epochs).tolist():
-            chosen = np.flatnonzero((epochs == epoch) & (sizes_B > 0))
+            chosen = np.flatnonzero((epochs == epoch) & real_B)
             if chosen.size:
-                places = self._places(epoch, begins_B[chosen], sizes_B[chosen])
-                filled = np.zeros(rows_BS.shape, dtype=np.bool_)
-                filled[chosen] = np.arange(length + 1) < sizes_B[chosen, None]
-                rows_BS[filled] = self.documents.take(places)
-        return causal_batch(rows_BS, np.maximum(sizes_B - 1, 0), samples, self.ends)
+                places = self._places(epoch, begins_B[chosen])
+                rows_BS[chosen] = self.documents.take(places).reshape(len(chosen), length + 1)
+        return causal_batch(rows_BS, np.where(real_B, length, 0), samples, self.ends)
 
-    def _places(self, epoch: int, begins_B: IntArray, sizes_B: IntArray) -> IntArray:
-        """Where the tokens `[begin, begin + size)` of an epoch's row lie among the documents' own, one after another.
+    def _places(self, epoch: int, begins_B: IntArray) -> IntArray:
+        """Where the tokens `[begin, begin + S]` of an epoch's row lie among the documents' own, one after another.
 
         A sample is cut into the parts of documents that it holds (N in all); the place of a part's first token and its
         size say where all of it lies.
         """
-        index = self._index(epoch)
+        index, ends_B = self._index(epoch), begins_B + self.sequence_length + 1
         first_B = np.searchsorted(index.begins, begins_B, side="right") - 1
-        last_B = np.searchsorted(index.begins, begins_B + sizes_B, side="left") - 1
+        last_B = np.searchsorted(index.begins, ends_B, side="left") - 1
         parts_B = last_B - first_B + 1
         sample_N = np.repeat(np.arange(len(begins_B)), parts_B)
         slot_N = _runs(first_B, parts_B)
         low_N = np.maximum(index.begins[slot_N], begins_B[sample_N])
-        high_N = np.minimum(index.begins[slot_N + 1], (begins_B + sizes_B)[sample_N])
+        high_N = np.minimum(index.begins[slot_N + 1], ends_B[sample_N])
         place_N = self.documents.starts(index.order[slot_N]) + low_N - index.begins[slot_N]
         return _runs(place_N, high_N - low_N)
 

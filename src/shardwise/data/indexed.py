@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from shardwise.data.cache import spread_digest
 from shardwise.data.sampler import IntArray
+from shardwise.data.text_files import convert_command
 from shardwise.errors import DataError, listing
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -91,6 +92,8 @@ class IndexedFile:
             for file in (bin_path, idx_path)
             if not file.is_file()
         ]
+        if bin_path.is_file() and problems:
+            problems[0] += f"; of raw tokens, {convert_command(bin_path)}"
         if problems:
             raise DataError(problems)
         try:

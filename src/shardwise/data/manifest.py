@@ -43,7 +43,8 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     if not all(isinstance(found.get(field), type_) for field, type_ in _FIELDS.items()):
         return None
-    return found if isinstance(found["tokenizer"].get("sha256"), str) else None
+    # Raw ids may have been converted without their tokenizer.
+    return found if isinstance(found["tokenizer"].get("sha256", 0), str | None) else None
 
 
 def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
@@ -60,7 +61,7 @@ def tokenizer_problems(tokenizer: Tokenizer | None, named: str | None, manifests
     problems = []
     for path in manifests:
         manifest = read_manifest(path)
-        if manifest is not None and manifest["tokenizer"]["sha256"] != tokenizer.digest:
+        if manifest is not None and manifest["tokenizer"]["sha256"] not in (None, tokenizer.digest):
             made = manifest["tokenizer"]
             problems.append(
                 f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} tells "

@@ -26,11 +26,9 @@ from shardwise.data.prepared import (
 )
 from shardwise.data.split import PART_NAMES, Part, part_bounds
 from shardwise.data.tokenizer import PairTokens, Tokenizer, open_user_tokenizer
+from shardwise.data.tokens import TokenBatches
 from shardwise.errors import DataError, listing
 from shardwise.units import count, size
-
-# Evaluations see the same samples whatever the run's seed is.
-_EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,9 @@ class PreparedDocuments:
         if len(documents) <= (1 if tail else length):
             return None
         ends = DocumentEnds.of(config, self.tokenizer_path)
-        return DocumentBatches(documents, length, _EVALUATION_SEED if evaluation else seed, tail=tail, ends=ends)
+        if evaluation:  # in the order of the file, as any other program reads it
+            return TokenBatches(documents, length, seed, tail=tail, ends=ends)
+        return DocumentBatches(documents, length, seed, ends=ends)
 
 
 def reads_indexed(data: DataConfig) -> bool:

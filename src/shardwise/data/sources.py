@@ -20,7 +20,7 @@ from typing import Protocol
 
 from shardwise.config import DataConfig
 from shardwise.data.huggingface import DataSet, open_dataset, reads_datasets
-from shardwise.data.text_files import BLOCK, Kind, documents, kind_of, slices, unreadable
+from shardwise.data.text_files import BLOCK, Kind, convert_command, documents, kind_of, slices, unreadable
 from shardwise.errors import DataError
 
 PIECE_CHARACTERS = BLOCK
@@ -176,6 +176,8 @@ def _user_source(path: Path, data: DataConfig) -> Source:
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none"
             )
+        if kind is None:
+            _refuse_tokens(files)
         return FileSource(str(data.path), files, kind, data.text_key)
     if path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
@@ -183,6 +185,16 @@ def _user_source(path: Path, data: DataConfig) -> Source:
     raise DataError(
         f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
     )
+
+
+def _refuse_tokens(files: Iterable[Path]) -> None:
+    """Raises DataError for a .bin, which holds tokens: as text it would be refused at some byte, or even be read."""
+    for path in files:
+        if path.suffix != ".bin":
+            continue
+        if path.with_suffix(".idx").exists():
+            raise DataError(f"{path} holds tokens, not text: name the data by their prefix, {path.with_suffix('')}")
+        raise DataError(f"{path} holds raw tokens, not text: {convert_command(path)}, which runs read")
 
 
 def _python_source(root: Path) -> PythonSource:

@@ -88,6 +88,11 @@ def unreadable(path: object, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read: {error.strerror or error}")
 
 
+def convert_command(path: object) -> str:
+    """How a file of raw tokens, which has no index, becomes data that are read."""
+    return f"`shardwise data prepare {path} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
+
+
 @contextmanager
 def _opened(path: File) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """The file, unpacked as it is read where its name ends in .gz."""

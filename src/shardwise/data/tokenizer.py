@@ -153,6 +153,10 @@ class Tokenizer:
         return PairTokens(**{role: number for role, number in ids.items() if number is not None})
 
 
+LARGEST_TRAINED = 2**20
+"""Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False) -> Tokenizer:
     """Byte-level BPE of exactly `vocab_size` tokens: special ones, 256 bytes, and merges learned from `texts`.
 
@@ -170,6 +174,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
         raise DataError(
             f"model.vocab_size ({vocab_size}) must be at least {smallest} (256 bytes and {listing(special)}) where the "
             "tokenizer is trained on the data; data.tokenizer names your own"
+        )
+    if vocab_size > LARGEST_TRAINED:
+        raise DataError(
+            f"model.vocab_size ({vocab_size}) must be at most {LARGEST_TRAINED} where the tokenizer is trained on the "
+            "data; data.tokenizer names your own"
         )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.data.batch import Batch, SampledBatches, TokenArray
+from shardwise.data.batch import Batch, SampledBatches, Tokens
 from shardwise.data.causal import DocumentEnds, causal_batch
 from shardwise.data.sampler import IntArray
 from shardwise.errors import ConfigError
@@ -24,7 +24,7 @@ class TokenBatches(SampledBatches):
 
     def __init__(
         self,
-        tokens: TokenArray,
+        tokens: Tokens,
         sequence_length: int,
         seed: int,
         *,
@@ -46,7 +46,8 @@ class TokenBatches(SampledBatches):
         targets_B = np.zeros(len(indices), dtype=np.int64)
         for row, index in enumerate(indices.tolist()):
             if index >= 0:
-                found = self.tokens[index * length : index * length + length + 1]
+                first = index * length
+                found = self.tokens.take(np.arange(first, min(first + length + 1, len(self.tokens))))
                 rows_BS[row, : len(found)] = found
                 targets_B[row] = len(found) - 1
         return causal_batch(rows_BS, targets_B, samples, self.ends)

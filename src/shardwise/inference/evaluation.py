@@ -140,8 +140,10 @@ def _scores(part: nn.Module, batch: Batch, device: torch.device, x: Tensor | Non
         inputs["x"] = x
     if isinstance(part, Bert) and part.part.is_last:
         return part.scores(**inputs)
-    draws_masks = "dropout" in inspect.signature(part.forward).parameters
-    sums: object = part(**inputs, **({"dropout": None} if draws_masks else {}))
+    takes = inspect.signature(part.forward).parameters
+    if "lengths_B" in takes and batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
+        inputs["lengths_B"] = torch.from_numpy(batch.lengths).to(device)
+    sums: object = part(**inputs, **({"dropout": None} if "dropout" in takes else {}))
     if isinstance(sums, Tensor) and not gives_losses(part):
         return sums, None
     if not isinstance(sums, Tensor) or sums.numel() != len(batch.counts):

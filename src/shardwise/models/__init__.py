@@ -10,7 +10,8 @@ from torch import nn
 from shardwise.config import BertConfig, Config, GPTConfig, GPTNeoXConfig, Layout, LlamaConfig, OwnConfig
 from shardwise.mesh import Group, Mesh
 from shardwise.models.bert import Bert
-from shardwise.models.blocks import CausalLM, Part
+from shardwise.models.blocks import Part
+from shardwise.models.causal import CausalLM
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama

@@ -1,4 +1,4 @@
-"""What the families share: attention, the plain MLP, and the frame of a causal language model.
+"""What the families share: attention, the plain MLP, and the frame of a model.
 
 Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head width.
 Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
@@ -165,7 +165,7 @@ class Context:
 
     mask: which keys may be attended to, `[B, 1, 1, S]`, or `[S, L]` where S queries end a row of L keys, or what is
     added to the scores, `[B, 1, S, S]`; None: all, or in a causal model those that are not later. cache: what is known
-    of the tokens before these. turns: the rotary tables, where positions are not those of the sequence.
+    of the tokens before these. turns: the rotary tables, where positions or angles are not those of the whole sequence.
     """
 
     dropout: DropoutKey | None = None
@@ -386,108 +386,3 @@ class Family(nn.Module, Generic[_Config]):
     def build(self, config: _Config, make: Maker) -> None:
         """Make the layers of this part, in the order of the forward pass."""
         raise NotImplementedError
-
-
-class CausalLM(Family[_Config]):
-    """A decoder: embedding, blocks, a last norm, and the head with its loss. A family gives the parts."""
-
-    layers: nn.ModuleList
-    norm: nn.Module
-    lm_head: ParallelLMHead
-    rotary: Rotary | None = None
-
-    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
-        """Token ids `[S, B]` → x. positions_SB: None: those of the sequence."""
-        raise NotImplementedError
-
-    def hidden(
-        self,
-        ids_SB: Tensor,
-        dropout: DropoutKey | None = None,
-        cache: KeyValueCache | None = None,
-        x: Tensor | None = None,
-        positions_SB: Tensor | None = None,
-        starts_SB: Tensor | None = None,
-    ) -> Tensor:
-        """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism).
-
-        x: what the pipeline stage before gave; a stage that is not the last gives x as its blocks leave it.
-        cache: the ids follow the tokens that it knows, and are known to it afterwards.
-        positions_SB: of each token; None: that in the sequence. starts_SB: the first place that each one attends to;
-        None: the sequence's. Neither goes with a cache.
-
-        Raises:
-            ValueError: the cache has no room for them, or knows what `outdates` says is another's.
-        """
-        mask = None
-        if cache is not None:
-            if self.outdates(cache.length, cache.length + len(ids_SB)):
-                raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
-            mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
-        if x is None:
-            x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        if starts_SB is not None:
-            mask = _within_documents(starts_SB, x.dtype)
-        turns = None
-        if positions_SB is not None and self.rotary is not None:
-            tables = self.rotary.tables(len(ids_SB), x)
-            turns = tables[0][positions_SB, 0], tables[1][positions_SB, 0]
-        context = Context(dropout, mask, cache, turns)
-        x = run_blocks(self.layers, x, context, self.recompute)
-        if cache is not None:
-            cache.advance(len(ids_SB))
-        return self.norm(x) if self.part.is_last else x
-
-    def forward(
-        self,
-        ids_SB: Tensor,
-        targets_SB: Tensor,
-        dropout: DropoutKey | None = None,
-        x: Tensor | None = None,
-        positions_SB: Tensor | None = None,
-        starts_SB: Tensor | None = None,
-    ) -> Tensor:
-        """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar.
-
-        x: as `hidden` has it; a stage that is not the last returns it. positions_SB, starts_SB: as `hidden` has them.
-        """
-        hidden = self.hidden(ids_SB, dropout, x=x, positions_SB=positions_SB, starts_SB=starts_SB)
-        return self.lm_head.loss(hidden, targets_SB) if self.part.is_last else hidden
-
-    def outdates(self, known: int, length: int) -> bool:
-        """Whether a sequence of `length` tokens has other keys at its first `known` than those alone had.
-
-        So it is where rotary angles change with the length: all tokens must then be read in one pass.
-        """
-        return known > 0 and self.rotary is not None and self.rotary.regime(known) != self.rotary.regime(length)
-
-    def logits(self, ids_SB: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
-        whole: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
-        return whole
-
-    def next_logits(self, ids_SB: Tensor, cache: KeyValueCache, x: Tensor | None = None) -> Tensor:
-        """Logits `[B, V]` of the token after the last one; without sequence parallelism, which cuts what is last.
-
-        x: as `hidden` has it; a stage that is not the last returns it.
-        """
-        hidden = self.hidden(ids_SB, cache=cache, x=x)
-        if not self.part.is_last:
-            return hidden
-        whole: Tensor = self.lm_head(hidden[-1:])
-        return whole[0]
-
-
-def _within_documents(starts_SB: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of each query's keys, `[B, 1, S, S]`: 0 from `starts_SB` to itself, else -inf."""
-    places = torch.arange(len(starts_SB), device=starts_SB.device)
-    first_BS1 = starts_SB.T.unsqueeze(2)
-    seen = (places >= first_BS1) & (places <= places.unsqueeze(1))
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf")).unsqueeze(1)
-
-
-def _earlier(queries: int, known: int, device: torch.device) -> Tensor | None:
-    """Which of `known` keys and their own each of the next queries may attend to, `[S, L]`; None: needs no saying."""
-    if known == 0 or queries == 1:
-        return None
-    return torch.ones(queries, known + queries, dtype=torch.bool, device=device).tril_(known)

@@ -19,10 +19,10 @@ from shardwise.models.blocks import (
     EMBEDDING,
     MLP,
     Attention,
-    CausalLM,
     Context,
     Maker,
 )
+from shardwise.models.causal import CausalLM
 from shardwise.placement import Init
 
 

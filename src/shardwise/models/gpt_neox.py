@@ -15,10 +15,10 @@ from shardwise.models.blocks import (
     EMBEDDING,
     MLP,
     Attention,
-    CausalLM,
     Context,
     Maker,
 )
+from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import ColumnParallelLinear
 

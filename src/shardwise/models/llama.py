@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import LlamaConfig
-from shardwise.models.blocks import Attention, CausalLM, Context, Maker
+from shardwise.models.blocks import Attention, Context, Maker
+from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import (
     MergedColumnParallelLinear,

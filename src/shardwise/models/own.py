@@ -5,7 +5,7 @@ its constructor names, or the base's to which it passes `**kwargs`. A constructo
 as an object instead of its keys. Its `forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses; with
 `dropout` among its keywords it is given the step's `DropoutKey`, or None in an evaluation; with
 `data.reset_position_ids` it is given `positions_SB`, with `data.reset_attention_mask` `starts_SB`, the first place that
-each place may attend to.
+each place may attend to. An evaluation gives it `lengths_B` where it names it and a sequence is padded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from inspect import Parameter, signature
+from inspect import Parameter, getattr_static, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +52,7 @@ def check_own(config: Config) -> type[nn.Module]:
     found = _own_class(config.model.family)
     takes = _constructor(found)
     problems = _key_problems(config.model, takes) + _layout_problems(config, takes)
-    problems += _forward_problems(config, signature(found.forward).parameters)
+    problems += _forward_problems(config, _forward(found))
     if problems:
         raise ConfigError(problems)
     return found
@@ -173,6 +173,13 @@ def _constructor(found: type[nn.Module]) -> _Signature:
     return takes
 
 
+def _forward(found: type[nn.Module]) -> _Signature:
+    """What `forward` of an instance takes: the argument that receives the instance is left out, whatever its name."""
+    forward = getattr_static(found, "forward")
+    bind = getattr(type(forward), "__get__", None)
+    return signature(forward if bind is None else bind(forward, found, found)).parameters
+
+
 def _is_open(takes: _Signature) -> bool:
     return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values())
 
@@ -190,7 +197,7 @@ def _required(takes: _Signature) -> list[str]:
     return [
         name
         for name, parameter in takes.items()
-        if parameter.default is Parameter.empty and parameter.kind not in open_ended and name != "self"
+        if parameter.default is Parameter.empty and parameter.kind not in open_ended
     ]
 
 
@@ -209,7 +216,7 @@ def _key_problems(model: OwnConfig, takes: _Signature) -> list[str]:
     problems = [f"model.{key}: the run itself gives {key} to {model.family}: rename it" for key in given if key in RUN]
     if _takes_config(model, takes):
         return problems
-    names = [name for name in takes if name not in RUN and name != "self"]
+    names = [name for name in takes if name not in RUN]
     for key in given:
         if key in RUN or key in OwnConfig.model_fields or _names(takes, key):
             continue
@@ -241,7 +248,7 @@ def _layout_problems(config: Config, takes: _Signature) -> list[str]:
 
 
 def _forward_problems(config: Config, takes: _Signature) -> list[str]:
-    data, names = config.data, [name for name in takes if name != "self"]
+    data = config.data
     asked = (("positions_SB", data.reset_position_ids), ("starts_SB", data.reset_attention_mask))
     given = (*_BATCH, *(name for name, wanted in asked if wanted))
     missing = [name for name in given if not _accepts(takes, name)]
@@ -249,7 +256,7 @@ def _forward_problems(config: Config, takes: _Signature) -> list[str]:
     if not missing and not unknown:
         return []
     return [
-        f"model.family ({config.model.family}): forward({', '.join(names)}) must take {listing(given)} and need no "
+        f"model.family ({config.model.family}): forward({', '.join(takes)}) must take {listing(given)} and need no "
         "other argument; dropout it may take"
     ]
 

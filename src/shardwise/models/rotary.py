@@ -7,6 +7,7 @@ coordinates of each pair.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -98,13 +99,29 @@ class Rotary:
         if known != regime or len(cos) < sequence_length:
             # A sequence that grows token by token shall not make a table for each.
             rows = max(sequence_length, 2 * len(cos)) if known == regime and first else sequence_length
-            inverse, factor = frequencies(self._config, sequence_length)
-            angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)
-            cos, sin = (f(angles).mul(factor).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+            cos, sin = self._make(rows, sequence_length, like)
             self._tables[key] = (regime, cos, sin)
         if first == 0 and len(cos) == sequence_length:
             return cos, sin
         return cos[first:sequence_length], sin[first:sequence_length]
+
+    def tables_of_each(self, lengths: Sequence[int], rows: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The tables `[S, B, 1, r/2]` of sequences padded to `rows`, each with the angles of its own length.
+
+        None: all have those of `tables(rows)`.
+        """
+        if {self.regime(length) for length in lengths} <= {self.regime(rows)}:
+            return None
+        made = {length: self._make(rows, length, like) for length in set(lengths)}
+        cos, sin = (torch.cat([made[length][n] for length in lengths], dim=1) for n in range(2))
+        return cos, sin
+
+    def _make(self, rows: int, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables of `rows` positions, with the angles of a sequence of that length."""
+        inverse, factor = frequencies(self._config, sequence_length)
+        angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)
+        cos, sin = (f(angles).mul(factor).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
+        return cos, sin
 
     def regime(self, sequence_length: int) -> int:
         """Sequences of one regime have the same angle at each position."""

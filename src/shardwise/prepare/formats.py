@@ -68,7 +68,7 @@ def megatron(path: str, tokenizer: str | None, samples: int) -> Inspection:
     return Inspection(
         str(prefix), "Megatron .bin and .idx", size_, rows, counts,
         Lengths.of("tokens of a document", lengths, number) if number else None,
-        found, record, _notes(decoder, record, highest),
+        found, record, _notes(decoder, record, lowest, highest),
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def hdf5(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
     return Inspection(
         str(data.path), "HDF5 shards of sentence pairs", sum(path.stat().st_size for path in paths), rows, counts,
         Lengths.of("tokens of a sample, without padding", lengths, number), found, record,
-        _notes(decoder, record, highest),
+        _notes(decoder, record, lowest, highest),
     )  # fmt: skip
 
 
@@ -218,7 +218,9 @@ def _arrow(path: Path, parts: Mapping[str, Any], tokenizer: str | None, samples:
     lowest, highest = (arrow.min_max(ids)[each].as_py() or 0 for each in ("min", "max"))
     counts["ids"] = {"lowest": lowest, "highest": highest, "looked_at": len(ids)}
     rows.append(("ids", _ids(lowest, highest, len(ids), round(lengths.mean * total))))
-    return Inspection(str(path), "arrow", size_, rows, counts, lengths, found, record, _notes(decoder, record, highest))
+    return Inspection(
+        str(path), "arrow", size_, rows, counts, lengths, found, record, _notes(decoder, record, lowest, highest)
+    )
 
 
 def _block_starts(total: int) -> list[int]:
@@ -232,8 +234,12 @@ def _ids(lowest: int, highest: int, seen: int, total: int) -> str:
     return f"{lowest:,} … {highest:,}" + ("" if seen >= total else f" in {count(seen)} tokens that were looked at")
 
 
-def _notes(decoder: Decoder, record: Mapping[str, Any] | None, highest: int) -> list[str]:
+def _notes(decoder: Decoder, record: Mapping[str, Any] | None, lowest: int, highest: int) -> list[str]:
     notes = [] if decoder.note is None else [decoder.note]
+    if lowest < 0:
+        notes.append(
+            f"the lowest id ({lowest:,}) is negative, which no token is: a run refuses it; prepare the data anew"
+        )
     sizes = [] if decoder.tokenizer is None else [("the tokenizer", decoder.tokenizer.vocab_size)]
     if record is not None and isinstance(record["tokenizer"].get("vocab_size"), int):
         sizes.append(("the manifest", record["tokenizer"]["vocab_size"]))

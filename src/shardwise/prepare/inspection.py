@@ -106,7 +106,7 @@ class Decoder:
         """
         if named is not None:
             return cls(Tokenizer.load(hub.resolve_tokenizer(named)))
-        if manifest is None:
+        if manifest is None or manifest["tokenizer"]["sha256"] is None:
             return cls(None, "samples are ids: --tokenizer shows them as text")
         made = manifest["tokenizer"]
         try:

@@ -54,8 +54,9 @@ class Output:
         different = self._differences(found, content)
         if not different:
             return found
+        made_with = found["tokenizer"].get("name") or "no tokenizer"
         raise DataError(
-            f"{held[0]} was prepared from {found['source'].get('name')} with {found['tokenizer'].get('name')}, and now "
+            f"{held[0]} was prepared from {found['source'].get('name')} with {made_with}, and now "
             f"{listing(different)} {'is' if len(different) == 1 else 'are'} another: name another OUTPUT, or replace "
             "it by --force"
         )

@@ -144,6 +144,13 @@ def test_batches_are_put_together_of_whole_samples() -> None:
     assert np.array_equal(ids_SB[:, ::2], first.global_batch(0, 4).inputs["ids_SB"])
 
 
+def test_partial_sequences_of_several_sources_keep_their_lengths() -> None:
+    blend = BlendedBatches([0.5, 0.5], [TokenBatches(np.arange(n), 16, seed=1, tail=True) for n in (20, 24)])
+    (batch,) = blend.eval_batches(1, 6, 0, 1, 6)
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [16, 16, 3, 7, 0, 0]
+
+
 @pytest.mark.parametrize("sources", [40])
 def test_many_sources(sources: int) -> None:
     blend = blended([1.0] * sources, [5] * sources)

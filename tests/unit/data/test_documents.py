@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.batch import IGNORE, Batch
+from shardwise.data.batch import Batch
 from shardwise.data.documents import DocumentBatches, Documents
 from shardwise.data.hashing import mix_integer
 from shardwise.data.indexed import IndexedFile
@@ -95,33 +95,6 @@ def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(data: st.D
             consumed += size
 
 
-@settings(unhurried, max_examples=60)
-@given(
-    documents=documents_of,
-    length=st.integers(1, 9),
-    dp_size=st.integers(1, 3),
-    micro_batch=st.integers(1, 3),
-)
-def test_with_its_tail_every_token_is_a_target_once(
-    documents: list[list[int]], length: int, dp_size: int, micro_batch: int
-) -> None:
-    tokens = sum(map(sum, documents))
-    if tokens < 2:
-        return
-    batches = DocumentBatches(whole(documents), length, seed=0, tail=True)
-    size = dp_size * micro_batch
-    found: list[int] = []
-    counted = 0
-    for rank in range(dp_size):
-        for batch in batches.eval_batches(batches.num_samples, size, rank, dp_size, micro_batch):
-            targets_SB = batch.inputs["targets_SB"]
-            assert batch.inputs["ids_SB"].shape == targets_SB.shape == (length, micro_batch)
-            found += targets_SB[targets_SB != IGNORE].tolist()
-            counted += int(batch.counts[0])
-    assert counted == len(found) == tokens - 1
-    assert len(set(found)) == tokens - 1
-
-
 def test_a_part_is_its_own_documents() -> None:
     file = made([[3], [2, 2], [], [5], [4]])
     part = Documents(file, 1, 4, 1 << 30)
@@ -183,8 +156,6 @@ def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(token: int) -> N
 def test_too_few_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the tokens \(4\) must be at least 5"):
         DocumentBatches(whole([[2], [2]]), 4, seed=0)
-    with pytest.raises(ConfigError, match=r"the tokens \(1\) must be at least 2"):
-        DocumentBatches(whole([[1]]), 4, seed=0, tail=True)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from shardwise.data.batch import IGNORE
 from shardwise.data.indexed import IndexedWriter
 from shardwise.data.split import part_bounds
 from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens import TokenBatches
 from shardwise.errors import DataError
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
@@ -115,6 +116,19 @@ def test_three_parts(tmp_path: Path) -> None:
         assert set(np.unique(targets[targets != IGNORE])) == set(range(first, after))
 
 
+def test_an_evaluation_reads_documents_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """All of them, the partial last sequence too; so do the evaluations of a run, which leave that one out."""
+    chosen = config(path=write(tmp_path / "data", 100), split="80,10,10")
+    data = opened(chosen, tmp_path / "cache")
+    wanted = np.repeat(np.arange(80, 90), 10)[1:].tolist()
+    for make, counted in ((make_evaluation, 99), (make_batches, 96)):
+        batches = make(chosen, data, "eval")
+        assert batches is not None
+        targets_BS = [batch.inputs["targets_SB"].T for batch in batches.eval_batches(8, 1, 0, 1, 1)]
+        found = np.concatenate(targets_BS).ravel()
+        assert found[found != IGNORE].tolist() == wanted[:counted]
+
+
 def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data"), split="1,1")
     data = opened(chosen, tmp_path / "cache")
@@ -169,7 +183,7 @@ def test_what_holds_no_evaluation_sample_is_left_out_of_it(tmp_path: Path) -> No
     large, small = write(tmp_path / "a", 100), write(tmp_path / "b", 8, first=200)
     chosen = config(blend=[1, large, 1, small], eval_every=1)
     evaluation = make_batches(chosen, prepare(chosen, tmp_path / "cache"), "eval")
-    assert isinstance(evaluation, DocumentBatches)
+    assert isinstance(evaluation, TokenBatches)
     chosen = config(blend=[1, small, 1, small], eval_every=1)
     with pytest.raises(DataError) as caught:
         prepare(chosen, tmp_path / "cache")

@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.config import DataConfig
 from shardwise.data import sources
+from shardwise.data.indexed import IndexedFile
 from shardwise.data.sources import PIECE_CHARACTERS, Piece, open_source
 from shardwise.errors import DataError
 
@@ -198,3 +199,17 @@ def test_bad_lines_are_placed(tmp_path: Path, line: bytes, says: str) -> None:
 def test_another_field_holds_the_text(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"body": "x"}\n', encoding="utf-8")
     assert read(tmp_path / "a.json", format="jsonl", text_key="body") == ["x"]
+
+
+def test_raw_tokens_in_a_folder_are_told_how_to_convert_them(tmp_path: Path) -> None:
+    """Small ids are valid UTF-8, and would even be read as text."""
+    (tmp_path / "notes.txt").write_text("text")
+    file = tmp_path / "train.bin"
+    file.write_bytes(b"\x05\x00\x20\x00")
+    command = f"`shardwise data prepare {file} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
+    assert failure(tmp_path) == f"{file} holds raw tokens, not text: {command}, which runs read"
+    with pytest.raises(DataError) as caught:
+        IndexedFile.open(file)
+    assert str(caught.value).endswith(f"reads train.bin and train.idx together; of raw tokens, {command}")
+    (tmp_path / "train.idx").touch()
+    assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {tmp_path / 'train'}"

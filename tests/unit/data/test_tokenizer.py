@@ -70,6 +70,10 @@ def test_the_vocabulary_that_is_named_is_the_one_that_is_reached() -> None:
     assert train_tokenizer(TEXT, reached, "text").vocab_size == reached
     with pytest.raises(DataError, match="must be at most"):
         train_tokenizer(TEXT, reached + 1, "text")
+    with pytest.raises(
+        DataError, match=r"model\.vocab_size \(2147483647\) must be at most 1048576 where the tokenizer is"
+    ):
+        train_tokenizer(TEXT, 2**31 - 1, "text")
     assert train_tokenizer(TEXT, 257, "text").vocab_size == 257
     with pytest.raises(DataError, match=r"model\.vocab_size \(256\) must be at least 257"):
         train_tokenizer(TEXT, 256, "text")

@@ -72,6 +72,22 @@ def test_canonical_tensors_are_hugging_faces(degree: int, biased: bool, tied: bo
     assert found == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_padded_sequence_has_the_angles_of_its_own_length(reset: bool) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    model = Llama(config(initializer_range=0.5, max_position_embeddings=4, rope_scaling=scaling), seed=1)
+    lengths_B = torch.tensor([8, 5, 0])
+    ids_SB = torch.arange(24).view(8, 3) * (torch.arange(8)[:, None] < lengths_B)
+    positions_SB = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])[:, None].expand(8, 3) if reset else None
+    with torch.no_grad():
+        found = model.hidden(ids_SB, positions_SB=positions_SB, lengths_B=lengths_B)
+        for b, length in enumerate(lengths_B.tolist()[:2]):
+            positions = None if positions_SB is None else positions_SB[:length, b : b + 1]
+            alone = model.hidden(ids_SB[:length, b : b + 1], positions_SB=positions)
+            torch.testing.assert_close(found[:length, b : b + 1], alone, rtol=1e-5, atol=1e-5)
+    assert found.isfinite().all()
+
+
 def test_init_is_the_configs() -> None:
     model = Llama(config(initializer_range=0.3, vocab_size=640, attention_bias=True, mlp_bias=True), seed=1)
     for path, parameter in model.named_parameters():

@@ -323,6 +323,27 @@ def test_forward_may_take_more(parameters: str, write: Write) -> None:
     assert check_own(config(write(PLAIN, f"    def forward(self, {parameters}):\n        pass")))
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "def forward(module, ids_SB, targets_SB):",
+        "def forward(*everything, ids_SB, targets_SB):",
+        "@staticmethod\n    def forward(ids_SB, targets_SB):",
+        "@classmethod\n    def forward(cls, ids_SB, targets_SB):",
+    ],
+)
+def test_the_argument_of_forward_that_receives_the_model_may_have_any_name(forward: str, write: Write) -> None:
+    assert check_own(config(write(PLAIN, f"    {forward}\n        pass")))
+
+
+def test_a_message_shows_forward_without_the_argument_that_receives_the_model(write: Write) -> None:
+    takes = "def forward(module, ids_SB, self):\n        pass"
+    assert problem(config(write(PLAIN, f"    {takes}"))) == (
+        "model.family (mine:Model): forward(ids_SB, self) must take ids_SB and targets_SB and need no other "
+        "argument; dropout it may take"
+    )
+
+
 RESETS = {"data": {"reset_position_ids": True, "reset_attention_mask": True}}
 
 

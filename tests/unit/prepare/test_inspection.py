@@ -84,6 +84,18 @@ def test_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
     assert folder.tokenizer.vocab_size == 300
 
 
+def test_negative_ids_are_told(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "data", 100_000) as writer:
+        writer.add([1, 2, 3])
+    (tmp_path / "data.bin").write_bytes(np.array([1, -5, 3], dtype="<i4").tobytes())
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"input_ids": [[1, -5, 3]]}).save_to_disk(str(tmp_path / "rows"))
+    for name in ("data", "rows"):
+        assert looked(tmp_path / name).notes[1:] == [
+            "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data anew"
+        ]
+
+
 def test_arrow_of_text_and_of_parts(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["one", "three"], "n": [1, 2]})

@@ -9,6 +9,7 @@ import torch
 from shardwise import units
 from shardwise.config import Config, Layout, config_from
 from shardwise.cost import expected_memory
+from shardwise.device import is_out_of_memory
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.trainer import Progress
 
@@ -117,3 +118,9 @@ def test_it_never_leaves_the_user_without_advice() -> None:
         precision={"mode": "bfloat16"},
     )
     assert remedies(chosen, Layout(1)) == ["a smaller model"]
+
+
+def test_a_tensor_whose_size_overflows_is_a_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**31 - 1, 2**31 - 1)
+    assert is_out_of_memory(caught.value)

@@ -86,7 +86,7 @@ def _made(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     number, read = (each if isinstance(each, int) else 0 for each in held)
     return [
         ("made of", f"{source.get('name')}, {text.of(number, 'document')}, {size(read)}"),
-        ("tokenizer", f"{tokenizer.get('name')}, vocabulary {_shown(tokenizer.get('vocab_size'))}"),
+        ("tokenizer", f"{tokenizer.get('name') or 'not named'}, vocabulary {_shown(tokenizer.get('vocab_size'))}"),
         ("options", options),
     ]
 

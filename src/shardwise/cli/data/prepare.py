@@ -1,7 +1,8 @@
 """Make data of text that runs read as they are: tokenized once, on all cores.
 
 INPUT is a text file, a .jsonl or a .parquet, the first two also packed (.gz); a folder of them, or one that datasets
-saved; a data set on the Hugging Face hub; or built-in text: python, tiny. With OUTPUT lies a manifest that tells what
+saved; a data set on the Hugging Face hub; or built-in text: python, tiny. It may also be raw tokens: a .bin of ids
+alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a manifest that tells what
 it was made of: a run with another tokenizer is refused. A preparation that was cut off leaves nothing that a run would
 read, and the same command goes on from what is finished. What is there already is not made again.
 """
@@ -23,6 +24,7 @@ from shardwise.units import count
 if TYPE_CHECKING:
     from shardwise.prepare import Outcome
 
+DTYPES = ("uint16", "uint32")
 FORMATS = ("megatron", "arrow", "hdf5")
 _PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".gz")
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -47,12 +49,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=FORMATS, required=True, help="what is made")
     parser.add_argument(
-        "--tokenizer", metavar="PATH|ID", required=True, help="as data.tokenizer: a file, its folder or a hub id"
+        "--tokenizer", metavar="PATH|ID", help="as data.tokenizer: a file, its folder or a hub id; text needs one"
     )
     parser.add_argument("--text-key", metavar="KEY", default="text", help="the field or column with the text (text)")
     parser.add_argument("--config", metavar="NAME", help="the configuration of a hub data set that has several")
     parser.add_argument("--split", metavar="NAME,…", help="a data set's splits, one after another (default: train)")
     parser.add_argument("--force", action="store_true", help="replace an OUTPUT that was prepared otherwise")
+    raw = parser.add_argument_group("options of raw tokens")
+    raw.add_argument("--token-dtype", choices=DTYPES, help="of the ids in INPUT (default: as its bytes look)")
+    raw.add_argument(
+        "--eod-token", metavar="ID", type=int, help="ends each document (default: the tokenizer's, where one is named)"
+    )
     made = parser.add_argument_group("options of megatron and arrow")
     made.add_argument(
         "--append-eod",
@@ -75,11 +82,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    options = _options(arguments)
     from shardwise.data.indexed import prefix_of
     from shardwise.prepare import Job, prepare
+    from shardwise.prepare.raw import is_raw
 
     output = Path(arguments.output).expanduser()
+    if arguments.token_dtype is not None or is_raw(Path(arguments.input).expanduser()):
+        return _convert(arguments, prefix_of(output))
+    if arguments.eod_token is not None:
+        raise ConfigError("--eod-token must be left out with text: it belongs to raw tokens")
+    if arguments.tokenizer is None:
+        raise ConfigError("--tokenizer is missing: text becomes tokens by one")
+    options = _options(arguments)
     with arguments_named("INPUT"):
         data = _data(arguments)
     job = Job(
@@ -92,6 +106,28 @@ def run(arguments: argparse.Namespace) -> int:
     with arguments_named("INPUT"):
         outcome = prepare(job, force=arguments.force, announce=text.progress, bar=text.bar)
     _tell(job.output, outcome)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace, output: Path) -> int:
+    """Raw tokens to Megatron's files."""
+    from shardwise.prepare.raw import RawJob, convert
+
+    path = Path(arguments.input).expanduser()
+    problems = [] if path.is_file() else [f"INPUT ({path}) must be a file of raw tokens"]
+    if arguments.format != "megatron":
+        problems.append(f"--format ({arguments.format}) must be megatron, which raw tokens become")
+    given = {name for each in _DEFAULTS.values() for name in each if getattr(arguments, name) is not None}
+    given |= {name for name in ("config", "split") if getattr(arguments, name) is not None}
+    problems += [f"--{name.replace('_', '-')} must be left out with raw tokens" for name in sorted(given)]
+    if arguments.eod_token is not None and arguments.eod_token < 0:
+        problems.append(f"--eod-token ({arguments.eod_token}) must be at least 0")
+    if problems:
+        raise ConfigError(problems)
+    job = RawJob(path, output, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
+    with arguments_named("INPUT"):
+        outcome = convert(job, force=arguments.force, announce=text.progress)
+    _tell(output, outcome)
     return 0
 
 
@@ -134,8 +170,9 @@ def _tell(output: Path, outcome: Outcome) -> None:
     }
     shown = names[made["format"]]
     state = " (there already)" if outcome.was_there else ""
+    held = f"{text.of(made['documents'], 'document')}, {count(made['tokens'])} tokens"
+    if "token_dtype" in made["options"]:
+        text.line(f"{shown}{state}; {held}, of ids in {made['options']['token_dtype']}")
+        return
     each = made["source"]["bytes"] / max(made["tokens"], 1)
-    text.line(
-        f"{shown}{state}; {text.of(made['documents'], 'document')}, {count(made['tokens'])} tokens, "
-        f"{each:.2f} bytes of text a token"
-    )
+    text.line(f"{shown}{state}; {held}, {each:.2f} bytes of text a token")

@@ -1,0 +1,137 @@
+"""The frame of a causal language model: embedding, blocks, a last norm, and the head with its loss.
+
+Shapes: see `models/blocks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import FamilyConfig
+from shardwise.models.blocks import Context, Family, run_blocks
+from shardwise.models.cache import KeyValueCache
+from shardwise.models.rotary import Rotary
+from shardwise.parallel import DropoutKey, ParallelLMHead
+
+_Config = TypeVar("_Config", bound=FamilyConfig)
+
+
+class CausalLM(Family[_Config]):
+    """A decoder: embedding, blocks, a last norm, and the head with its loss. A family gives the parts."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    lm_head: ParallelLMHead
+    rotary: Rotary | None = None
+
+    def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
+        """Token ids `[S, B]` → x. positions_SB: None: those of the sequence."""
+        raise NotImplementedError
+
+    def hidden(
+        self,
+        ids_SB: Tensor,
+        dropout: DropoutKey | None = None,
+        cache: KeyValueCache | None = None,
+        x: Tensor | None = None,
+        positions_SB: Tensor | None = None,
+        starts_SB: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+    ) -> Tensor:
+        """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism).
+
+        x: what the pipeline stage before gave; a stage that is not the last gives x as its blocks leave it.
+        cache: the ids follow the tokens that it knows, and are known to it afterwards.
+        positions_SB: of each token; None: that in the sequence. starts_SB: the first place that each one attends to;
+        None: the sequence's. lengths_B: tokens of each sequence that are not padding, which is at its end; None: all.
+        None of the three goes with a cache.
+
+        Raises:
+            ValueError: the cache has no room for them, or knows what `outdates` says is another's.
+        """
+        mask = None
+        if cache is not None:
+            if self.outdates(cache.length, cache.length + len(ids_SB)):
+                raise ValueError(f"the {cache.length} tokens of the cache must be read again with those that follow")
+            mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
+        if x is None:
+            x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
+        if starts_SB is not None:
+            mask = _within_documents(starts_SB, x.dtype)
+        context = Context(dropout, mask, cache, self._turns(x, ids_SB, positions_SB, lengths_B))
+        x = run_blocks(self.layers, x, context, self.recompute)
+        if cache is not None:
+            cache.advance(len(ids_SB))
+        return self.norm(x) if self.part.is_last else x
+
+    def _turns(
+        self, x: Tensor, ids_SB: Tensor, positions_SB: Tensor | None, lengths_B: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """The rotary tables `[S, B, 1, r/2]`; None: those of the place in the sequence, and of its padded length."""
+        if self.rotary is None:
+            return None
+        tables = None if lengths_B is None else self.rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
+        if positions_SB is None:
+            return tables
+        columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
+        cos, sin = tables or self.rotary.tables(len(ids_SB), x)
+        cos, sin = (each.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for each in (cos, sin))
+        return cos, sin
+
+    def forward(
+        self,
+        ids_SB: Tensor,
+        targets_SB: Tensor,
+        dropout: DropoutKey | None = None,
+        x: Tensor | None = None,
+        positions_SB: Tensor | None = None,
+        starts_SB: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+    ) -> Tensor:
+        """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar.
+
+        x: as `hidden` has it; a stage that is not the last returns it. What follows it: as `hidden` has it.
+        """
+        hidden = self.hidden(ids_SB, dropout, None, x, positions_SB, starts_SB, lengths_B)
+        return self.lm_head.loss(hidden, targets_SB) if self.part.is_last else hidden
+
+    def outdates(self, known: int, length: int) -> bool:
+        """Whether a sequence of `length` tokens has other keys at its first `known` than those alone had.
+
+        So it is where rotary angles change with the length: all tokens must then be read in one pass.
+        """
+        return known > 0 and self.rotary is not None and self.rotary.regime(known) != self.rotary.regime(length)
+
+    def logits(self, ids_SB: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Logits `[S, B, V]` over the whole vocabulary, on every rank of the group."""
+        whole: Tensor = self.lm_head(self.hidden(ids_SB, cache=cache))
+        return whole
+
+    def next_logits(self, ids_SB: Tensor, cache: KeyValueCache, x: Tensor | None = None) -> Tensor:
+        """Logits `[B, V]` of the token after the last one; without sequence parallelism, which cuts what is last.
+
+        x: as `hidden` has it; a stage that is not the last returns it.
+        """
+        hidden = self.hidden(ids_SB, cache=cache, x=x)
+        if not self.part.is_last:
+            return hidden
+        whole: Tensor = self.lm_head(hidden[-1:])
+        return whole[0]
+
+
+def _within_documents(starts_SB: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of each query's keys, `[B, 1, S, S]`: 0 from `starts_SB` to itself, else -inf."""
+    places = torch.arange(len(starts_SB), device=starts_SB.device)
+    first_BS1 = starts_SB.T.unsqueeze(2)
+    seen = (places >= first_BS1) & (places <= places.unsqueeze(1))
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf")).unsqueeze(1)
+
+
+def _earlier(queries: int, known: int, device: torch.device) -> Tensor | None:
+    """Which of `known` keys and their own each of the next queries may attend to, `[S, L]`; None: needs no saying."""
+    if known == 0 or queries == 1:
+        return None
+    return torch.ones(queries, known + queries, dtype=torch.bool, device=device).tril_(known)

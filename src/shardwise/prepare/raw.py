@@ -1,0 +1,214 @@
+"""A flat file of raw token ids, as nanoGPT's preparations write them, becomes Megatron's .bin and .idx."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.indexed import UnfinishedIndex, prefix_of, to_disk, written_dtype
+from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
+from shardwise.errors import ConfigError, DataError
+from shardwise.prepare import space
+from shardwise.prepare.job import VERSION, Outcome
+from shardwise.prepare.outputs import Output
+from shardwise.prepare.tokens import PREFIX
+from shardwise.prepare.work import Work
+
+DTYPES = ("uint16", "uint32")
+_BLOCK = 1 << 22
+# More tokens are several sequences of one document: the index has 31 bits for the size of a sequence.
+_LONGEST_SEQUENCE = 1 << 30
+# No vocabulary has as many tokens as 16 times 2^16.
+_HIGH_HALVES = 16
+_ANY_VOCABULARY = 1 << 31
+
+
+@dataclass(frozen=True)
+class RawJob:
+    """What is to be converted.
+
+    Attributes:
+        path: little-endian ids, back to back. output: the prefix. dtype: None: as the bytes look. eod_token: the id
+        that ends each document; None: the tokenizer's, and without one the file is one document. tokenizer: what made
+        the ids, where that is known.
+    """
+
+    path: Path
+    output: Path
+    dtype: str | None = None
+    eod_token: int | None = None
+    tokenizer: str | None = None
+
+
+def is_raw(path: Path) -> bool:
+    """Whether a path is named as raw tokens are: a .bin without the .idx of a Megatron data set."""
+    return path.suffix == ".bin" and path.is_file() and not path.with_suffix(".idx").exists()
+
+
+def convert(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> Outcome:
+    """Makes what `job` says, unless it is there already.
+
+    Raises:
+        DataError: the file holds no such ids, something else is at the output, or the disk is too small.
+    """
+    if job.output.name in ("", ".."):
+        raise ConfigError(f"OUTPUT ({job.output}) must end in a name: add one, such as {job.output / 'data'}")
+    if job.output.resolve() == prefix_of(job.path).resolve():
+        raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
+    try:
+        return _Conversion(job, announce).run(force)
+    except OSError as error:
+        raise DataError(f"{error.filename or job.path} cannot be read: {error.strerror or error}") from None
+
+
+class _Conversion:
+    def __init__(self, job: RawJob, announce: Callable[[str], None]) -> None:
+        self.job, self.announce = job, announce
+        self.tokenizer: Tokenizer | None = None
+        if job.tokenizer is not None:
+            self.tokenizer = open_user_tokenizer(job.tokenizer, _ANY_VOCABULARY)
+        self.end = job.eod_token
+        if self.end is None and self.tokenizer is not None:
+            self.end = self.tokenizer.end_of_document_id
+        self.dtype = job.dtype or _looks_like(job.path)
+        if job.dtype is None:
+            announce(f"reading {job.path} as {self.dtype}, as its bytes look; --token-dtype says otherwise")
+        self.tokens = _open(job.path, self.dtype)
+        self.identity: dict[str, Any] = {
+            "version": VERSION,
+            "format": "megatron",
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.digest,
+            "options": {"token_dtype": self.dtype} | ({} if self.end is None else {"eod_token": self.end}),
+        }
+        self.work = Work(job.output)
+        self.output = Output(job.output, "megatron", self.identity)
+
+    def run(self, force: bool) -> Outcome:
+        with self.work.held():
+            state = self.work.state()
+            if state is not None and state.get("identity") == self.identity and state["complete"]:
+                facts: Mapping[str, Any] = state["facts"]  # it was cut off between the files' last names
+            else:
+                found = self.output.find(lambda: self._content, force=force)
+                if found is not None:
+                    return Outcome(found, was_there=True)
+                facts = self._make()
+            with self.work.writing():
+                self.output.publish(self.work)
+        return Outcome(facts, was_there=False)
+
+    @cached_property
+    def _content(self) -> str:
+        with self.job.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        """The tokenizer's, else as large as the ids need."""
+        highest = max(int(block.max()) for block in self._blocks())
+        size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
+        if highest >= min(size, _ANY_VOCABULARY):
+            raise DataError(
+                f"{self.job.path}: the highest id ({highest}), read as {self.dtype}, must be below "
+                f"{min(size, _ANY_VOCABULARY)}, the vocabulary: name the tokenizer that made the ids, or another "
+                "--token-dtype"
+            )
+        return size
+
+    def _make(self) -> Mapping[str, Any]:
+        dtype = written_dtype(self._vocab_size)
+        space.check_room(len(self.tokens) * dtype.itemsize, 0, self.job.output, self.announce, packed=False)
+        with self.work.writing(), contextlib.ExitStack() as opened:
+            self.work.clear()
+            tokens, sizes, bounds = (
+                opened.enter_context((self.work.folder / name).open("w+b"))
+                for name in (f"{PREFIX}.bin", "sizes", "documents")
+            )
+            unfinished = UnfinishedIndex(tokens, sizes, bounds, self._vocab_size)
+            self._copy(unfinished)
+            idx = opened.enter_context((self.work.folder / f"{PREFIX}.idx").open("wb"))
+            unfinished.write_index(idx)
+            to_disk(idx)
+            to_disk(tokens)
+            facts = self._facts(unfinished)
+            self.output.complete(self.work, facts)
+            self.work.save({"identity": self.identity, "complete": True, "facts": facts})
+        return facts
+
+    def _copy(self, unfinished: UnfinishedIndex) -> None:
+        """All tokens; a document ends after each `end`, and where the file does."""
+        none = np.empty(0, dtype=np.int64)
+        begun = 0  # tokens of the sequence that has not ended
+        in_document = False
+        for block in self._blocks():
+            ends = none if self.end is None else np.flatnonzero(block == self.end) + 1
+            sizes = np.diff(np.concatenate([np.array([-begun]), ends]))
+            unfinished.extend(block, sizes, np.arange(1, len(sizes) + 1))
+            begun = len(block) - int(ends[-1]) if len(ends) else begun + len(block)
+            in_document = begun > 0 or (in_document and not len(ends))
+            if begun >= _LONGEST_SEQUENCE:
+                unfinished.extend(block[:0], np.array([begun]), none)
+                begun = 0
+        if in_document:
+            last = np.array([begun] if begun else [], dtype=np.int64)
+            unfinished.extend(self.tokens[:0], last, np.array([len(last)]))
+
+    def _blocks(self) -> list[npt.NDArray[np.integer[Any]]]:
+        return [self.tokens[start : start + _BLOCK] for start in range(0, len(self.tokens), _BLOCK)]
+
+    def _facts(self, made: UnfinishedIndex) -> dict[str, Any]:
+        """The manifest."""
+        tokenizer = None
+        if self.job.tokenizer is not None:
+            named = Path(self.job.tokenizer).expanduser()
+            tokenizer = str(named.absolute()) if named.exists() else self.job.tokenizer
+        return {
+            "format": "megatron",
+            "tokenizer": {
+                "name": tokenizer,
+                "sha256": self.identity["tokenizer"],
+                "vocab_size": self._vocab_size,
+                "end_of_document": None if self.tokenizer is None else self.tokenizer.end_of_document,
+            },
+            "source": {
+                "name": str(self.job.path),
+                "sha256": self._content,
+                "documents": made.documents,
+                "bytes": self.tokens.nbytes,
+            },
+            "documents": made.documents,
+            "dtype": made.dtype.name,
+            "sequences": made.sequences,
+            "tokens": len(self.tokens),
+            "options": self.identity["options"],
+            "identity": self.identity,
+        }
+
+
+def _looks_like(path: Path) -> str:
+    """The dtype of the ids: of 32-bit ones, every other 16-bit half is near 0."""
+    with path.open("rb") as file:
+        beginning = file.read(_BLOCK)
+    halves = np.frombuffer(beginning[: len(beginning) // 4 * 4], dtype="<u2")[1::2]
+    is_wide = path.stat().st_size % 4 == 0 and len(halves) > 0 and int(halves.max()) < _HIGH_HALVES
+    return DTYPES[is_wide]
+
+
+def _open(path: Path, dtype: str) -> npt.NDArray[np.integer[Any]]:
+    read = np.dtype(dtype).newbyteorder("<")
+    size = path.stat().st_size
+    if size == 0 or size % read.itemsize:
+        raise DataError(
+            f"the size of {path} ({size} bytes) must be above 0 and a multiple of {read.itemsize}, for ids of {dtype}: "
+            "the file is cut off, or holds something else"
+        )
+    tokens: npt.NDArray[np.integer[Any]] = np.asarray(np.memmap(path, dtype=read, mode="r"))
+    return tokens

@@ -1,0 +1,111 @@
+"""Raw token ids become Megatron's files: their dtype, their documents, and what is refused."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.data.indexed import IndexedFile
+from shardwise.data.tokenizer import train_tokenizer
+from shardwise.errors import ConfigError, DataError
+from shardwise.prepare import raw
+from shardwise.prepare.inspection import inspect
+from shardwise.prepare.raw import RawJob, convert, is_raw
+
+END = 9
+IDS = [5, 600, END, 700, END, END, 300, 8]
+DOCUMENTS = [[5, 600, END], [700, END], [END], [300, 8]]
+
+
+def write(path: Path, ids: list[int], dtype: str = "<u2") -> Path:
+    path.write_bytes(np.array(ids, dtype=dtype).tobytes())
+    return path
+
+
+def converted(path: Path, **options: Any) -> list[list[int]]:
+    """The documents that a conversion makes."""
+    output = path.with_name("out")
+    convert(RawJob(path, output, **options), force=False, announce=lambda _text: None)
+    file = IndexedFile.open(output)
+    starts = file.starts(np.arange(file.num_documents + 1)).tolist()
+    return [file.tokens[start:end].tolist() for start, end in pairwise(starts)]
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_raw_tokens_become_documents_at_the_end_token(
+    dtype: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raw, "_BLOCK", block)
+    path = write(tmp_path / "train.bin", IDS, np.dtype(dtype).newbyteorder("<").str)
+    assert is_raw(path)
+    assert converted(path, dtype=dtype, eod_token=END) == DOCUMENTS
+    assert IndexedFile.open(tmp_path / "out").sizes.tolist() == [3, 2, 1, 2]
+    assert not is_raw(tmp_path / "out.bin")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.json", "train.bin"]
+
+
+def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "train.bin", IDS)
+    assert converted(path) == [IDS]
+    monkeypatch.setattr(raw, "_BLOCK", 2)
+    monkeypatch.setattr(raw, "_LONGEST_SEQUENCE", 4)
+    path = write(tmp_path / "again.bin", [*IDS, END])
+    convert(RawJob(path, tmp_path / "long", eod_token=8), force=False, announce=lambda _text: None)
+    file = IndexedFile.open(tmp_path / "long")
+    assert (file.documents.tolist(), file.sizes.tolist()) == ([0, 2, 3], [4, 4, 1])
+    assert file.tokens.tolist() == [*IDS, END]
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype", "found"),
+    [
+        (IDS, "<u2", "uint16"),
+        (IDS, "<u4", "uint32"),
+        ([128_000, 5, 90_000, 7], "<u4", "uint32"),
+        ([50_256, 5, 198], "<u2", "uint16"),
+    ],
+)
+def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str, found: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "train.bin", ids, dtype)
+    said: list[str] = []
+    outcome = convert(RawJob(path, tmp_path / "out"), force=False, announce=said.append)
+    assert said[0] == f"reading {path} as {found}, as its bytes look; --token-dtype says otherwise"
+    assert outcome.manifest["options"] == {"token_dtype": found}
+    assert IndexedFile.open(tmp_path / "out").tokens.tolist() == ids
+
+
+def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["The ring of keys was lost in spring. A song went with it!\n" * 4], 270, "test")
+    tokenizer.save(tmp_path / "tokenizer")
+    end, named = tokenizer.end_of_document_id, str(tmp_path / "tokenizer")
+    assert converted(write(tmp_path / "train.bin", [5, end, 6]), tokenizer=named) == [[5, end], [6]]
+    found = inspect(str(tmp_path / "out"), tokenizer=None, samples=1, text_key="text")
+    assert found.samples[0].text is not None, "the manifest names the tokenizer"
+    path = write(tmp_path / "other.bin", [5, 270])
+    with pytest.raises(DataError, match=r"the highest id \(270\), read as uint16, must be below 270, the vocabulary"):
+        convert(RawJob(path, tmp_path / "no", tokenizer=named), force=False, announce=lambda _text: None)
+    assert not list(tmp_path.glob("*no*"))
+
+
+def test_converted_tokens_are_not_made_again_and_others_are_replaced_by_force(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.bin", IDS)
+    assert not convert(RawJob(path, tmp_path / "out"), force=False, announce=lambda _text: None).was_there
+    assert convert(RawJob(path, tmp_path / "out"), force=False, announce=lambda _text: None).was_there
+    with pytest.raises(DataError, match=r"with no tokenizer, and now --eod-token is another"):
+        convert(RawJob(path, tmp_path / "out", eod_token=END), force=False, announce=lambda _text: None)
+    assert not convert(RawJob(path, tmp_path / "out", eod_token=END), force=True, announce=lambda _text: None).was_there
+    assert inspect(str(tmp_path / "out"), tokenizer=None, samples=1, text_key="text").counts["documents"] == 4
+
+
+def test_what_is_no_file_of_raw_tokens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    for name, size in (("odd", 3), ("empty", 0)):
+        with pytest.raises(DataError, match=rf"{name}\.bin \({size} bytes\) must be above 0 and a mul"):
+            converted(tmp_path / f"{name}.bin")
+    path = write(tmp_path / "train.bin", IDS)
+    with pytest.raises(ConfigError, match=r"must not be INPUT .* itself"):
+        convert(RawJob(path, tmp_path / "train"), force=False, announce=lambda _text: None)
