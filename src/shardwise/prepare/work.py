@@ -21,6 +21,7 @@ from typing import Any
 
 from shardwise.data.indexed import sync_folder, to_disk
 from shardwise.errors import ConfigError, DataError
+from shardwise.files import new_file, open_lock
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -44,7 +45,7 @@ class Work:
         """
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / _LOCK).open("ab")
+            lock = open_lock(self.folder / _LOCK)
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,7 +83,7 @@ class Work:
     def save(self, state: dict[str, Any]) -> None:
         """Replaces the state; the files that it tells of are on the disk already."""
         temporary = self.folder / f".{_STATE}"
-        with temporary.open("wb") as file:
+        with new_file(temporary) as file:
             file.write(json.dumps(state, indent=1).encode())
             to_disk(file)
         temporary.replace(self.folder / _STATE)

@@ -23,7 +23,8 @@ from shardwise.data import (
     reads_shards,
 )
 from shardwise.data.batch import IGNORE, Batch
-from shardwise.data.hdf5 import KEYS, Shard, Shards
+from shardwise.data.hdf5 import Shards
+from shardwise.data.hdf5_shard import KEYS, Shard
 from shardwise.data.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 from tests.unit.data.hdf5_shards import Arrays, arrays, write
@@ -382,6 +383,27 @@ def test_arrays_that_do_not_fit_are_refused(change: Callable[[Arrays], None], te
     change(found)
     path = write(tmp_path / "a.hdf5", found)
     assert refusal(config(path), tmp_path / "cache") == path + text
+
+
+@pytest.mark.parametrize("way", ["link", "raw", "virtual"])
+def test_an_array_that_leads_to_another_file_is_refused(way: str, tmp_path: Path) -> None:
+    found = arrays(8)
+    secret = found.pop("input_ids")
+    outside = write(tmp_path / "outside.hdf5", {**found, "input_ids": secret})
+    path = write(tmp_path / "a.hdf5", found)
+    with h5py.File(path, "r+") as file:
+        if way == "link":
+            file["input_ids"] = h5py.ExternalLink(outside, "input_ids")
+        elif way == "raw":
+            size = secret.size * secret.dtype.itemsize
+            file.create_dataset("input_ids", secret.shape, secret.dtype, external=[(outside, 0, size)])
+        else:
+            layout = h5py.VirtualLayout(secret.shape, secret.dtype)
+            layout[:] = h5py.VirtualSource(outside, "input_ids", secret.shape)
+            file.create_virtual_dataset("input_ids", layout)
+    assert refusal(config(path), tmp_path / "cache") == (
+        f"{path}: input_ids must lie in the file itself, and it leads to another one: write the shard anew"
+    )
 
 
 def test_ragged_rows_are_refused(tmp_path: Path) -> None:
