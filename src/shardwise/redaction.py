@@ -1,35 +1,34 @@
 """What no file, log or message may show: log-ins and query strings of URLs, secret arguments.
 
-A query string may be all that a presigned URL needs to be read, so it is hidden whatever it holds.
+A query string may be all that a presigned URL needs to be read, so it is hidden whatever it holds. Patterns are texts:
+every command imports this module, few need it, and `re` keeps what it has compiled.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from urllib.parse import parse_qsl, urlencode
 
 REDACTED = "(redacted)"
-_MARK = re.escape(REDACTED)
+_MARK = r"\(redacted\)"
 # Up to the end of the word, without the punctuation of the sentence around it.
 _REST = r"""[^\s'"<>]*[^\s'"<>),.:;\]]"""
-_WEB_QUERY = re.compile(rf"""(?i)(\bhttps?://[^\s'"<>?]*\?)(?!{_MARK}){_REST}""")
+# One slash is left of two where a URL was taken for a path.
+_WEB_QUERY = rf"""(?i)(\bhttps?:/[^\s'"<>?]*\?)(?!{_MARK}){_REST}"""
 # Of other schemes only what assigns a value: in a pattern such as s3://bucket/part-?.txt the mark is a wildcard.
-_OTHER_QUERY = re.compile(rf"""(://[^\s'"<>?]*\?)(?!{_MARK})(?=[^\s'"<>]*=){_REST}""")
+_OTHER_QUERY = rf"""(://[^\s'"<>?]*\?)(?!{_MARK})(?=[^\s'"<>]*=){_REST}"""
 # Libraries also show a URL without its host.
 _SIGNED_BY = (
     r"x-(?:amz|goog|oss|cos|obs)-[\w-]+|(?:aws|oss)?accesskeyid|googleaccessid|signature|sig|policy|expires|key-pair-id"
     r"|(?:[\w-]*[_-])?(?:token|secret|password|credential)|(?:api|access)[_-]?key|hmac"
 )
-_PARAMETER = re.compile(rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+""")
+_PARAMETER = rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+"""
 # In a host's part nothing but a log-in ends with @. A password may have a slash, as the secret keys of S3 do; what
 # follows a colon and is but digits is a port.
-_LOGIN = re.compile(r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)""")
+_LOGIN = r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)"""
 
-_SIGNING = re.compile(_SIGNED_BY, re.IGNORECASE)
 # Azure's, which stand beside `sig`.
-_SIGNING_AZURE = re.compile("s[eiprtv]|sip|spr|sk[esvt]|sktid|skoid|sdd", re.IGNORECASE)
+_SIGNED_BY_AZURE = r"s[eiprtv]|sip|spr|sk[esvt]|sktid|skoid|sdd"
 # Variables that decide how a run is carried out, how fast and where. Launchers such as SLURM and MPI pass keys by names
 # of the same family, so of those only what is named here is recorded.
 _FAMILIES = (
@@ -52,22 +51,22 @@ _VARIABLES = {
     "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE",
     *(f"SLURM_{name}" for name in _SLURM.split()),
 }  # fmt: skip
-_SECRET_VARIABLE = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE", re.IGNORECASE)
+_SECRET_VARIABLE = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE"
 # Arguments are matched by the end of their name: data.tokenizer and data.text_key are not secrets.
-_SECRET_ARGUMENT = re.compile(r"(?:^|[._-])(?:token|secret|password|(?:api|access|secret)[_-]?key)$", re.IGNORECASE)
+_SECRET_ARGUMENT = r"(?i)(?:^|[._-])(?:token|secret|password|(?:api|access|secret)[_-]?key)$"
 
 
 def redacted(text: str) -> str:
     """`text` without the log-ins and query strings of the URLs in it."""
-    if "://" in text or "=" in text:
+    if ":/" in text or "=" in text:
         for query in (_WEB_QUERY, _OTHER_QUERY, _PARAMETER):
-            text = query.sub(rf"\g<1>{REDACTED}", text)
-    return _LOGIN.sub(REDACTED, text)
+            text = re.sub(query, rf"\g<1>{REDACTED}", text)
+    return re.sub(_LOGIN, REDACTED, text) if "://" in text else text
 
 
 def has_query(url: str) -> bool:
     """Whether a URL has a query string."""
-    return any(query.search(url) for query in (_WEB_QUERY, _OTHER_QUERY))
+    return any(re.search(query, url) for query in (_WEB_QUERY, _OTHER_QUERY))
 
 
 def redacted_arguments(arguments: Iterable[str]) -> list[str]:
@@ -76,7 +75,7 @@ def redacted_arguments(arguments: Iterable[str]) -> list[str]:
     hide_next = False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        secret = _SECRET_ARGUMENT.search(name.lstrip("-")) is not None
+        secret = re.search(_SECRET_ARGUMENT, name.lstrip("-")) is not None
         if hide_next:
             shown.append(REDACTED)
         elif secret and equals:
@@ -95,7 +94,7 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: redacted(value)
         for name, value in sorted(variables.items())
-        if name in _VARIABLES or (name.startswith(_FAMILIES) and not _SECRET_VARIABLE.search(name))
+        if name in _VARIABLES or (name.startswith(_FAMILIES) and not re.search(_SECRET_VARIABLE, name))
     }
 
 
@@ -104,13 +103,13 @@ def unsigned(url: str) -> str:
 
     Parameters that do not sign count by their digest: `?id=1` and `?id=2` are two files.
     """
+    import hashlib
+    from urllib.parse import parse_qsl, urlencode
+
     address, _, query = url.partition("?")
     parameters = parse_qsl(query, keep_blank_values=True)
     azure = any(name.lower() == "sig" for name, _ in parameters)
-    kept = [
-        (name, value)
-        for name, value in sorted(parameters)
-        if not _SIGNING.fullmatch(name) and not (azure and _SIGNING_AZURE.fullmatch(name))
-    ]
+    signing = f"{_SIGNED_BY}|{_SIGNED_BY_AZURE}" if azure else _SIGNED_BY
+    kept = [(name, value) for name, value in sorted(parameters) if not re.fullmatch(signing, name, re.IGNORECASE)]
     address = redacted(address)
     return f"{address}?{hashlib.sha256(urlencode(kept).encode()).hexdigest()[:32]}" if kept else address

@@ -17,6 +17,7 @@ SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-
         (f"['{SIGNED}', 'x']", "['https://store.example/data.txt?(redacted)', 'x']"),
         (f"two: {SIGNED} {SIGNED}", "two: " + " ".join(["https://store.example/data.txt?(redacted)"] * 2)),
         ("HTTP://H/x?5ecret", "HTTP://H/x?(redacted)"),
+        ("https:/host/x?y=5ecret", "https:/host/x?(redacted)"),
         ("url: /x?X-Amz-Signature=5ecret&id=1 (", "url: /x?X-Amz-Signature=(redacted)&id=1 ("),
         ("/x?id=1&sig=5ecret", "/x?id=1&sig=(redacted)"),
         ("/x#access_token=5ecret", "/x#access_token=(redacted)"),
@@ -27,6 +28,7 @@ SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-
         ("s3://bucket/part-?.txt", "s3://bucket/part-?.txt"),
         ("http://host:80/a@b", "http://host:80/a@b"),
         ("is it http://host/x?", "is it http://host/x?"),
+        ("http: a? b=c", "http: a? b=c"),
         ("a = b ? c : d", "a = b ? c : d"),
     ],
 )
