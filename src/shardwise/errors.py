@@ -6,11 +6,16 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from shardwise.redaction import redacted
+
 
 class ShardwiseError(Exception):
-    """An error whose text is for the user: shown without a traceback."""
+    """An error whose text is for the user: shown without a traceback, and without secrets."""
 
     exit_code = 1
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(redacted(text))
 
 
 class RunError(ShardwiseError):
@@ -33,8 +38,9 @@ class ConfigError(ShardwiseError, ValueError):
     exit_code = 2
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__(self.problems)
+        given = [problems] if isinstance(problems, str) else problems
+        self.problems: list[str] = [redacted(problem) for problem in given]
+        Exception.__init__(self, self.problems)
 
     def __str__(self) -> str:
         if len(self.problems) == 1:

@@ -19,6 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.names import name_problem
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",))
@@ -225,13 +226,13 @@ def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> li
     """
     try:
         names = sorted(set(json.loads(index)["weight_map"].values()))
-        inside = not any("/" in name or "\\" in name or name in (".", "..") for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = f"{folder}/{INDEX} is no index of safetensors files ({error!r}): fetch or copy it again"
         raise ConfigError(text) from None
-    if not names or not inside:
+    wrong = [problem for name in names if (problem := name_problem(name))]
+    if wrong or not names:
         raise ConfigError(
-            f"{folder}/{INDEX} must name files of its own folder, and it names {listing(names) or 'none'}"
+            f"{folder}/{INDEX} must name files of its own folder, and {_some(wrong) if wrong else 'it names none'}"
         )
     if absent := [name for name in names if not is_there(name)]:
         raise ConfigError(f"{folder} lacks {listing(absent)}, of which its index says that they hold weights")

@@ -39,19 +39,12 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.files import new_file, open_own
+from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
 RUNS = Path("runs")
 _LOCK = ".lock"
-_REDACTED = "(redacted)"
-_SECRET_VARIABLE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
-# Arguments are matched by the end of their name: data.tokenizer and data.text_key are not secrets.
-_SECRET_ARGUMENT = re.compile(r"(?:^|[._-])(?:token|secret|password|(?:api|access|secret)[_-]?key)$", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_VARIABLES_OF_INTEREST = re.compile(
-    r"(?:CUDA|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|OMP|MKL|KMP|OPENBLAS|NEURON|XLA|FI|SLURM|OMPI|PMI|HF|SHARDWISE)_.*"
-    r"|(?:LOCAL_|GROUP_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)|LD_(?:LIBRARY_PATH|PRELOAD)|TOKENIZERS_PARALLELISM"
-)
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
@@ -62,8 +55,8 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 def write_atomic(path: Path, text: str) -> None:
     """Replaces `path` by `text`, so that a reader or a crash sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with new_file(temporary) as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -312,7 +305,7 @@ class RunLock:
 
     def __enter__(self) -> "RunLock":
         with _making(self._run):
-            descriptor = os.open(self._run / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_own(self._run / _LOCK, os.O_RDWR | os.O_CREAT)
         try:
             taken = _lock(descriptor)
         except OSError as error:
@@ -379,7 +372,7 @@ def _lock(descriptor: int) -> bool:
 def environment(
     versions: Mapping[str, str | None], devices: Iterable[str], cpus: int, command_line: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Where and how this run was started; secrets are redacted.
+    """Where and how this run was started; secrets are redacted, and only variables that are listed are recorded.
 
     Args:
         versions: of the packages that matter. devices: their names. cpus: those that the process may use.
@@ -397,33 +390,8 @@ def environment(
         "git": _git_state(Path.cwd()),
         "cpus": cpus,
         "devices": list(devices),
-        "variables": {
-            name: _REDACTED if _SECRET_VARIABLE.search(name) else _without_login(value)
-            for name, value in sorted(os.environ.items())
-            if _VARIABLES_OF_INTEREST.fullmatch(name)
-        },
+        "variables": recorded_variables(os.environ),
     }
-
-
-def redacted_arguments(arguments: Iterable[str]) -> list[str]:
-    """A command line whose `name=value` and `--name value` secrets, and log-ins inside URLs, are hidden."""
-    shown: list[str] = []
-    hide_next = False
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        secret = _SECRET_ARGUMENT.search(name.lstrip("-")) is not None
-        if hide_next:
-            shown.append(_REDACTED)
-        elif secret and equals:
-            shown.append(f"{name}={_REDACTED}")
-        else:
-            shown.append(_without_login(argument))
-        hide_next = secret and not equals and argument.startswith("-")
-    return shown
-
-
-def _without_login(text: str) -> str:
-    return _URL_LOGIN.sub(_REDACTED, text)
 
 
 def _finite(value: Any) -> Any:

@@ -193,11 +193,17 @@ def test_a_folder_is_taken_as_it_is(here: Path) -> None:
     ("index", "text"),
     {
         '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}': "lacks model-2.safetensors",
-        '{"weight_map": {"a": "../model-1.safetensors"}}': "must name files of its own folder",
+        '{"weight_map": {"a": "../model-1.safetensors"}}': "must name files of its own folder, and '../model-1.saf",
+        '{"weight_map": {"a": "/etc/model-1.safetensors"}}': "'/etc/model-1.safetensors' is absolute",
+        '{"weight_map": {"a": "deep/model-1.safetensors"}}': "'deep/model-1.safetensors' lies in another folder",
+        '{"weight_map": {"a": ""}}': "'' has a part without a name",
+        '{"weight_map": {"a": "model\\u0000.safetensors"}}': "has a backslash or a control character",
+        '{"weight_map": {"a": "..\\\\model-1.safetensors"}}': "has a backslash or a control character",
         '{"weight_map": {}}': "must name files of its own folder, and it names none",
         "{": "is no index of safetensors files",
         "[]": "is no index of safetensors files",
-        '{"weight_map": {"a": 1}}': "is no index of safetensors files",
+        '{"weight_map": {"a": 1}}': "must name files of its own folder, and 1 is no text",
+        '{"weight_map": {"a": [1]}}': "is no index of safetensors files",
     }.items(),
 )
 def test_an_index_is_checked(index: str, text: str, tmp_path: Path) -> None:

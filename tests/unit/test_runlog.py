@@ -235,8 +235,19 @@ def test_non_finite_numbers_are_valid_json_that_float_reads_back(tmp_path: Path)
 
 def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["shardwise", "train", "quickstart", "data.tokenizer=t.json", "hub.token=abc"])
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "shardwise",
+            "train",
+            "quickstart",
+            "data.tokenizer=t.json",
+            "hub.token=abc",
+            "data.path=https://h/x?sig=5ecret",
+        ],
+    )
     monkeypatch.setenv("HF_TOKEN", "hf_abcdef")
+    monkeypatch.setenv("SLURM_JWT", "eyJhbGci")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_ENDPOINT", "https://me:word@example.org/models")
     monkeypatch.setenv("MY_DIARY", "private")
@@ -248,11 +259,12 @@ def test_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read["devices"] == ["cpu", "cpu"]
     assert read["cpus"] == 2
     assert read["git"] is None
-    assert read["command"] == ["shardwise", "train", "quickstart", "data.tokenizer=t.json", "hub.token=(redacted)"]
-    assert read["variables"]["HF_TOKEN"] == "(redacted)"
+    assert read["command"][3:] == ["data.tokenizer=t.json", "hub.token=(redacted)", "data.path=https://h/x?(redacted)"]
+    assert "HF_TOKEN" not in read["variables"]
+    assert "SLURM_JWT" not in read["variables"]
     assert read["variables"]["NCCL_DEBUG"] == "WARN"
     assert read["variables"]["HF_ENDPOINT"] == "https://(redacted)@example.org/models"
-    for secret in ("hf_abcdef", "abc", "word@", "private"):
+    for secret in ("hf_abcdef", "abc", "word@", "private", "eyJhbGci", "5ecret"):
         assert secret not in text
 
 
@@ -260,20 +272,6 @@ def test_a_launcher_hands_over_what_the_user_typed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path).create()
     run.write_environment({}, ["cpu"], 2, ["shardwise", "train", "mine.yaml", "--token=abc"])
     assert json.loads(run.environment.read_text())["command"][1:] == ["train", "mine.yaml", "--token=(redacted)"]
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        (["--api-key", "abc", "next"], ["--api-key", "(redacted)", "next"]),
-        (["--token=abc"], ["--token=(redacted)"]),
-        (["data.text_key=body"], ["data.text_key=body"]),
-        (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
-        (["password", "visible"], ["password", "visible"]),
-    ],
-)
-def test_secrets_on_the_command_line(given: list[str], shown: list[str]) -> None:
-    assert runlog.redacted_arguments(given) == shown
 
 
 def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import time
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.environment import Rank, joined
+from shardwise.redaction import redacted
 
 _TURN_SECONDS = 2.0
 
@@ -18,14 +19,14 @@ def line(text: str = "") -> None:
 
 def progress(text: str) -> None:
     """Print, on stderr, what takes a moment."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{redacted(text)}\n")
     sys.stderr.flush()
 
 
 def complain(text: str) -> None:
     """Print an error for the user."""
     sys.stdout.flush()
-    sys.stderr.write(f"shardwise: {text}\n")
+    sys.stderr.write(f"shardwise: {redacted(text)}\n")
     sys.stderr.flush()
 
 
@@ -43,7 +44,7 @@ def complain_as_rank(place: Rank, text: str, exit_code: int, *, waited: bool = F
     """Show a rank's error once for the whole job: through the launcher, else from the first rank that meets it."""
     from shardwise.launch.failure import report_failure  # costly to import, and only a failing rank needs it
 
-    if report_failure(place.rank, text, exit_code, waited=waited):
+    if report_failure(place.rank, redacted(text), exit_code, waited=waited):
         return
     if exit_code == ConfigError.exit_code and place.rank != 0:
         # torchrun ends every rank when the first one exits. Rank 0 speaks for all where it meets the error too; what

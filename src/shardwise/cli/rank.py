@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseErro
 from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.environment import Rank, is_launched, may_restart
 from shardwise.launch.failure import report_stop
+from shardwise.redaction import redacted
 from shardwise.runlog import RunDirectory, new_run_path
 
 
@@ -137,5 +138,5 @@ def _log_traceback(error: Exception, run_path: Path | None, rank: int) -> Path |
     log = RunDirectory(run_path).log(rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", encoding="utf-8") as file:
-        file.write("".join(traceback.format_exception(error)))
+        file.write(redacted("".join(traceback.format_exception(error))))
     return log

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
+from shardwise.redaction import redacted
 from shardwise.units import duration
 
 if TYPE_CHECKING:
@@ -81,5 +82,5 @@ def bar(what: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(shown(what), total=total)
+        task = progress.add_task(redacted(shown(what)), total=total)
         yield lambda count: progress.advance(task, count)

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from shardwise.config.base import Section, reject
+from shardwise.redaction import has_query, redacted
 
 DtypeName = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
@@ -218,11 +219,13 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> CheckpointConfig:
         problems = [
-            f"checkpoint.{key} ({_PASSWORD.sub('…', url)}) must hold no password, which config.yaml and every manifest "
+            f"checkpoint.{key} ({redacted(url)}) must hold no {secret}, which config.yaml and every manifest "
             "would show: set it in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or such as "
             "FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD) or in fsspec's configuration"
             for key, url in (("path", self.path), ("load", self.load))
-            if url is not None and _PASSWORD.search(url)
+            if url is not None
+            for secret, held in (("password", _PASSWORD.search(url)), ("query string", has_query(url)))
+            if held
         ]
         if self.revision is not None and self.load is None:
             problems.append(f"checkpoint.revision ({self.revision!r}) needs checkpoint.load, the hub id")

@@ -32,6 +32,7 @@ from shardwise.data.batch import TokenArray
 from shardwise.data.sentences import Sentences
 from shardwise.data.split import PARTS, Part
 from shardwise.errors import DataError
+from shardwise.files import open_lock
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 1
@@ -75,7 +76,7 @@ def locked(root: Path, key: str) -> Iterator[bool]:
     with writing(root):
         path = root / "locks" / f"{key}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        file = open_lock(path)
     with file:
         exclusive = True
         try:
@@ -171,6 +172,7 @@ def open_entry(root: Path, key: str) -> Entry | None:
             sound = sound and spread_digest(file) == facts["checked"]
             for name, row in facts.get("bounds", {}).items():
                 file = path / f"{part}.{name}.bin"
+                sound = sound and name in BOUNDS
                 sound = sound and file.stat().st_size == row["length"] * BOUNDS_DTYPE.itemsize
                 sound = sound and spread_digest(file) == row["checked"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -11,12 +11,10 @@ Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions o
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import hashlib
-import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -29,29 +27,19 @@ from shardwise.config import BertConfig, Config, DataConfig
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
 from shardwise.data.batch import IGNORE, Batch, Batches, SampledBatches
+from shardwise.data.hdf5_shard import ANEW, KEYS, Shard, library, opened, unreadable
 from shardwise.data.manifest import of_folder, tokenizer_problems
 from shardwise.data.prepared import kept_tokenizer, padding_problems
 from shardwise.data.sampler import IntArray
 from shardwise.data.split import PART_NAMES, Part, part_bounds
 from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
-from shardwise.data.unpacking import Chunked, lies_in_chunks, unpack
+from shardwise.data.unpacking import Chunked, unpack
 from shardwise.errors import DataError, listing
 from shardwise.units import count, size
 
 PATTERN = "*_training_*.hdf5"
 """The files of a folder that are shards."""
-KEYS = {
-    "input_ids": "NS",
-    "input_mask": "NS",
-    "segment_ids": "NS",
-    "masked_lm_positions": "NP",
-    "masked_lm_ids": "NP",
-    "next_sentence_labels": "N",
-}
-"""The arrays of a shard and their dimensions."""
-_WORDS = {"N": "rows", "S": "tokens a row", "P": "predictions a row"}
 _SUFFIXES = (".hdf5", ".h5")
-_ANEW = "write the shard anew"
 _VOCABULARY = "set model.vocab_size to that of the tokenizer that made the data"
 # Of all shards together; of each the first and the last one at least.
 _CHECKED_BLOCKS = 256
@@ -90,7 +78,7 @@ def shard_paths(data: DataConfig) -> list[Path]:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
             found, missing = _matches(path), f"names no file that exists{where}"
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(path, error) from None
     if not found:
         raise DataError(
             f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
@@ -103,129 +91,6 @@ def _matches(path: Path) -> list[Path]:
     """The files that a glob matches, by name; a link to nowhere stays, and fails by its name."""
     found = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
     return sorted(each for each in map(Path, found) if not each.is_dir())
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A file whose arrays are there and fit one another; nothing of them has been read.
-
-    Attributes:
-        rows: N. length: S. predictions: P. nbytes: of the arrays. chunked: whether they lie in chunks.
-        unpacked: where they lie row after row in the cache.
-    """
-
-    path: Path
-    rows: int
-    length: int
-    predictions: int
-    nbytes: int
-    chunked: bool
-    unpacked: Path | None = None
-
-    @classmethod
-    def open(cls, path: Path, sequence_length: int | None = None) -> Shard:
-        """Looks at the shapes; S must be `sequence_length`, or may be any where that is None.
-
-        Raises:
-            DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
-        """
-        sizes: dict[str, tuple[str, int]] = {}
-        with _opened(path) as file, _reading(path):
-            for key, dimensions in KEYS.items():
-                for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
-                    first, expected = sizes.setdefault(dimension, (key, length))
-                    if length != expected:
-                        words = _WORDS[dimension]
-                        raise DataError(
-                            f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
-                            f"{_ANEW}"
-                        )
-            nbytes, chunked = sum(file[key].nbytes for key in KEYS), lies_in_chunks(file, KEYS)
-        for dimension, (key, length) in sizes.items():
-            if length == 0:
-                raise DataError(
-                    f"{path}: {key} (0 {_WORDS[dimension]}) must have 1 or more: remove the file, or {_ANEW}"
-                )
-        rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
-        if sequence_length not in (None, length):
-            raise DataError(
-                f"{path}: the sequences ({length} tokens) must have those of train.sequence_length "
-                f"({sequence_length}): set train.sequence_length={length}, or name other shards"
-            )
-        return cls(path, rows, length, predictions, nbytes, chunked)
-
-    def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """By key, mapped into memory from the file or from the cache."""
-        if self.unpacked is not None:
-            return {key: np.load(self.unpacked / f"{key}.npy", mmap_mode="r") for key in KEYS}
-        with _opened(self.path) as file, _reading(self.path):
-            return {key: _mapped(self.path, file[key]) for key in KEYS}
-
-
-def library() -> Any:
-    """h5py, which is imported where shards are read and nowhere else."""
-    try:
-        return importlib.import_module("h5py")
-    except ImportError as error:
-        raise DataError(f"HDF5 shards need h5py ({error}): pip install 'shardwise[hdf5]'") from None
-
-
-def _opened(path: Path) -> Any:
-    h5py = library()
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if not h5py.is_hdf5(path):
-        raise DataError(f"{path} must be an HDF5 file, and it is none: leave it out, or copy it again")
-    try:
-        return h5py.File(path, "r", locking="best-effort")
-    except OSError as error:
-        raise DataError(f"{path} cannot be opened ({error}): it is damaged, copy it again") from None
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns what the library says of an opened file whose inside is damaged, in any of its types, into a sentence."""
-    try:
-        yield
-    except DataError:
-        raise
-    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{path} cannot be read ({reason}): it is damaged, copy it again") from None
-
-
-def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
-    """An array of an opened file; read as a whole where it is so small that it does not lie by itself."""
-    offset = array.id.get_offset()
-    if offset is None:
-        return np.asarray(array[...])
-    return np.memmap(path, dtype=array.dtype, mode="r", offset=offset, shape=array.shape)
-
-
-def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
-    """The shape of one array of integers."""
-    array, dimensions = file.get(key), KEYS[key]
-    if array is None or not hasattr(array, "dtype"):
-        held = listing(sorted(file)) or "none"
-        raise DataError(
-            f"{path} must have the array {key}, and its keys are {held}: a shard has {listing(KEYS)}; {_ANEW}"
-        )
-    if array.dtype.kind == "O":
-        raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {_ANEW}")
-    if array.dtype.kind not in "iub":
-        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers: {_ANEW}")
-    shape = tuple(array.shape or ())
-    if len(shape) != len(dimensions):
-        names = ", ".join(_WORDS[dimension] for dimension in dimensions)
-        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {_ANEW}")
-    return shape
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read: {error.strerror or error}")
 
 
 class Shards:
@@ -241,14 +106,14 @@ class Shards:
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
         self._open: dict[int, dict[str, npt.NDArray[Any]]] = {}
         self._opening = Lock()
-        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {_ANEW}")
+        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {ANEW}")
         self._limits = {
             "input_ids": token,
-            "input_mask": (1, _ANEW),
-            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {_ANEW}"),
+            "input_mask": (1, ANEW),
+            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {ANEW}"),
             "masked_lm_positions": place,
             "masked_lm_ids": token,
-            "next_sentence_labels": (1, _ANEW),
+            "next_sentence_labels": (1, ANEW),
         }
 
     def __len__(self) -> int:
@@ -306,7 +171,7 @@ class Shards:
                 )
         empty = np.flatnonzero(~found["input_mask"].any(axis=1))
         if empty.size:
-            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {_ANEW}")
+            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {ANEW}")
         # What is in no list becomes -1, -2, …, so that only positions of a list can be equal.
         places = np.where(listed, found["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
         ordered = np.sort(places, axis=1)
@@ -315,7 +180,7 @@ class Shards:
             row, column = twice[0].tolist()
             raise DataError(
                 f"{path}: row {rows[row]}: masked_lm_positions must name each position once, and "
-                f"{ordered[row, column]} is there twice: {_ANEW}"
+                f"{ordered[row, column]} is there twice: {ANEW}"
             )
 
 
@@ -445,9 +310,9 @@ def prepare_shards(
 def _unpacked(shards: Sequence[Shard], root: Path, announce: Callable[[str], None] | None) -> list[Shard]:
     try:
         chunked = [Chunked(shard.path, shard.nbytes) for shard in shards if shard.chunked]
-        folders = unpack(root, chunked, list(KEYS), _opened, announce)
+        folders = unpack(root, chunked, list(KEYS), opened, announce)
     except OSError as error:
-        raise _unreadable(Path(error.filename), error) from None
+        raise unreadable(Path(error.filename), error) from None
     return [replace(shard, unpacked=folders.get(shard.path)) for shard in shards]
 
 
@@ -467,7 +332,7 @@ def _fingerprint(shards: Sequence[Shard], bounds: Sequence[int]) -> str:
     try:
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     except OSError as error:
-        raise _unreadable(Path(error.filename), error) from None
+        raise unreadable(Path(error.filename), error) from None
     described = {"digests": digests, "bounds": list(bounds)}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 

@@ -22,6 +22,7 @@ from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.text_files import require_sound, row_text, slices, unreadable
 from shardwise.errors import ConfigError, DataError, listing, nearest_name
+from shardwise.names import name_problem
 
 TOKENS = "input_ids"
 """The column that is read where there is no text."""
@@ -85,9 +86,9 @@ class _Saved:
     def _folders(self) -> dict[str, Path]:
         if (self.path / _SPLITS).is_file():
             names = _json(self.path / _SPLITS).get("splits")
-            if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            if not isinstance(names, list) or not names:
                 raise DataError(f"{self.path / _SPLITS} must list the data set's splits: save it again")
-            return {name: self.path / name for name in names}
+            return {name: self.path / _inside(self.path / _SPLITS, name) for name in names}
         if (self.path / _STATE).is_file():
             return {_UNNAMED: self.path}
         raise DataError(
@@ -109,7 +110,7 @@ class _Saved:
 
     def _files(self, folder: Path, state: Mapping[str, Any]) -> list[Path]:
         try:
-            return [folder / file["filename"] for file in state["_data_files"]]
+            return [folder / _inside(folder / _STATE, file["filename"]) for file in state["_data_files"]]
         except (KeyError, TypeError):
             raise DataError(f"{folder / _STATE} must list the data set's files: save it again") from None
 
@@ -167,7 +168,22 @@ class _OnHub:
                 f"data.dataset ({self.repository}) cannot be fetched at commit {self.folder.name}: there is no access "
                 f"to the hub, and the cache of datasets has commit {builder.hash}"
             )
+        self._require_own_files(f"{place}@{self.folder.name}/", builder.config.data_files or {})
         return builder
+
+    def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
+        """A repository's card may name any file, of another place or of this machine; older releases of the library
+        read it.
+        """
+        for address in [str(address) for addresses in data_files.values() for address in addresses]:
+            *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
+            before, _, name = archive.partition(place)
+            names = [*(member.partition("://")[2] for member in members), name]
+            if before or any(name_problem(each, nested=True) for each in names):
+                raise DataError(
+                    f"the files of data.dataset ({self.repository}) must lie in its repository, and its card names "
+                    f"{address}: set data.path to a copy of the files that you trust"
+                )
 
     def _tables(self, builder: Any) -> Mapping[str, Any] | None:
         """The tables that lie in the library's cache; None where a file of theirs is damaged."""
@@ -382,6 +398,13 @@ def _library() -> Any:
         datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.ERROR)
     return datasets
+
+
+def _inside(record: Path, name: object) -> str:
+    """A name that a record gives of something in its own folder."""
+    if problem := name_problem(name):
+        raise DataError(f"{record} must name what lies in its own folder: {problem}")
+    return str(name)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def unpack(
         DataError: a file cannot be read, or the cache cannot be written or has no room.
     """
     folders = {file.path: cache.entry_path(root, file.key, _KIND) for file in files}
-    missing = [file for file in files if not _is_sound(folders[file.path])]
+    missing = [file for file in files if not _is_sound(folders[file.path], names)]
     if missing:
         with cache.writing(root):
             root.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def unpack(
     for file in missing:
         key = folders[file.path].name
         with cache.locked(root, key) as exclusive:
-            if not _is_sound(folders[file.path]):
+            if not _is_sound(folders[file.path], names):
                 with cache.writing(root), cache.building(root, key, exclusive, _KIND) as folder:
                     with opened(file.path) as source:
                         arrays = {name: _copy(file.path, source[name], folder / f"{name}.npy") for name in names}
@@ -110,11 +110,11 @@ def _copy(path: Path, array: Any, target: Path) -> str:
     return cache.spread_digest(target, _CHECKED_BLOCKS)
 
 
-def _is_sound(folder: Path) -> bool:
+def _is_sound(folder: Path, names: list[str]) -> bool:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         arrays = manifest["arrays"].items()
-        return manifest["format"] == cache.FORMAT and all(
+        return (manifest["format"], set(names)) == (cache.FORMAT, set(manifest["arrays"])) and all(
             cache.spread_digest(folder / f"{name}.npy", _CHECKED_BLOCKS) == checked for name, checked in arrays
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -11,7 +11,8 @@ import numpy as np
 
 from shardwise.config import DataConfig
 from shardwise.data import manifest as records
-from shardwise.data.hdf5 import Shard, Shards, in_list, shard_paths
+from shardwise.data.hdf5 import Shards, in_list, shard_paths
+from shardwise.data.hdf5_shard import Shard
 from shardwise.data.indexed import IndexedFile, prefix_of
 from shardwise.data.sources import open_source
 from shardwise.data.text_files import require_sound

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from shardwise.data.documents import Documents
 from shardwise.data.hashing import mix_integer
-from shardwise.data.hdf5 import library
+from shardwise.data.hdf5_shard import library
 from shardwise.data.indexed import IndexedFile, to_disk
 from shardwise.data.pairs import SentencePairBatches
 from shardwise.data.tokenizer import PairTokens

@@ -17,7 +17,7 @@ from shardwise import hub
 from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.encoding import ContentDigest
-from shardwise.data.hdf5 import library as hdf5_library
+from shardwise.data.hdf5_shard import library as hdf5_library
 from shardwise.data.huggingface import fetch_dataset
 from shardwise.data.indexed import IndexedFile, sync_folder, written_dtype
 from shardwise.data.pairs import chunk_room

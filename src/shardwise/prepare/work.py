@@ -4,7 +4,8 @@
     .NAME.preparing/…             files that grow; what lies beyond the state is cut off
     .NAME.preparing/output/       a folder that becomes OUTPUT, or files that are moved beside it
 
-One process at a time works in it. One that is killed leaves it behind, and the next goes on from the state.
+One process at a time works in it: the one that holds the lock or, where the file system has no locks, that made
+owner.json. One that is killed leaves the folder behind, and the next continues from the state.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import errno
 import fcntl
 import json
 import os
+import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardwise.data.indexed import sync_folder, to_disk
 from shardwise.errors import ConfigError, DataError
+from shardwise.files import new_file, open_lock
 
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_STATE, _LOCK = "state.json", "lock"
+_STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
 
 
 class Work:
@@ -44,20 +47,53 @@ class Work:
         """
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / _LOCK).open("ab")
+            lock = open_lock(self.folder / _LOCK)
         with lock:
+            refusal = f"{self.target} is being prepared by another process"
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                gone = os.fstat(lock.fileno()).st_nlink == 0
             except OSError as error:
-                gone = error.errno not in _NO_LOCKS
-            if gone:
-                raise ConfigError(f"{self.target} is being prepared by another process: wait for its end")
+                if error.errno not in _NO_LOCKS:
+                    raise ConfigError(f"{refusal}: wait for its end") from None
+                self._claim(refusal)
+            if not _is_there(lock):
+                raise ConfigError(f"{refusal}: wait for its end")
             try:
                 yield
             finally:
-                if not (self.folder / _STATE).exists():
-                    self.remove()
+                # Once this process is done, the next one may have made a folder of the same name.
+                if _is_there(lock):
+                    (self.folder / _OWNER).unlink(missing_ok=True)
+                    if not (self.folder / _STATE).exists():
+                        self.remove()
+
+    def _claim(self, refusal: str) -> None:
+        """Makes the folder this process's where no lock can: exactly one process makes a file.
+
+        What a process left behind that has ended on this machine counts no more.
+
+        Raises:
+            ConfigError: another process has it, or may have it on another machine.
+        """
+        path, aside = self.folder / _OWNER, self.folder / f".{_OWNER}.{platform.node()}.{os.getpid()}"
+        own = {"host": platform.node(), "pid": os.getpid()}
+        for may_replace in (True, False):
+            with self.writing(), contextlib.suppress(FileExistsError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(json.dumps(own).encode())
+                return
+            owner = _read(path)
+            if not (may_replace and owner is not None and _has_ended(owner)):
+                break
+            with self.writing(), contextlib.suppress(FileNotFoundError):
+                path.rename(aside)
+                if _read(aside) != owner:  # another process was faster, and this is its own
+                    aside.rename(path)
+                    break
+                aside.unlink()
+        who = "" if owner is None else f" ({owner.get('pid')} on {owner.get('host')})"
+        raise ConfigError(f"{refusal}{who}: wait for its end, or remove {path} if it has ended")
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -73,16 +109,12 @@ class Work:
 
     def state(self) -> dict[str, Any] | None:
         """What was written for good; None where nothing was."""
-        try:
-            found = json.loads((self.folder / _STATE).read_bytes())
-        except (OSError, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+        return _read(self.folder / _STATE)
 
     def save(self, state: dict[str, Any]) -> None:
         """Replaces the state; the files that it tells of are on the disk already."""
         temporary = self.folder / f".{_STATE}"
-        with temporary.open("wb") as file:
+        with new_file(temporary) as file:
             file.write(json.dumps(state, indent=1).encode())
             to_disk(file)
         temporary.replace(self.folder / _STATE)
@@ -94,7 +126,7 @@ class Work:
         for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != _LOCK:
+            elif path.name not in (_LOCK, _OWNER):
                 path.unlink()
 
     def remove_output(self) -> None:
@@ -127,3 +159,30 @@ class Work:
         if aside.exists():
             shutil.rmtree(aside)
         folder.rename(aside)
+
+
+def _is_there(lock: BinaryIO) -> bool:
+    """Whether nobody has removed the file, and the folder with it, since it was opened."""
+    return os.fstat(lock.fileno()).st_nlink > 0
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _has_ended(owner: Mapping[str, Any]) -> bool:
+    """Whether a process has surely ended: it was one of this machine, and there is none of its number."""
+    pid = owner.get("pid")
+    if owner.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False

@@ -6,6 +6,9 @@ Beside a file NAME there are, hidden by a dot:
     .NAME.fetch.json    of which source, and in which version, that is
     .NAME.fetched.json  of a complete file: its source, its size and its SHA-256
     .NAME.lock          one process fetches, the others wait
+
+Where one of these is a link, it is not followed. Of a URL the records have what identifies the file, and nothing of
+what signs it: a presigned URL is another each time.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 import urllib.request
 from collections import deque
@@ -23,10 +27,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 from shardwise.errors import ConfigError
+from shardwise.files import new_file, open_lock, open_own
+from shardwise.names import name_problem
+from shardwise.redaction import unsigned
 from shardwise.store.reach import PATIENCE_SECONDS, in_time
 from shardwise.store.root import Root, StoreError
 from shardwise.units import size as size_text
@@ -39,6 +48,8 @@ _ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.GONE)
 _VERSIONS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "last_modified", "mtime")
 """What filesystems tell of a file that is another once the file is."""
 _PATTERN = frozenset("*?[")
+_SHOWN = 3
+_RECORD = re.compile(r"(.*/)?\.[^/]+\.(fetch|fetch\.json|fetched\.json)")
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 Progress = Callable[[int], None]
@@ -117,23 +128,8 @@ def fetch(
         if found is not None:
             return found
         part = _beside(target, "fetch")
-        begun, digest = _begun(remote, part)
-        _require_room(remote, target, begun)
         with here.told("written"):
-            _record(_beside(target, "fetch.json"), {"source": remote.root.shown, "version": remote.version})
-            with part.open("r+b" if begun else "wb") as file:
-                file.seek(begun)
-                if begun and announce is not None:
-                    announce(f"going on with {target.name} after {size_text(begun)}")
-                if begun and progress is not None:
-                    progress(begun)
-                for block in _blocks(remote, begun):
-                    file.write(block)
-                    digest.update(block)
-                    if progress is not None:
-                        progress(len(block))
-                file.flush()
-                os.fsync(file.fileno())
+            begun, digest = _bring(remote, target, part, progress, announce)
         if _info(remote.root)[1] != remote.version:
             part.unlink()
             raise StoreError(f"{remote.root} changed while it was fetched: start again once it is complete")
@@ -146,21 +142,49 @@ def fetch(
 def _matching(root: Root) -> list[Remote]:
     with root.told("read"):
         infos = root.fs.glob(root.path, detail=True)
-    found = [_remote(_at(root, path), info) for path, info in sorted(infos.items()) if info["type"] == "file"]
+    files = sorted((path, info) for path, info in infos.items() if info["type"] == "file")
+    found = _sent([_remote(_at(root, path), info) for path, info in files])
     if not found:
         raise ConfigError(f"{root} must match a file or more, and it matches none")
-    return found
+    return _inside(root, found)
 
 
 def _below(root: Root) -> list[Remote]:
-    if root.scheme not in _WEB and root.is_folder():
-        with root.told("read"):
-            infos = root.fs.find(root.path, detail=True)
-        if not infos:
-            raise ConfigError(f"{root} must hold files, and the folder has none")
-        above = root.path.rstrip("/") + "/"
-        return [_remote(_at(root, path), info, path.removeprefix(above)) for path, info in sorted(infos.items())]
-    return [_remote(root, _info(root)[0])]
+    if root.scheme in _WEB or not root.is_folder():
+        return _inside(root, [_remote(root, _info(root)[0])])
+    with root.told("read"):
+        infos = root.fs.find(root.path, detail=True)
+    above = root.path.rstrip("/") + "/"
+    found = _sent([_remote(_at(root, path), info, path.removeprefix(above)) for path, info in sorted(infos.items())])
+    if not found:
+        raise ConfigError(f"{root} must hold files, and the folder has none")
+    return _inside(root, found)
+
+
+def _sent(found: list[Remote]) -> list[Remote]:
+    """All but the markers of folders that an object store may hold, and what an earlier fetch left beside a file there:
+    here it would be taken for a record of this machine.
+    """
+    return [
+        remote
+        for remote in found
+        if not (remote.root.path.endswith("/") and not remote.size) and not _RECORD.fullmatch(remote.name)
+    ]
+
+
+def _inside(root: Root, remotes: list[Remote]) -> list[Remote]:
+    """The files of a place, each with a name that stays in the folder that they are fetched to.
+
+    Raises:
+        ConfigError: the name of one leads elsewhere.
+    """
+    if wrong := [problem for remote in remotes if (problem := name_problem(remote.name, nested=True))]:
+        more = f" and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
+        raise ConfigError(
+            f"{root}: the name of each file ({'; '.join(wrong[:_SHOWN])}{more}) must lie in the folder that it is "
+            "fetched to: nothing was fetched; name the others by a pattern, or rename it there"
+        )
+    return remotes
 
 
 def _info(root: Root) -> tuple[dict[str, Any], str]:
@@ -189,9 +213,11 @@ def _at(root: Root, path: str) -> Root:
 
 
 def _remote(root: Root, info: dict[str, Any], name: str | None = None) -> Remote:
-    last = (name or root.name).partition("?")[0]
+    if name is None and root.scheme in _WEB:
+        parts = urlsplit(root.path)
+        name = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname
     ranges = info.get("size") is not None and (root.scheme not in _WEB or _gives_ranges(root.path))
-    return Remote(root, last, info.get("size"), _version(info), ranges)
+    return Remote(root, name or root.name, info.get("size"), _version(info), ranges)
 
 
 def _version(info: dict[str, Any]) -> str:
@@ -204,7 +230,7 @@ def _gives_ranges(url: str) -> bool:
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             return bool(answer.status == HTTPStatus.PARTIAL_CONTENT)
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return False
 
 
@@ -220,7 +246,7 @@ def _there(
     if not target.exists():
         return None
     record, digest = _read_record(_beside(target, "fetched.json")), _digest(target)
-    ours = record.get("source") == remote.root.shown
+    ours = record.get("source") == _source(remote)
     if digest == (sha256 or (record.get("sha256") if ours and record.get("version") == remote.version else None)):
         return Fetched(target, target.stat().st_size, digest, 0)
     if not (ours or force):
@@ -235,15 +261,22 @@ def _there(
     return None
 
 
-def _begun(remote: Remote, part: Path) -> tuple[int, Any]:
-    """How much of the file has come before, and the digest so far; nothing where the source is another by now."""
-    record, digest = _read_record(part.with_name(f"{part.name}.json")), hashlib.sha256()
-    same = record == {"source": remote.root.shown, "version": remote.version}
-    if not (same and remote.ranges and part.exists()) or part.stat().st_size > (remote.size or 0):
-        return 0, digest
-    with part.open("rb") as file:
-        _update(digest, file)
-    return part.stat().st_size, digest
+def _begun(remote: Remote, part: Path) -> BinaryIO | None:
+    """What of the file has come before, opened at its beginning; None where the source is another by now."""
+    record = _read_record(part.with_name(f"{part.name}.json"))
+    if not remote.ranges or record != {"source": _source(remote), "version": remote.version}:
+        return None
+    with contextlib.suppress(OSError):  # there is none, or a link
+        file = os.fdopen(open_own(part, os.O_RDWR), "r+b")
+        if os.fstat(file.fileno()).st_size <= (remote.size or 0):
+            return file
+        file.close()
+    return None
+
+
+def _source(remote: Remote) -> str:
+    """What identifies the source in records."""
+    return unsigned(remote.root.path) if remote.root.scheme in _WEB else remote.root.shown
 
 
 def _digest(path: Path) -> str:
@@ -268,6 +301,39 @@ def _require_room(remote: Remote, target: Path, begun: int) -> None:
 
 
 # ---- what comes
+
+
+def _bring(
+    remote: Remote,
+    target: Path,
+    part: Path,
+    progress: Callable[[int], None] | None,
+    announce: Callable[[str], None] | None,
+) -> tuple[int, Any]:
+    """Fills `part`; returns its bytes of before, and the digest of all."""
+    digest, begun = hashlib.sha256(), 0
+    with contextlib.ExitStack() as held:
+        file = _begun(remote, part)
+        if file is not None:
+            held.enter_context(file)
+            _update(digest, file)
+            begun = file.tell()
+        _require_room(remote, target, begun)
+        if file is None:
+            file = held.enter_context(new_file(part))
+        _record(_beside(target, "fetch.json"), {"source": _source(remote), "version": remote.version})
+        if begun and announce is not None:
+            announce(f"going on with {target.name} after {size_text(begun)}")
+        if begun and progress is not None:
+            progress(begun)
+        for block in _blocks(remote, begun):
+            file.write(block)
+            digest.update(block)
+            if progress is not None:
+                progress(len(block))
+        file.flush()
+        os.fsync(file.fileno())
+    return begun, digest
 
 
 def _blocks(remote: Remote, begun: int) -> Iterator[bytes]:
@@ -325,7 +391,7 @@ def _finish(remote: Remote, target: Path, part: Path, found: str, sha256: str | 
             part.unlink()
             record.unlink()
             raise ConfigError(f"{remote.root}: {wrong}: the file there is another one, or it was changed on its way")
-        facts = {"source": remote.root.shown, "version": remote.version, "size": size, "sha256": found}
+        facts = {"source": _source(remote), "version": remote.version, "size": size, "sha256": found}
         _record(_beside(target, "fetched.json"), facts)
         part.replace(target)
         record.unlink()
@@ -346,7 +412,8 @@ def _record(path: Path, facts: dict[str, Any]) -> None:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+            found = json.loads(file.read())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -357,7 +424,7 @@ def _alone(target: Path, announce: Callable[[str], None] | None) -> Iterator[Non
     """Holds the only lock on `target`, where the file system has locks."""
     lock = _beside(target, "lock")
     with Root.of(target).told("written"):
-        file = lock.open("ab")
+        file = open_lock(lock)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,12 +16,12 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
 
 from shardwise.boxes import Box
+from shardwise.names import name_problem
 from shardwise.store.root import DamageError, Root, StoreError
 from shardwise.store.safetensors import DTYPES, MAX_DIMS, is_counts
 from shardwise.units import size as size_text
@@ -241,10 +241,8 @@ class _Reader:
             raise self._error("files must be JSON objects")
         path, packed = self._of(plain, "path", str), self._of(plain, "checksums", str)
         total, chunk = self._count(plain, "bytes"), self._count(plain, "chunk_bytes")
-        parts = path.split("/")
-        inside = PurePosixPath(path).as_posix() == path and path.isprintable() and "\\" not in path
         self._require(
-            inside and not {"", ".", ".."} & set(parts) and path != MANIFEST,
+            name_problem(path, nested=True) is None and path.isprintable() and path != MANIFEST,
             f"the path of a file ({path!r}) must be a plain name in the checkpoint's folder",
         )
         power = MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES and chunk & (chunk - 1) == 0

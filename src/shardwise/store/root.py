@@ -23,6 +23,9 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError, RunError
+from shardwise.files import new_file
+from shardwise.names import name_problem
+from shardwise.redaction import redacted
 from shardwise.store.behind import WriteBehind
 from shardwise.units import size as size_text
 
@@ -51,7 +54,6 @@ _ADVICE = {
 }
 """Extra → what helps where a reason reads so; the first that fits."""
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 class StoreError(RunError):
@@ -95,7 +97,7 @@ class Root:
         if not separator or scheme in _LOCAL:
             path = Path(rest if separator else text).expanduser().absolute()
             return Root(str(path), text.rstrip("/") or "/", "file")
-        shown = _LOGIN.sub("…", text)
+        shown = redacted(text)
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
 
         try:
@@ -116,6 +118,13 @@ class Root:
         return _local_filesystem() if self._remote is None else self._remote
 
     def __truediv__(self, name: str) -> Root:
+        """What `name` names below this place, and nowhere else.
+
+        Raises:
+            StoreError: the name leads elsewhere.
+        """
+        if problem := name_problem(name, nested=True):
+            raise StoreError(f"{self} cannot be left: {problem}")
         return Root(f"{self.path.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", self.scheme, self._remote)
 
     def __str__(self) -> str:
@@ -170,7 +179,7 @@ class Root:
                 return []
         own = self.path.rstrip("/")
         names = {str(each).rstrip("/").rpartition("/")[2] for each in found if str(each).rstrip("/") != own}
-        return sorted(names - {""})
+        return sorted(names - {"", ".", ".."})
 
     def files(self) -> dict[str, int]:
         """Every file below this folder: relative path → bytes. Links to folders are not followed."""
@@ -203,7 +212,7 @@ class Root:
             return
         temporary = self._sibling(f".{self.name}.{os.getpid()}.tmp")
         try:
-            with temporary.open(len(data)) as file:
+            with Writing(temporary, len(data), new=True) as file:
                 file.write(data)
             with self.told("written"):
                 temporary.local().replace(self.path)
@@ -314,7 +323,7 @@ class Root:
         if isinstance(error, FileNotFoundError) and (self.is_local or not str(error)):
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        reason = _LOGIN.sub("…", " ".join(reason.split())).rstrip(".")
+        reason = redacted(" ".join(reason.split())).rstrip(".")
         advice = [text for fits, text in _ADVICE.get(_EXTRAS.get(self.scheme, self.scheme), ()) if fits.search(reason)]
         text = "; ".join([f"{self} cannot be {verb}: {reason}", *advice[:1]])
         return StoreError(text, missing=isinstance(error, FileNotFoundError))
@@ -324,12 +333,15 @@ class Writing:
     """A file that is being written. A local one is on the disk once it is closed.
 
     As a context it closes when all went well, and leaves nothing behind when not.
+
+    Args:
+        new: the file is local, and a link of that name is replaced, not followed.
     """
 
-    def __init__(self, root: Root, size: int | None = None) -> None:
+    def __init__(self, root: Root, size: int | None = None, *, new: bool = False) -> None:
         self._root, self._size = root, size
         with root.told("written", size):
-            self._file: Any = root.fs.open(root.path, "wb")
+            self._file: Any = new_file(root.local()) if new else root.fs.open(root.path, "wb")
         self._behind = WriteBehind(self._file.fileno()) if root.is_local else None
 
     def write(self, data: Buffer) -> None:

@@ -241,7 +241,7 @@ def _find_unlisted(folder: Root, manifest: Manifest, present: Iterable[str], rep
         report.unlisted.append(path)
         if path.endswith((_SUFFIX, f"{_SUFFIX}.index.json")):
             report.problems.append(
-                f"{folder / path} holds weights that {MANIFEST} does not list: other programs read it"
+                f"{folder}/{path} holds weights that {MANIFEST} does not list: other programs read it"
             )
 
 

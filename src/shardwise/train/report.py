@@ -26,6 +26,7 @@ from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
 from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization, neediest_rank
 from shardwise.hardware import peak_flops
+from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.store.manifest import Manifest
 from shardwise.train.own import StateMemory
@@ -214,6 +215,7 @@ class Reporter:
 
     def warning(self, text: str) -> None:
         """Print a warning above the progress line and record it."""
+        text = redacted(text)
         self._event("warning", step=self._step, text=text)
         self.message(f"warning: {text}", style="yellow")
 
@@ -252,10 +254,11 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            lines = str(error).splitlines() or [""]
-            self.stop(f"failed: {type(error).__name__}: {lines[0]}")
+            text = redacted(str(error))  # of a library, perhaps
+            first, _, _ = text.partition("\n")
+            self.stop(f"failed: {type(error).__name__}: {first}")
             if self._log is not None:
-                self._log.write(f"failed: {type(error).__name__}: {error}\n")
+                self._log.write(f"failed: {type(error).__name__}: {text}\n")
         self.stop("closed")
         self._rank_file.close()
         if self._log is not None:

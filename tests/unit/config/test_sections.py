@@ -142,8 +142,17 @@ def test_a_password_has_no_place_in_the_configuration(key: str, login: str) -> N
     with pytest.raises(ConfigError) as caught:
         load_config("llama2-tiny", [f"checkpoint.{key}=s3://{login}@bucket/run"])
     (problem,) = caught.value.problems
-    assert problem.startswith(f"checkpoint.{key} (s3://…@bucket/run) must hold no password, which config.yaml")
+    assert problem.startswith(f"checkpoint.{key} (s3://(redacted)@bucket/run) must hold no password, which config.yaml")
     assert "FSSPEC_FTP_PASSWORD" in problem
+
+
+@pytest.mark.parametrize("key", ["path", "load"])
+@pytest.mark.parametrize("scheme", ["https", "az"])
+def test_a_query_string_has_no_place_in_the_configuration(key: str, scheme: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("llama2-tiny", [f"checkpoint.{key}={scheme}://host/run?sv=1&sig=5ecret"])
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"checkpoint.{key} ({scheme}://host/run?(redacted)) must hold no query string, which")
 
 
 @pytest.mark.parametrize(

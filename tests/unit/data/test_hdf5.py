@@ -23,10 +23,11 @@ from shardwise.data import (
     reads_shards,
 )
 from shardwise.data.batch import IGNORE, Batch
-from shardwise.data.hdf5 import KEYS, Shard, Shards
+from shardwise.data.hdf5 import Shards
+from shardwise.data.hdf5_shard import Shard
 from shardwise.data.tokenizer import train_tokenizer
 from shardwise.errors import DataError
-from tests.unit.data.hdf5_shards import Arrays, arrays, write
+from tests.unit.data.hdf5_shards import arrays, write
 from tests.unit.data.test_megatron import TEXT
 from tests.unit.data.test_megatron import config as any_config
 from tests.unit.data.test_pair_preparation import config as pairs_config
@@ -318,86 +319,6 @@ def test_many_problems_are_counted(tmp_path: Path) -> None:
         prepare(config(str(tmp_path)), tmp_path / "cache")
     assert len(caught.value.problems) == 6
     assert caught.value.problems[-1] == f"4 more of the shards of data.path ({tmp_path}) are wrong too"
-
-
-def without(key: str) -> Callable[[Arrays], None]:
-    def change(found: Arrays) -> None:
-        del found[key]
-
-    return change
-
-
-def cut(key: str, *slices: slice) -> Callable[[Arrays], None]:
-    def change(found: Arrays) -> None:
-        found[key] = found[key][slices]
-
-    return change
-
-
-def as_type(key: str, dtype: str) -> Callable[[Arrays], None]:
-    def change(found: Arrays) -> None:
-        found[key] = found[key].astype(dtype)
-
-    return change
-
-
-def flat(found: Arrays) -> None:
-    found["segment_ids"] = found["segment_ids"].ravel()
-
-
-def rows_cut(found: Arrays) -> None:
-    for key in KEYS:
-        found[key] = found[key][:0]
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            without("masked_lm_ids"),
-            " must have the array masked_lm_ids, and its keys are input_ids, input_mask, masked_lm_positions, "
-            "next_sentence_labels and segment_ids: a shard has input_ids, input_mask, segment_ids, "
-            "masked_lm_positions, masked_lm_ids and next_sentence_labels; write the shard anew",
-        ),
-        (
-            cut("next_sentence_labels", slice(5)),
-            ": next_sentence_labels (5 rows) must have as many rows as input_ids (8): write the shard anew",
-        ),
-        (
-            cut("input_mask", slice(None), slice(12)),
-            ": input_mask (12 tokens a row) must have as many tokens a row as input_ids (16): write the shard anew",
-        ),
-        (
-            cut("masked_lm_ids", slice(None), slice(3)),
-            ": masked_lm_ids (3 predictions a row) must have as many predictions a row as masked_lm_positions (4): "
-            "write the shard anew",
-        ),
-        (flat, ": segment_ids (of shape [128]) must have the shape [rows, tokens a row]: write the shard anew"),
-        (as_type("input_ids", "f4"), ": input_ids (float32) must hold integers: write the shard anew"),
-        (rows_cut, ": input_ids (0 rows) must have 1 or more: remove the file, or write the shard anew"),
-    ],
-)
-def test_arrays_that_do_not_fit_are_refused(change: Callable[[Arrays], None], text: str, tmp_path: Path) -> None:
-    found = arrays(8)
-    change(found)
-    path = write(tmp_path / "a.hdf5", found)
-    assert refusal(config(path), tmp_path / "cache") == path + text
-
-
-def test_ragged_rows_are_refused(tmp_path: Path) -> None:
-    found = arrays(2)
-    del found["input_ids"]
-    path = write(tmp_path / "a.hdf5", found)
-    with h5py.File(path, "r+") as file:
-        ragged = file.create_dataset("input_ids", (2,), dtype=h5py.vlen_dtype(np.int32))
-        ragged[0], ragged[1] = [1, 2], [3]
-    assert refusal(config(path), tmp_path / "cache") == (
-        f"{path}: the rows of input_ids must have one length, and they are ragged: pad them, and write the shard anew"
-    )
-    with h5py.File(path, "r+") as file:
-        del file["input_ids"]
-        file.create_group("input_ids")
-    assert f"{path} must have the array input_ids" in refusal(config(path), tmp_path / "cache")
 
 
 def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Data sets of the library `datasets`: saved ones, text and tokens, the splits, and one sentence for what is wrong."""
 
+import contextlib
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ import pytest
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import PreparedText, make_batches, prepare
-from shardwise.data.huggingface import open_dataset, reads_datasets
+from shardwise.data.huggingface import _OnHub, open_dataset, reads_datasets
 from shardwise.data.shards import TableShard
 from shardwise.data.sources import open_source
 from shardwise.errors import DataError
@@ -206,6 +209,44 @@ def test_bad_rows(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
     shown = f"data.path {path}" if "training part" in says else f"data.path ({path})"
     assert failure(path).startswith(says.format(shown))
     assert not list((tmp_path / "cache").glob("tokens/*")) or "training part" in says, "nothing is left that was read"
+
+
+@pytest.mark.parametrize("outside", ["../outside", "/outside", ""])
+def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_path: Path) -> None:
+    save(tmp_path / "outside", text=TEXTS)
+    path = save_splits(tmp_path / "saved", {"text": TEXTS}, train=(0, 80), test=(80, 100))
+    state = path / "train" / "state.json"
+    values = json.loads(state.read_text())
+    values["_data_files"][0]["filename"] = f"{outside}/data-00000-of-00001.arrow"
+    state.write_text(json.dumps(values))
+    assert failure(path).startswith(f"{state} must name what lies in its own folder: '{outside}/data-")
+    (path / "dataset_dict.json").write_text(json.dumps({"splits": [outside]}))
+    assert failure(path).startswith(f"{path / 'dataset_dict.json'} must name what lies in its own folder: '{outside}'")
+
+
+@pytest.mark.parametrize(
+    ("address", "inside"),
+    [
+        ("{}en/train.parquet", True),
+        ("zip://texts/a.jsonl::{}texts.zip", True),
+        ("/etc/passwd", False),
+        ("https://example.org/train.parquet", False),
+        ("{}../other@main/train.parquet", False),
+        ("{}/etc/passwd", False),
+        ("zip://../a.jsonl::{}texts.zip", False),
+        ("/tmp/{}a.parquet", False),
+    ],
+)
+def test_a_card_names_no_file_outside_of_its_repository(address: str, inside: bool) -> None:
+    place = "hf://datasets/acme/tiny@0123/"
+    files = {"train": [f"{place}a.parquet", address.format(place)]}
+    refusal = (
+        contextlib.nullcontext()
+        if inside
+        else pytest.raises(DataError, match=rf"its card names {re.escape(files['train'][1])}: set data\.path")
+    )
+    with refusal:
+        _OnHub("acme/tiny", None, Path("0123"))._require_own_files(place, files)
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwise.data.hdf5 import Shard, Shards, in_list
+from shardwise.data.hdf5 import Shards, in_list
+from shardwise.data.hdf5_shard import Shard
 from shardwise.data.indexed import IndexedFile, IndexedWriter
 from shardwise.data.sentences import cut_sentences
 from shardwise.data.tokenizer import PairTokens, Tokenizer

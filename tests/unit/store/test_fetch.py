@@ -15,7 +15,7 @@ import pytest
 from shardwise.errors import ConfigError
 from shardwise.store import fetch as fetching
 from shardwise.store.fetch import Fetched, fetch, find
-from shardwise.store.root import StoreError
+from shardwise.store.root import Root, StoreError
 from tests.loopback_files import Server, serve
 
 CONTENT = np.random.default_rng(0).bytes(5_000_000)
@@ -192,6 +192,96 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     found = find(f"{folder}/*.txt")
     assert [(remote.name, remote.size) for remote in found] == [("a.txt", 5), ("b.txt", 5)]
     assert fetch(found[1], tmp_path / "to" / "b.txt").path.read_text() == "b.txt"
+
+
+@pytest.mark.parametrize("pattern", ["s3://bucket/data", "s3://bucket/data/**"])
+def test_no_key_of_an_object_store_leads_out_of_the_folder(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["a.txt", "sub/", "../../x.txt", "/abs/path.txt", "b/..", "c\0.txt"]
+    infos = {f"bucket/data/{key}": {"type": "file", "size": 0 if key[-1] == "/" else 2} for key in keys}
+    store = SimpleNamespace(
+        info=lambda path: {"type": "directory"}, find=lambda path, detail: infos, glob=lambda path, detail: infos
+    )
+    root = Root("bucket/data" + pattern.removeprefix("s3://bucket/data"), pattern, "s3", store)
+    monkeypatch.setattr(Root, "of", staticmethod(lambda url: root))
+    with pytest.raises(ConfigError) as caught:
+        find(pattern)
+    (problem,) = caught.value.problems
+    assert "'..' leads out of its folder" in problem or "'../../x.txt' leads out of its folder" in problem
+    assert "must lie in the folder that it is fetched to: nothing was fetched" in problem
+    assert "\0" not in problem
+    for key in keys[2:]:
+        del infos[f"bucket/data/{key}"]
+    assert [remote.name for remote in find(pattern)] == ["a.txt"], "the marker of a folder is no file"
+
+
+def test_the_name_in_a_url_stays_in_the_folder(server: Server) -> None:
+    for url in (f"{server.address}/data.bin?sig=a/../b", f"{server.url}?x"):
+        (remote,) = find(url)
+        assert remote.name == "data.bin"
+    (remote,) = find(server.url)
+    root = Root(f"{server.address}/..", server.url, "http", remote.root.fs)
+    with pytest.raises(ConfigError, match=r"'\.\.' leads out of its folder"):
+        fetching._inside(root, [fetching._remote(root, {})])
+
+
+def test_records_of_an_earlier_fetch_are_no_files_of_a_folder(server: Server, tmp_path: Path) -> None:
+    """Else whoever sends a file could send the record that says that another one is replaced."""
+    get(server.url, tmp_path / "from" / "data.bin")
+    (tmp_path / "from" / ".other.fetch").write_bytes(b"x")
+    assert [remote.name for remote in find(f"{tmp_path}/from")] == [".data.bin.lock", "data.bin"]
+    (tmp_path / "from" / "data.bin").unlink()
+    (tmp_path / "from" / ".data.bin.lock").unlink()
+    with pytest.raises(ConfigError, match="must hold files, and the folder has none"):
+        find(f"{tmp_path}/from")
+
+
+@pytest.mark.parametrize("kind", ["fetch", "fetch.json", "fetched.json", "lock"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_planted_link_is_not_followed(kind: str, begun: bool, server: Server, tmp_path: Path) -> None:
+    target, victim = tmp_path / "to" / "data.bin", tmp_path / "victim"
+    link = target.with_name(f".data.bin.{kind}")
+    target.parent.mkdir()
+    if begun:
+        server.fails_at = 6 * RANGE
+        with pytest.raises(StoreError):
+            get(server.url, target)
+        server.fails_at = None
+        link.unlink(missing_ok=True)
+    victim.write_bytes(CONTENT[: 6 * RANGE])
+    link.symlink_to(victim)
+    if kind == "lock":
+        with pytest.raises(StoreError, match=r"data\.bin cannot be written: \.data\.bin\.lock is a link"):
+            get(server.url, target)
+        link.unlink()
+    assert get(server.url, target, DIGEST).sha256 == DIGEST
+    assert target.read_bytes() == CONTENT
+    assert victim.read_bytes() == CONTENT[: 6 * RANGE], "a file elsewhere was written"
+    assert not any(path.is_symlink() for path in target.parent.iterdir())
+
+
+def test_a_presigned_url_is_kept_nowhere_and_goes_on_with_another_signature(server: Server, tmp_path: Path) -> None:
+    target, told = tmp_path / "data.bin", []
+
+    def signed(signature: str, file: int = 1) -> str:
+        return f"{server.url}?X-Amz-Date=2026&file={file}&X-Amz-Signature={signature}"
+
+    server.fails_at = 6 * RANGE
+    with pytest.raises(StoreError) as caught:
+        get(signed("5ecret1"), target)
+    assert str(caught.value).startswith(f"{server.url}?(redacted) cannot be read: ")
+    kept = [path.read_text() for path in tmp_path.glob(".*.json")]
+    server.fails_at = None
+    found = get(signed("5ecret2"), target, announce=told.append)
+    assert found.came == len(CONTENT) - 6 * RANGE, "another signature is no other file"
+    assert get(signed("5ecret3"), target).came == 0
+    kept += [path.read_text() for path in tmp_path.glob(".*.json")]
+    with pytest.raises(ConfigError, match=r"was not fetched from http.*\?\(redacted\): name another"):
+        get(signed("5ecret3", file=2), target)
+    server.status = 403
+    with pytest.raises(StoreError, match=r"data\.bin\?\(redacted\) cannot be read: its server answers 403"):
+        find(signed("5ecret4"))
+    assert kept
+    assert "5ecret" not in "".join([*kept, *told])
 
 
 def _fetch_apart(url: str, target: str, told: Any) -> None:

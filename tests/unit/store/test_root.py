@@ -167,8 +167,15 @@ def test_a_disk_that_fills_up_on_the_way_says_so(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "a//b", "a\0"])
+def test_no_name_leads_out_of_a_place(root: Root, name: str) -> None:
+    with pytest.raises(StoreError, match="runs cannot be left: "):
+        root / name
+
+
 def test_a_log_in_is_not_shown() -> None:
-    assert str(Root.of("memory://me:word@host/x") / "y") == "memory://…@host/x/y"
+    assert str(Root.of("memory://host/x?sig=5ecret&y=1")) == "memory://host/x?(redacted)"
+    assert str(Root.of("memory://me:word@host/x") / "y") == "memory://(redacted)@host/x/y"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sha256 is not None and len(remotes) > 1:
         raise ConfigError(f"--sha256 must be left out: {arguments.url} is {len(remotes):,} files, and it is of one")
     dest = Path(arguments.dest).expanduser()
-    one = len(remotes) == 1 and remotes[0].name == remotes[0].root.name.partition("?")[0]
+    one = len(remotes) == 1 and "/" not in remotes[0].name
     into = dest.is_dir() or arguments.dest.endswith("/") or not one
     total = sum(remote.size or 0 for remote in remotes)
     with text.bar(f"fetching {arguments.url}", total) as progress:

@@ -1,0 +1,29 @@
+"""Names that come from outside: keys of an object store, files that an index or a manifest lists.
+
+Whoever wrote them may have meant another place. Each goes through `name_problem` before it is joined to a folder.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def name_problem(name: object, *, nested: bool = False) -> str | None:
+    """Why `name` must not be joined to a folder; None where the result lies in that folder, whatever the folder is.
+
+    nested: it may lie in a folder of that folder, as `a/b` does.
+    """
+    if not isinstance(name, str):
+        return f"{name!r} is no text"
+    segments = name.split("/")
+    if name.startswith("/"):
+        return f"{name!r} is absolute"
+    if ".." in segments:
+        return f"{name!r} leads out of its folder"
+    if "" in segments or "." in segments:
+        return f"{name!r} has a part without a name"
+    if _CONTROL.search(name) or "\\" in name:
+        return f"{name!r} has a backslash or a control character"
+    return f"{name!r} lies in another folder" if len(segments) > 1 and not nested else None

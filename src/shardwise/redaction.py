@@ -1,0 +1,115 @@
+"""What no file, log or message may show: log-ins and query strings of URLs, secret arguments.
+
+A query string may be all that a presigned URL needs to be read, so it is hidden whatever it holds. Patterns are texts:
+every command imports this module, few need it, and `re` keeps what it has compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+REDACTED = "(redacted)"
+_MARK = r"\(redacted\)"
+# Up to the end of the word, without the punctuation of the sentence around it.
+_REST = r"""[^\s'"<>]*[^\s'"<>),.:;\]]"""
+# One slash is left of two where a URL was taken for a path.
+_WEB_QUERY = rf"""(?i)(\bhttps?:/[^\s'"<>?]*\?)(?!{_MARK}){_REST}"""
+# Of other schemes only what assigns a value: in a pattern such as s3://bucket/part-?.txt the mark is a wildcard.
+_OTHER_QUERY = rf"""(://[^\s'"<>?]*\?)(?!{_MARK})(?=[^\s'"<>]*=){_REST}"""
+# Libraries also show a URL without its host.
+_SIGNED_BY = (
+    r"x-(?:amz|goog|oss|cos|obs)-[\w-]+|(?:aws|oss)?accesskeyid|googleaccessid|signature|sig|policy|expires|key-pair-id"
+    r"|(?:[\w-]*[_-])?(?:token|secret|password|credential)|(?:api|access)[_-]?key|hmac"
+)
+_PARAMETER = rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+"""
+# In a host's part nothing but a log-in ends with @. A password may have a slash, as the secret keys of S3 do; what
+# follows a colon and is but digits is a port.
+_LOGIN = r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)"""
+
+# Azure's, which stand beside `sig`.
+_SIGNED_BY_AZURE = r"s[eiprtv]|sip|spr|sk[esvt]|sktid|skoid|sdd"
+# Variables that decide how a run is carried out, how fast and where. Launchers such as SLURM and MPI pass keys by names
+# of the same family, so of those only what is named here is recorded.
+_FAMILIES = (
+    "CUDA_", "CUBLAS_", "CUDNN_", "NEURON_", "NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_",
+    "TORCHINDUCTOR_", "TORCHELASTIC_", "TRITON_", "SHARDWISE_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_",
+    "ONEDNN_", "DNNL_", "MALLOC_",
+)  # fmt: skip
+_SLURM = """
+    ARRAY_JOB_ID ARRAY_TASK_ID CLUSTER_NAME CPU_BIND CPUS_ON_NODE CPUS_PER_TASK DISTRIBUTION GPU_BIND GPUS GPUS_ON_NODE
+    GPUS_PER_NODE GPUS_PER_TASK JOB_CPUS_PER_NODE JOB_END_TIME JOB_GPUS JOB_ID JOB_NAME JOB_NODELIST JOB_NUM_NODES
+    JOB_PARTITION JOB_QOS JOB_START_TIME LOCALID MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE NNODES NODEID NODELIST NPROCS
+    NTASKS NTASKS_PER_NODE PROCID RESTART_COUNT STEP_ID STEP_NODELIST SUBMIT_DIR SUBMIT_HOST TASKS_PER_NODE
+"""
+_VARIABLES = {
+    "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "XLA_FLAGS", "LD_LIBRARY_PATH",
+    "LD_PRELOAD", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_CACHE",
+    "HF_DATASETS_OFFLINE", "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV",
+    "CONDA_DEFAULT_ENV", "XDG_CACHE_HOME", "TMPDIR", "SLURMD_NODENAME", "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE",
+    *(f"SLURM_{name}" for name in _SLURM.split()),
+}  # fmt: skip
+_SECRET_VARIABLE = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE"
+# Arguments are matched by the end of their name: data.tokenizer and data.text_key are not secrets.
+_SECRET_ARGUMENT = r"(?i)(?:^|[._-])(?:token|secret|password|(?:api|access|secret)[_-]?key)$"
+
+
+def redacted(text: str) -> str:
+    """`text` without the log-ins and query strings of the URLs in it."""
+    if ":/" in text or "=" in text:
+        for query in (_WEB_QUERY, _OTHER_QUERY, _PARAMETER):
+            text = re.sub(query, rf"\g<1>{REDACTED}", text)
+    return re.sub(_LOGIN, REDACTED, text) if "://" in text else text
+
+
+def has_query(url: str) -> bool:
+    """Whether a URL has a query string."""
+    return any(re.search(query, url) for query in (_WEB_QUERY, _OTHER_QUERY))
+
+
+def redacted_arguments(arguments: Iterable[str]) -> list[str]:
+    """A command line whose `name=value` and `--name value` secrets are hidden, and what `redacted` hides."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        secret = re.search(_SECRET_ARGUMENT, name.lstrip("-")) is not None
+        if hide_next:
+            shown.append(REDACTED)
+        elif secret and equals:
+            shown.append(f"{name}={REDACTED}")
+        else:
+            shown.append(redacted(argument))
+        hide_next = secret and not equals and argument.startswith("-")
+    return shown
+
+
+def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Of environment variables those that help to understand a run, by name; `redacted` hides what is in their values.
+
+    What is not listed here is not recorded, so a secret by any new name is not either.
+    """
+    return {
+        name: redacted(value)
+        for name, value in sorted(variables.items())
+        if name in _VARIABLES or (name.startswith(_FAMILIES) and not re.search(_SECRET_VARIABLE, name))
+    }
+
+
+def unsigned(url: str) -> str:
+    """What identifies the file of a URL: the same whoever signs the URL and when; nothing secret is in it.
+
+    Parameters that do not sign count by their digest: `?id=1` and `?id=2` are two files.
+    """
+    import hashlib
+    from urllib.parse import parse_qsl, urlencode
+
+    address, _, query = url.partition("?")
+    parameters = parse_qsl(query, keep_blank_values=True)
+    azure = any(name.lower() == "sig" for name, _ in parameters)
+    signing = f"{_SIGNED_BY}|{_SIGNED_BY_AZURE}" if azure else _SIGNED_BY
+    kept = [(name, value) for name, value in sorted(parameters) if not re.fullmatch(signing, name, re.IGNORECASE)]
+    address = redacted(address)
+    return f"{address}?{hashlib.sha256(urlencode(kept).encode()).hexdigest()[:32]}" if kept else address

@@ -1,0 +1,90 @@
+"""A link that lies where a file of our own is to be is never followed."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.data import cache
+from shardwise.errors import ConfigError, DataError
+from shardwise.files import new_file, open_lock, open_own
+from shardwise.prepare.work import Work
+from shardwise.runlog import RunLock, write_atomic
+from shardwise.store.root import Root
+
+
+@pytest.fixture(params=["symbolic", "dangling", "hard"])
+def plant(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], Path]:
+    """Makes a link to a file of the user's; returns that."""
+
+    def link(path: Path) -> Path:
+        victim = tmp_path / "victim"
+        if request.param != "dangling":
+            victim.write_text("mine")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.hardlink_to if request.param == "hard" else path.symlink_to)(victim)
+        return victim
+
+    return link
+
+
+def untouched(victim: Path) -> bool:
+    return not victim.exists() or victim.read_text() == "mine"
+
+
+def test_a_link_is_not_opened(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+    victim = plant(tmp_path / "own")
+    for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+        with pytest.raises(OSError, match=r"own is a link or no plain file, and links are not followed: remove it"):
+            open_own(tmp_path / "own", flags)
+    assert untouched(victim)
+    with new_file(tmp_path / "own") as file:
+        file.write(b"ours")
+    assert (tmp_path / "own").read_bytes() == b"ours"
+    assert untouched(victim)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="no plain file"):
+        open_own(tmp_path / "pipe", os.O_RDONLY)
+
+
+def test_a_lock_stays(tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_lock(tmp_path / "lock"):
+            pass
+    assert (tmp_path / "lock").read_bytes() == b""
+
+
+def test_no_lock_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+    victim = plant(tmp_path / "run" / ".lock")
+    with pytest.raises(ConfigError, match=r"run cannot be made: \.lock is a link"), RunLock(tmp_path / "run"):
+        pass
+    assert untouched(victim)
+
+
+def test_no_lock_of_the_cache_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+    victim = plant(tmp_path / "cache" / "locks" / "key.lock")
+    with pytest.raises(DataError, match=r"key\.lock is a link"), cache.locked(tmp_path / "cache", "key"):
+        pass
+    assert untouched(victim)
+
+
+def test_no_lock_of_a_preparation_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+    victim = plant(tmp_path / ".out.preparing" / "lock")
+    with pytest.raises(DataError, match=r"out cannot be written: lock is a link"), Work(tmp_path / "out").held():
+        pass
+    assert untouched(victim)
+
+
+def test_no_temporary_file_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
+    victim = plant(tmp_path / f".a.{os.getpid()}.tmp")
+    (Root.of(tmp_path) / "a").write(b"ours")
+    assert untouched(victim)
+    victim.unlink(missing_ok=True)
+    victim = plant(tmp_path / f".b.{os.getpid()}.tmp")
+    write_atomic(tmp_path / "b", "ours")
+    assert untouched(victim)
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "ours"

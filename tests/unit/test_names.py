@@ -1,0 +1,38 @@
+import pytest
+
+from shardwise.names import name_problem
+
+
+@pytest.mark.parametrize("name", ["a", "a.txt", ".hidden", "...", "a..b", "~", "a b", "ü", "part-?.txt"])
+def test_a_name_of_a_folder(name: str) -> None:
+    assert name_problem(name) is None
+    assert name_problem(f"deep/{name}", nested=True) is None
+    assert name_problem(f"deep/{name}") == f"'deep/{name}' lies in another folder"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("/etc/x", "is absolute"),
+        ("//x", "is absolute"),
+        ("..", "leads out of its folder"),
+        ("a/../../x", "leads out of its folder"),
+        ("a/..", "leads out of its folder"),
+        ("", "has a part without a name"),
+        ("a//b", "has a part without a name"),
+        ("a/", "has a part without a name"),
+        (".", "has a part without a name"),
+        ("a/./b", "has a part without a name"),
+        ("a\0b", "has a backslash or a control character"),
+        ("a\x1b[2J", "has a backslash or a control character"),
+        ("..\\a", "has a backslash or a control character"),
+        (None, "None is no text"),
+        (["a"], "is no text"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_name_that_leads_elsewhere(name: object, problem: str, nested: bool) -> None:
+    found = name_problem(name, nested=nested)
+    assert found is not None
+    assert found.endswith(problem)
+    assert "\x1b" not in found, "a terminal obeys it"

@@ -1,0 +1,99 @@
+"""What is hidden in texts that are kept, and what identifies a file whose URL is signed anew each time."""
+
+import pytest
+
+from shardwise.errors import ConfigError, DataError, RunError
+from shardwise.redaction import recorded_variables, redacted, redacted_arguments, unsigned
+
+SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-Signature=5ecret"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (SIGNED, "https://store.example/data.txt?(redacted)"),
+        (f"{SIGNED}: its SHA-256 (1) is", "https://store.example/data.txt?(redacted): its SHA-256 (1) is"),
+        (f"data.path ({SIGNED}) must be", "data.path (https://store.example/data.txt?(redacted)) must be"),
+        (f"['{SIGNED}', 'x']", "['https://store.example/data.txt?(redacted)', 'x']"),
+        (f"two: {SIGNED} {SIGNED}", "two: " + " ".join(["https://store.example/data.txt?(redacted)"] * 2)),
+        ("HTTP://H/x?5ecret", "HTTP://H/x?(redacted)"),
+        ("https:/host/x?y=5ecret", "https:/host/x?(redacted)"),
+        ("url: /x?X-Amz-Signature=5ecret&id=1 (", "url: /x?X-Amz-Signature=(redacted)&id=1 ("),
+        ("/x?id=1&sig=5ecret", "/x?id=1&sig=(redacted)"),
+        ("/x#access_token=5ecret", "/x#access_token=(redacted)"),
+        ("az://box/x?sv=2&sig=5ecret, then", "az://box/x?(redacted), then"),
+        ("https://me:5ecret@host:80/x", "https://(redacted)@host:80/x"),
+        ("https://me:5@cret@host/x", "https://(redacted)@host/x"),
+        ("s3://KEY:5e/cret@bucket/x", "s3://(redacted)@bucket/x"),
+        ("s3://bucket/part-?.txt", "s3://bucket/part-?.txt"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+        ("is it http://host/x?", "is it http://host/x?"),
+        ("http: a? b=c", "http: a? b=c"),
+        ("a = b ? c : d", "a = b ? c : d"),
+    ],
+)
+def test_log_ins_and_query_strings_are_hidden_in_any_text(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+    assert redacted(shown) == shown, "a text may pass twice"
+
+
+@pytest.mark.parametrize("kind", [RunError, ConfigError, DataError])
+def test_no_error_shows_a_query_string(kind: type[Exception]) -> None:
+    assert str(kind(f"{SIGNED} is wrong")) == "https://store.example/data.txt?(redacted) is wrong"
+    error = ConfigError([f"a: {SIGNED}", "b"])
+    assert "5ecret" not in f"{error} {error!r} {error.args} {error.problems}"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["--api-key", "abc", "next"], ["--api-key", "(redacted)", "next"]),
+        (["--token=abc"], ["--token=(redacted)"]),
+        (["data.text_key=body"], ["data.text_key=body"]),
+        (["data.path=s3://user:pass@bucket/x"], ["data.path=s3://(redacted)@bucket/x"]),
+        (["password", "visible"], ["password", "visible"]),
+        ([f"data.path={SIGNED}"], ["data.path=https://store.example/data.txt?(redacted)"]),
+    ],
+)
+def test_secrets_on_the_command_line(given: list[str], shown: list[str]) -> None:
+    assert redacted_arguments(given) == shown
+
+
+def test_only_variables_that_help_are_recorded() -> None:
+    helpful = {
+        "CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+        "TORCH_NCCL_BLOCKING_WAIT": "1", "SHARDWISE_CACHE": "/data", "MASTER_ADDR": "node1", "WORLD_SIZE": "8",
+        "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "3",
+        "HF_HOME": "/hf",
+    }  # fmt: skip
+    secret = {
+        "SLURM_JWT": "eyJ0", "SLURM_SPANK_X": "word", "OMPI_MCA_orte_hnp_uri": "17;tcp://node1", "HF_TOKEN": "hf_x",
+        "PMIX_SECURITY_MODE": "munge", "PMI_FD": "7", "NCCL_TEST_TOKEN": "word", "SHARDWISE_API_KEY": "word",
+        "AWS_SESSION_TOKEN": "word", "MY_DIARY": "word", "PATH": "/bin",
+    }  # fmt: skip
+    assert recorded_variables({**helpful, **secret}) == helpful
+    login = {"HF_ENDPOINT": "https://me:word@example.org/models", "NCCL_X": SIGNED}
+    assert recorded_variables(login) == {
+        "HF_ENDPOINT": "https://(redacted)@example.org/models",
+        "NCCL_X": "https://store.example/data.txt?(redacted)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "other", "same"),
+    [
+        (SIGNED, SIGNED.replace("5ecret", "other"), True),
+        (SIGNED, "https://store.example/data.txt", True),
+        ("https://h/x?Expires=1&Signature=a&Key-Pair-Id=k", "https://h/x?Expires=2&Signature=b&Key-Pair-Id=k", True),
+        ("https://h/x?sv=1&se=2&sp=r&sig=a", "https://h/x?sv=1&se=3&sp=r&sig=b", True),
+        ("https://h/x?id=1&token=a", "https://h/x?token=b&id=1", True),
+        ("https://h/x?id=1&token=a", "https://h/x?id=2&token=a", False),
+        ("https://h/x?se=1", "https://h/x?se=2", False),
+        ("https://h/x", "https://h/y", False),
+        ("https://me:word@h/x", "https://me:other@h/x", True),
+    ],
+)
+def test_a_signature_does_not_identify_a_file(url: str, other: str, same: bool) -> None:
+    assert (unsigned(url) == unsigned(other)) is same
+    for secret in ("5ecret", "word", "AKIA"):
+        assert secret not in unsigned(url)
