@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from shardwise.mesh import Mesh, join
 from shardwise.models import Stages
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.folders import step_name, step_of
-from shardwise.store.manifest import MANIFEST
+from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.owner import Owner, take
 from shardwise.store.reach import in_time
 from shardwise.store.root import Root, StoreError
@@ -62,11 +63,21 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     layout = config.check(mesh.world.size)
     progress = Progress(phase="preparation of the data")
-    try:
+    with _explained(config, layout, mesh, progress):
         data = prepare(config)
         weights = _weights(config, mesh)
         opened = _open_directory(config, run_path, recipe, mesh)
         _train(config, layout, mesh, data, weights, opened, progress)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+@contextmanager
+def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -> Iterator[None]:
+    """Says what a library's error means where it means that another rank has ended, or that memory ran out."""
+    try:
+        yield
     except Exception as error:
         if comm.is_lost_connection(error):
             text = f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
@@ -75,9 +86,6 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
             raise
         text = out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)
         raise RunError(text) from error
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return 0
 
 
 def _weights(config: Config, mesh: Mesh) -> Root | None:
@@ -188,9 +196,10 @@ def _train(
     opened: _Opened,
     progress: Progress,
 ) -> None:
-    accelerator, directory = mesh.device.type != "cpu", opened.directory
-    root, candidates = opened.standing.root, opened.standing.candidates
-    with Reporter(
+    accelerator, directory, root = mesh.device.type != "cpu", opened.directory, opened.standing.root
+    if opened.standing.candidates:
+        weights = None
+    reporter = Reporter(
         directory,
         config,
         layout,
@@ -199,50 +208,16 @@ def _train(
         precision=config.precision.resolved(accelerator),
         parameters=parameter_count(config.model),
         memory=expected_memory(config, layout, accelerator),
-    ) as reporter:
+    )
+    with reporter, _explained(config, layout, mesh, progress):  # the run's files have the sentence that the user reads
         progress.phase = "construction of the model"
-        trainer = build_trainer(config, layout, mesh, data, reporter, progress, None if candidates else weights)
+        trainer = build_trainer(config, layout, mesh, data, reporter, progress, weights)
         if reporter.parameters is None:
             _count_own_model(trainer, reporter, opened, config)
         stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
-        restored = restore_first(candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
-        if restored is not None:
-            require_same_data(restored[0], data)
-            if stream is not None:
-                stream.restore(restored[0].rng[STREAM])
-        reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
-        reporter.message(f"data: {data.summary}")
-        if restored is not None:
-            back = goes_back(config, restored[0])
-            for name in set_later_aside(root, opened.standing.found, progress.step, mesh, damaged=not back):
-                reporter.message(f"set aside: {name}")
-            if config.checkpoint.resume != "auto" and not back:
-                reporter.message(
-                    f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
-                    "back once more, move the later checkpoints away"
-                )
-            reporter.resumed(restored[0], str(restored[1].folder), opened.changes)
-        else:
-            reporter.changed(opened.changes)
-            if weights is not None:
-                _tell_of_weights(weights, data, reporter)
-        saver = Saver(
-            root,
-            trainer.model,
-            trainer.optimizer,
-            config,
-            mesh,
-            mesh.host_group("checkpoint"),
-            described={
-                "layout": _facts_of(layout, config),
-                "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
-                "versions": _versions(),
-            },
-            tokenizer=data.tokenizer_path,
-            buffer_bytes=None if config.checkpoint.buffer_mib is None else int(config.checkpoint.buffer_mib * 2**20),
-            keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
-        )
-        told = went_back(config, restored[0] if restored is not None else None)
+        manifest = _begin(config, trainer, data, weights, opened, stream, reporter)
+        saver = _saver(config, layout, trainer, data, opened)
+        told = went_back(config, manifest)
         with Checkpoints(saver, config, reporter, mesh, _asker(directory), told, stream) as saving:
             trainer.saving = saving
             stopping.install()
@@ -253,6 +228,62 @@ def _train(
         if stopped_by is not None:
             _stop(stopped_by, progress.step, folder, directory, reporter)
         _finish(config, trainer, data, directory, str(folder), reporter)
+
+
+def _begin(
+    config: Config,
+    trainer: Trainer,
+    data: PreparedData,
+    weights: Root | None,
+    opened: _Opened,
+    stream: StreamBatches | None,
+    reporter: Reporter,
+) -> Manifest | None:
+    """Take the training up where it was saved, and report how it begins; the manifest of that checkpoint, if any."""
+    mesh, progress, standing = trainer.mesh, trainer.progress, opened.standing
+    restored = restore_first(standing.candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
+    if restored is not None:
+        require_same_data(restored[0], data)
+        if stream is not None:
+            stream.restore(restored[0].rng[STREAM])
+    reporter.start(loaded=None if weights is None else str(weights), steps_before=progress.step)
+    reporter.message(f"data: {data.summary}")
+    if restored is None:
+        reporter.changed(opened.changes)
+        if weights is not None:
+            _tell_of_weights(weights, data, reporter)
+        return None
+    manifest, found = restored
+    back = goes_back(config, manifest)
+    for name in set_later_aside(standing.root, standing.found, progress.step, mesh, damaged=not back):
+        reporter.message(f"set aside: {name}")
+    if config.checkpoint.resume != "auto" and not back:
+        reporter.message(
+            f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
+            "back once more, move the later checkpoints away"
+        )
+    reporter.resumed(manifest, str(found.folder), opened.changes)
+    return manifest
+
+
+def _saver(config: Config, layout: Layout, trainer: Trainer, data: PreparedData, opened: _Opened) -> Saver:
+    mesh, settings = trainer.mesh, config.checkpoint
+    return Saver(
+        opened.standing.root,
+        trainer.model,
+        trainer.optimizer,
+        config,
+        mesh,
+        mesh.host_group("checkpoint"),
+        described={
+            "layout": _facts_of(layout, config),
+            "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
+            "versions": _versions(),
+        },
+        tokenizer=data.tokenizer_path,
+        buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
+        keeping=Keeping(settings.keep, settings.keep_every),
+    )
 
 
 def _facts_of(layout: Layout, config: Config) -> dict[str, Any]:
