@@ -96,9 +96,10 @@ def _default_nproc(config: Config, count: int) -> int:
 def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_dir: Path | None) -> int:
     """Claim the run directory and prepare inputs, then train: here on one rank, through torchrun on several."""
     from shardwise.cli.claim import claim, finished
+    from shardwise.cli.ending import what_is_saved
     from shardwise.cli.inputs import prepare_inputs
     from shardwise.launch import stdio
-    from shardwise.launch.local import launch
+    from shardwise.launch.local import EndedError, launch
     from shardwise.runlog import RunDirectory, new_run_path
 
     stdio.survive_hangup()
@@ -120,5 +121,8 @@ def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_di
 
             return run_alone(config, recipe_name(recipe), run_path)
         command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
-        launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
+        try:
+            launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
+        except EndedError as error:
+            raise EndedError(f"{error}; {what_is_saved(run_path)}") from None
     return 0

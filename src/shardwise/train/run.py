@@ -19,13 +19,12 @@ from shardwise.config import Config, Layout, dump_yaml, resume_changes, resume_p
 from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
 from shardwise.cost.stages import stage_plan
-from shardwise.data import PreparedData, StreamBatches, Tokenizer, prepare
+from shardwise.data import PreparedData, StreamBatches, prepare
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
-from shardwise.models import Stages
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.folders import step_name, step_of
 from shardwise.store.manifest import MANIFEST, Manifest
@@ -46,7 +45,7 @@ from shardwise.train.resume import (
     set_later_aside,
     went_back,
 )
-from shardwise.train.sample import Generator, continue_text
+from shardwise.train.sample import draw_sample
 from shardwise.train.saving import STREAM, Checkpoints
 from shardwise.train.trainer import Trainer
 
@@ -341,7 +340,7 @@ def _finish(
 ) -> None:
     """The sample and the results of a run that came to its end."""
     trainer.progress.phase = "generation of the sample"
-    sample = _sample(config, trainer, data)
+    sample = draw_sample(config, trainer.model, trainer.mesh, data, _asker(directory))
     comm.barrier(trainer.mesh.world)
     progress = trainer.progress
     reporter.finish(
@@ -350,35 +349,13 @@ def _finish(
             "samples": progress.samples,
             "weights": folder,
             "optimizer_bytes": trainer.optimizer.state_bytes(),
-            "sample": sample,
+            "sample": sample.text,
         }
     )
     reporter.message(f"weights: {folder}")
-    if sample:
-        reporter.message(f"sample: {sample}")
+    if sample.text:
+        reporter.message(f"sample: {sample.text}")
+    elif sample.stopped_by is not None:
+        reporter.message(f"sample: none, as the run was stopped by {sample.stopped_by}; all its steps are saved")
     elif data.tokenizer_path is None and config.log.sample_tokens and config.model.causal:
         reporter.message("sample: none, as the data hold tokens alone: data.tokenizer names the one that made them")
-
-
-def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
-    """A prompt and its continuation by the trained model.
-
-    None where `log.sample_tokens` is 0, off replica 0, without a tokenizer, and for a model that gives no logits of the
-    next token.
-    """
-    log, mesh, model = config.log, trainer.mesh, trainer.model
-    if data.tokenizer_path is None or not log.sample_tokens or mesh.dp.rank:
-        return None
-    if not config.model.causal or not isinstance(model, Generator | Stages):
-        return None
-    tokenizer = Tokenizer.load(data.tokenizer_path)
-    trainer.model.eval()
-    if log.sample_prompt:
-        ids = tokenizer.encode(log.sample_prompt).tolist()
-    else:
-        ids = data.beginning("eval" if data.count("eval") else "train", 16)
-    window = config.train.sequence_length
-    drawn = continue_text(
-        model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed, parallel=config.parallel
-    )
-    return tokenizer.decode(ids + drawn)

@@ -23,6 +23,14 @@ STREAM = "stream"
 """What a manifest's `rng` calls the state of a stream."""
 
 
+def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None, bool]:
+    """Why any rank thinks that the run shall stop, and whether any has the flag set; the same on every rank."""
+    heard = torch.tensor([reason is not None, flag], dtype=torch.int32, device=mesh.device)
+    stop, flagged = comm.all_reduce_(heard, mesh.world, op="max").tolist()
+    reasons = comm.all_gather_objects(reason, mesh.world) if stop else []
+    return next((each for each in reasons if each is not None), None), bool(flagged)
+
+
 class Checkpoints:
     """Saves by steps, by minutes, at the end, and before a stop; tells the user how each save ended.
 
@@ -52,15 +60,11 @@ class Checkpoints:
         self._report()
         every, minutes = self._config.checkpoint.every, self._config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        reason, world = self._asked_to_stop(), self._mesh.world
-        heard = torch.tensor([reason is not None, old and world.rank == 0], dtype=torch.int32, device=self._mesh.device)
-        stop, old = comm.all_reduce_(heard, world, op="max").tolist()
-        if stop or old or last or (every and progress.step % every == 0):
+        stopped_by, old = agreed_stop(self._asked_to_stop(), self._mesh, old and self._mesh.world.rank == 0)
+        if stopped_by is not None or old or last or (every and progress.step % every == 0):
             self._saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
-        if not stop:
-            return None
-        return next(each for each in comm.all_gather_objects(reason, world) if each is not None)
+        return stopped_by
 
     def finish(self) -> None:
         """Wait for the last save.

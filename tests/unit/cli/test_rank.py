@@ -84,6 +84,13 @@ def test_alone_and_stopped(name: str, tmp_path: Path) -> None:
     assert result.stderr == f"shardwise: the run was stopped by {name}; no checkpoint was saved\n"
 
 
+def test_a_run_that_is_ended_at_once_keeps_the_checkpoint_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "checkpoint", "step": 24}\n{"event": "step", "step": 25}\n')
+    result = train("os.kill(os.getpid(), signal.SIGTERM)", tmp_path, {})
+    said = "shardwise: the run was stopped by SIGTERM; its newest checkpoint is of step 24\n"
+    assert (result.returncode, result.stderr) == (1, said)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
 def test_alone_and_stopped_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     result = train(STOPPED.format(name=name), tmp_path, {})
