@@ -15,7 +15,7 @@ from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree, differ_in_tokens
 from shardwise.checkpoint.save import Keeping, Saver
-from shardwise.config import Config, Layout, dump_yaml, resume_changes, resume_problems
+from shardwise.config import Config, Layout, dump_yaml, resume_changes
 from shardwise.cost.memory import expected_memory
 from shardwise.cost.params import parameter_count
 from shardwise.cost.stages import stage_plan
@@ -26,6 +26,7 @@ from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
 from shardwise.runlog import RunDirectory, new_run_path
+from shardwise.store.earlier_run import earlier_run
 from shardwise.store.folders import step_name, step_of
 from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.owner import Owner, take
@@ -125,12 +126,14 @@ def _require_checkpoint(folder: Root) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The run's folder, the checkpoints that it can go on from, its id, and what of the configuration has changed."""
+    """The run's folder, the checkpoints that it can go on from, its id, what of the configuration has changed, and what
+    of its files was rebuilt."""
 
     directory: RunDirectory
     standing: Standing
     id: str
     changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> _Opened:
@@ -152,26 +155,23 @@ def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Me
 def _open(config: Config, run_path: Path, mesh: Mesh) -> _Opened:
     directory = RunDirectory(run_path)
     resolved = config.model_dump(mode="json")
-    stored = directory.stored_config()
-    changes: tuple[str, ...] = ()
-    if stored is not None:
-        problems = resume_problems(stored, resolved)
-        if problems:
-            raise ConfigError(problems)
-        changes = tuple(resume_changes(stored, resolved))
+    earlier = earlier_run(directory, config)
+    stored = None if earlier is None else earlier.config
+    changes = () if stored is None else tuple(resume_changes(stored, resolved))
     # Before anything is written: a folder that is refused must not look like that of a run.
-    standing = look(config, directory, stored)
+    standing = look(config, directory, stored, None if earlier is None else earlier.id)
     directory.create()
+    run = directory.id(None if earlier is None else earlier.id)
     _require_room(directory, config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
     directory.mark_latest()
     try:
-        take(standing.root, Owner.here(directory.id(), directory.path))
+        take(standing.root, Owner.here(run, directory.path))
     except StoreError as error:
         raise ConfigError(str(error)) from None
-    return _Opened(directory, standing, directory.id(), changes)
+    return _Opened(directory, standing, run, changes, () if earlier is None else earlier.notes)
 
 
 def _require_room(directory: RunDirectory, config: Config, needed: int | None) -> None:
@@ -247,6 +247,8 @@ def _begin(
             stream.restore(restored[0].rng[STREAM])
     reporter.start(loaded=None if weights is None else str(weights), steps_before=progress.step)
     reporter.message(f"data: {data.summary}")
+    for note in opened.notes:
+        reporter.warning(note)
     if restored is None:
         reporter.changed(opened.changes)
         if weights is not None:

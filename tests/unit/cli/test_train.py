@@ -191,7 +191,7 @@ def test_a_named_step_is_gone_back_to_from_the_end(started: list[tuple[list[str]
 def test_another_model_or_data_is_refused_with_every_difference(
     started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stored("old", "quickstart")
+    stored("old", "quickstart", steps=240)
     changed = [
         "model.num_hidden_layers=2",
         "train.seed=7",
