@@ -225,6 +225,6 @@ def _request(config: Config) -> Mapping[str, Any]:
 
 def _take_up(progress: Progress, manifest: Manifest, config: Config) -> None:
     progress.step, progress.samples, progress.tokens = manifest.step, manifest.samples, manifest.tokens
-    progress.position = manifest.position
+    progress.before, progress.position = manifest.step, manifest.position
     if goes_back(config, manifest):
         progress.position += config.train.skip_batches * config.train.global_batch

@@ -75,9 +75,17 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
 
 @contextmanager
 def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -> Iterator[None]:
-    """Says what a library's error means where it means that another rank has ended, or that memory ran out."""
+    """Says what a library's error means where it means that another rank has ended, or that memory ran out.
+
+    What is wrong with the input ends a run as one that failed, once it has taken a step: whoever reads the exit code
+    must not believe that nothing was trained.
+    """
     try:
         yield
+    except ConfigError as error:
+        if progress.step == progress.before:
+            raise
+        raise RunError(str(error)) from error
     except Exception as error:
         if comm.is_lost_connection(error):
             text = f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
