@@ -153,6 +153,22 @@ class Tokenizer:
         return PairTokens(**{role: number for role, number in ids.items() if number is not None})
 
 
+def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
+    """The special tokens of a tokenizer that is trained on the data, in the order of their ids.
+
+    Raises:
+        DataError: the vocabulary has no room for them and for 256 bytes.
+    """
+    special = list(PAIR_TOKENS.values()) if pairs else [END_OF_DOCUMENT]
+    smallest = 256 + len(special)
+    if vocab_size < smallest:
+        raise DataError(
+            f"model.vocab_size ({vocab_size}) must be at least {smallest} (256 bytes and {listing(special)}) where the "
+            "tokenizer is trained on the data; data.tokenizer names your own"
+        )
+    return special
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False) -> Tokenizer:
     """Byte-level BPE of exactly `vocab_size` tokens: special ones, 256 bytes, and merges learned from `texts`.
 
@@ -164,13 +180,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-    special = list(PAIR_TOKENS.values()) if pairs else [END_OF_DOCUMENT]
-    smallest = 256 + len(special)
-    if vocab_size < smallest:
-        raise DataError(
-            f"model.vocab_size ({vocab_size}) must be at least {smallest} (256 bytes and {listing(special)}) where the "
-            "tokenizer is trained on the data; data.tokenizer names your own"
-        )
+    special = trained_special_tokens(vocab_size, pairs=pairs)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
