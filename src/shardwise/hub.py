@@ -70,7 +70,7 @@ def resolve(
         return folder
     if problem := _path_problem(load, folder):
         raise ConfigError(problem)
-    wanted = _Wanted(
+    wanted = Wanted(
         "checkpoint.load", load, revision, "checkpoint.revision", _WEIGHTS,
         is_there=lambda names: SINGLE in names or INDEX in names,
         lacking=lambda names: _without_weights(load, names),
@@ -87,6 +87,14 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
     Raises:
         ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
     """
+    found = place_of_tokenizer(named)
+    if isinstance(found, Path):
+        return found
+    return _from_cache(found) if cached else _fetch(found, announce)
+
+
+def place_of_tokenizer(named: str) -> Path | Wanted:
+    """The path that `data.tokenizer` names, or what it names on the hub, which is not asked; ConfigError of neither."""
     path = Path(named).expanduser()
     if path.exists():
         return path
@@ -102,14 +110,13 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
         if not holds_tokenizer(names := _names(folder)):
             raise ConfigError(without_tokenizer(key, names))
 
-    wanted = _Wanted(
+    return Wanted(
         "data.tokenizer", repository, revision or None, "the revision of data.tokenizer", _TOKENIZER_FILES,
         is_there=holds_tokenizer,
         lacking=lambda names: without_tokenizer(key, names),
         check=check,
         verified=True,
     )  # fmt: skip
-    return _from_cache(wanted) if cached else _fetch(wanted, announce)
 
 
 def resolve_dataset(
@@ -117,12 +124,15 @@ def resolve_dataset(
 ) -> tuple[str, Path]:
     """The repository that `data.dataset` names, and the folder of its newest commit, whose name is the commit's.
 
-    The folder has what was fetched of the data so far; this fetches none. `@` and the rest are as in
-    `resolve_tokenizer`. `built_in`: names of texts that come with this package, one of which may have been meant.
-
-    Raises:
-        ConfigError: no such repository or revision, or no access to it.
+    The folder has what was fetched so far; this fetches no data. `@` and the errors are as in `resolve_tokenizer`.
+    `built_in`: names of texts that come with this package, one of which may have been meant.
     """
+    wanted = place_of_dataset(named, built_in)
+    return wanted.repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
+
+
+def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
+    """What `data.dataset` names on the hub, which is not asked; ConfigError where it is no hub id."""
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)
@@ -135,7 +145,7 @@ def resolve_dataset(
         raise ConfigError(f"{missing}: a hub id reads owner/name, of letters, digits, '-', '_' and '.'{hint}")
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
-    wanted = _Wanted(
+    return Wanted(
         "data.dataset", repository, revision or None, "the revision of data.dataset", _DATA_CARD,
         is_there=lambda names: True,
         lacking=lambda names: "",
@@ -144,14 +154,12 @@ def resolve_dataset(
         hint=hint,
         verified=True,
     )  # fmt: skip
-    return repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
 
 
 def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
     """Deletes files of a commit's folder in the cache that are not as they were fetched; they are fetched again.
 
-    The hub's client looks whether a file is there and at nothing else. Its cache calls a file's content by its hash:
-    SHA-256 of large files, that of git of others; what is called otherwise is taken as it is.
+    Its cache calls a file's content by its hash: SHA-256 of large files, that of git of others.
     """
     damaged = []
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
@@ -291,7 +299,7 @@ def _no_id(name: str, path: Path, missing: str, *, is_file: bool = False) -> str
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Wanted:
     """A repository, and what is wanted of it.
 
     Attributes:
@@ -332,7 +340,7 @@ class _Wanted:
         return Path(folder)
 
 
-def _from_cache(wanted: _Wanted) -> Path:
+def _from_cache(wanted: Wanted) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -347,7 +355,7 @@ def _from_cache(wanted: _Wanted) -> Path:
     return folder
 
 
-def _fetch(wanted: _Wanted, announce: Callable[[str], None] | None) -> Path:
+def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -389,7 +397,7 @@ def _is_no_answer(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No files matched")
 
 
-def _refusal(error: Exception, wanted: _Wanted, site: str) -> str:
+def _refusal(error: Exception, wanted: Wanted, site: str) -> str:
     """What a failed fetch means, and what helps."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (

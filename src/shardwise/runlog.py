@@ -175,37 +175,17 @@ class RunDirectory:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"--run-dir ({self.path}) must be a folder, it is a file: choose another path")
 
-    def stored_config(self) -> dict[str, Any] | None:
-        """The configuration of the run that is here, as it was resolved; None where there is none."""
-        if not self.holds_run:
-            return None
-        from shardwise.config import parse_yaml  # pydantic, which `shardwise --help` does without
-
-        try:
-            values = parse_yaml(self.config.read_text(encoding="utf-8"), str(self.config))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(self._unreadable(str(error))) from None
-        if not isinstance(values, dict):
-            raise ConfigError(self._unreadable("it holds no configuration"))
-        return values
-
-    def _unreadable(self, reason: str) -> str:
-        return (
-            f"--run-dir ({self.path}) holds a run whose {self.config.name} cannot be read ({reason}): choose another "
-            "folder"
-        )
-
     def stored_id(self) -> str | None:
-        """The id of the run that is here; None where it has none yet."""
+        """The id of the run that is here; None where it has none yet, or its file is damaged."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            return str(json.loads(self.identity.read_text(encoding="utf-8"))["id"])
+            return uuid.UUID(str(json.loads(self.identity.read_text(encoding="utf-8"))["id"])).hex
         return None
 
-    def id(self) -> str:
-        """The id of the run that is here; it gets one at the first call, and keeps it."""
+    def id(self, rebuilt: str | None = None) -> str:
+        """The id of the run that is here; it gets one at the first call. `rebuilt`: what it had before it was lost."""
         run = self.stored_id()
         if run is None:
-            run = uuid.uuid4().hex
+            run = rebuilt or uuid.uuid4().hex
             write_atomic(self.identity, json_text({"id": run}) + "\n")
         return run
 

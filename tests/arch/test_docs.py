@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from scripts.write_docs import PAGE, page
+from shardwise.data import IndexedWriter
 from tests.arch.source import ROOT, config_fields
 from tests.e2e.command import shardwise
+from tests.unit.data import hdf5_shards
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -43,6 +45,11 @@ def test_readme_script_trains(name: str, tmp_path: Path) -> None:
 def test_readme_commands_are_accepted(tmp_path: Path) -> None:
     """In the order of the README, in one folder: some lines need what an earlier one wrote. Nothing is trained."""
     (tmp_path / "corpus.jsonl").write_text('{"text": "some text of my own"}\n' * 1000, encoding="utf-8")
+    for prefix in ("wiki_text_document", "books_text_document"):
+        with IndexedWriter(tmp_path / prefix, 300) as writer:
+            writer.add([1, 2, 3], [3])
+    (tmp_path / "shards").mkdir()
+    hdf5_shards.write(tmp_path / "shards/wiki_training_0.hdf5", hdf5_shards.arrays(4, length=128, predictions=20))
     for line in COMMANDS:
         arguments = shlex.split(line, comments=True)
         arguments = arguments[arguments.index("shardwise") + 1 :]

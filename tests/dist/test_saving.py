@@ -10,6 +10,7 @@ import torch
 from shardwise.checkpoint.save import Keeping
 from shardwise.config import Config
 from shardwise.errors import ConfigError
+from shardwise.mesh import Group
 from shardwise.store.chunks import ChunkedWriter
 from shardwise.store.folders import checkpoints
 from shardwise.store.manifest import Manifest
@@ -124,6 +125,36 @@ def test_an_unexpected_error_of_the_writing_thread_is_told(tmp_path: Path, monke
     monkeypatch.setattr("shardwise.checkpoint.save.prune", fail)
     (saved,) = run(config_of(), 1, 0, None, str(tmp_path)).saved
     assert saved.problem == "rank 0: KeyError: 'a fault of ours'"
+
+
+GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:61234. This is useful. GLHF!"
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_save_during_which_another_rank_ends_is_reported_as_it_stands(
+    is_committed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rank 0 has given the checkpoint its name, it is complete; and nobody reads what a library says."""
+
+    def lose(found: Any, group: Group) -> list[Any]:
+        if Path(step_folder(tmp_path, 1)).exists() == is_committed:
+            raise RuntimeError(GLOO)
+        return [found]
+
+    trainer = make_trainer(config_of())
+    trainer.step()
+    saver = make_saver(trainer, str(tmp_path))
+    monkeypatch.setattr("shardwise.comm.all_gather_objects", lose)
+    saver.save(1, PLACE)
+    saver.wait()
+    (saved,) = saver.finished()
+    assert saved.lost_peer
+    if is_committed:
+        assert saved.problem is None
+        assert saved.bytes > 0
+        assert not verify(Root.of(step_folder(tmp_path, 1))).problems
+    else:
+        assert saved.problem == "rank 0 lost the connection to another rank"
 
 
 def test_a_checkpoint_before_the_first_step(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
         err,
     ), err
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
+    recorded = (tmp_path / "run/metrics.jsonl").read_text()
+    assert "gloo" not in recorded, "`shardwise stop` would show the user what a library says"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
@@ -148,4 +150,4 @@ def test_out_of_memory_names_phase_rank_bytes_and_remedies(tmp_path: Path) -> No
     assert said[3].startswith(f"what would help: train.micro_batch={samples // 2} (")
     assert "parallel.tensor=2 on 2 ranks (" in said[3]
     assert len(said) == 5, f"more than the message: {said}"
-    assert metrics(tmp_path / "run", "stop")[0]["reason"].startswith("failed: RuntimeError: ")
+    assert metrics(tmp_path / "run", "stop")[0]["reason"].startswith("failed: RunError: rank 0 ran out of memory ")

@@ -1,5 +1,6 @@
 """A run that goes on after its newest checkpoint was damaged, with another batch, and past some data."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,10 @@ def gone(tmp_path_factory: pytest.TempPathFactory) -> Gone:
     moments.write_bytes(content)
     outcome = shardwise(*command, *SMALLER, "train.stop_after=3", at=at).succeeded()
     then = root.names()
+    for name in ("config.yaml", "run.json"):
+        damaged = bytearray((at / "run" / name).read_bytes())
+        damaged[20] = 0xFF
+        (at / "run" / name).write_bytes(damaged)
     shardwise(*command, *SMALLER, "checkpoint.resume=6", "train.skip_batches=3", at=at).succeeded()
     return Gone(at / "run", begun, then, outcome)
 
@@ -49,11 +54,26 @@ def test_checkpoints_by_time_through_little_memory(gone: Gone) -> None:
 
 def test_a_damaged_checkpoint_is_left_out_with_a_warning(gone: Gone) -> None:
     assert [event["step"] for event in metrics(gone.run, "resume")] == [3, 6]
-    (warning,) = metrics(gone.run, "warning")
+    warning, *_ = metrics(gone.run, "warning")
     assert warning["text"].startswith("the checkpoint of step 4 was left out: ")
     assert "rank-00000.safetensors is damaged: bytes " in warning["text"]
     assert warning["text"] in gone.outcome.out.replace("\n", " ")
     assert [event["step"] for event in metrics(gone.run, "step")] == [1, 2, 3, 4, 4, 5, 6, 7, 8]
+
+
+def test_one_bad_byte_in_the_files_of_a_run_does_not_block_it(gone: Gone) -> None:
+    _, config, run = (event["text"] for event in metrics(gone.run, "warning"))
+    assert config == (
+        "run/config.yaml is damaged, and is kept under a number: the configuration was taken from the checkpoint of "
+        "step 6"
+    )
+    assert run == "run/run.json is damaged: the run's id was taken from its checkpoints"
+    assert b"\xff" in (gone.run / "config-0002.yaml").read_bytes()
+    assert (gone.run / "config.yaml").read_text().startswith("model:")
+    (newest,) = checkpoints(Root.of(gone.run / "checkpoints"))
+    owner = json.loads((gone.run / "checkpoints/run.json").read_text())
+    assert json.loads((gone.run / "run.json").read_text())["id"] == owner["id"]
+    assert Manifest.read(newest.folder).data["run"] == owner["id"]
 
 
 def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:

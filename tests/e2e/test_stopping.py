@@ -30,7 +30,7 @@ from tests.e2e.command import (
 from tests.e2e.conftest import Trained
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "--run-dir", "run")
-NOTICE = "stopping after the current step; a checkpoint is saved first (Ctrl-C again ends at once)\n"
+NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)\n"
 SECONDS = 60.0
 
 

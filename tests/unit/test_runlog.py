@@ -42,27 +42,8 @@ def test_paths(tmp_path: Path) -> None:
 def test_a_reserved_folder_holds_no_run_and_a_used_one_does(tmp_path: Path) -> None:
     run = RunDirectory(runlog.new_run_path("quickstart", tmp_path))
     assert not run.create().holds_run
-    assert run.stored_config() is None
     run.write_config("model: {vocab_size: 7}\n")
     assert RunDirectory(run.path).create().holds_run
-    assert run.stored_config() == {"model": {"vocab_size": 7}}
-
-
-@pytest.mark.parametrize(
-    ("files", "reason"),
-    [
-        ({"config.yaml": ""}, "it holds no configuration"),
-        ({"config.yaml": "- 1"}, "it holds no configuration"),
-        ({"metrics.jsonl": ""}, "No such file"),
-    ],
-)
-def test_a_run_without_its_configuration_cannot_go_on(tmp_path: Path, files: dict[str, str], reason: str) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(
-        ConfigError, match=rf"holds a run whose config.yaml cannot be read \(.*{reason}.*choose another"
-    ):
-        RunDirectory(tmp_path).stored_config()
 
 
 def test_what_is_replaced_is_kept_under_a_number(tmp_path: Path) -> None:

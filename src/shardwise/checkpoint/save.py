@@ -53,7 +53,8 @@ class Saved:
     Attributes:
         bytes: of all files, over all ranks. blocked: seconds that training waited; seconds: until it was complete.
         problem: why there is no checkpoint, or None. removed: steps whose checkpoints `keep` let go. warning: why one
-        of them is still there.
+        of them is still there. lost_peer: another rank has ended meanwhile; the problem, if there is one, follows from
+        that.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Saved:
     problem: str | None = None
     removed: tuple[int, ...] = ()
     warning: str | None = None
+    lost_peer: bool = False
 
 
 @dataclass
@@ -237,9 +239,20 @@ class Saver:
         try:
             saved = self._saved(job)
         except Exception as error:  # noqa: BLE001  nobody else would hear of it, and take the checkpoint for saved
-            text = f"rank {self._group.rank}: {type(error).__name__}: {error}"
-            saved = Saved(job.step, str(self.root / step_name(job.step)), 0, job.blocked, 0.0, text)
+            saved = self._broken_off(job, error)
         self._done.append(saved)
+
+    def _broken_off(self, job: _Job, error: Exception) -> Saved:
+        """How a save ended whose end the ranks could not agree on."""
+        folder, seconds = str(self.root / step_name(job.step)), time.perf_counter() - job.started
+        if not comm.is_lost_connection(error):
+            text = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+            return Saved(job.step, folder, 0, job.blocked, seconds, text)
+        committed = self._lengths.get(job.step)
+        if committed is not None:
+            return Saved(job.step, folder, sum(committed.values()), job.blocked, seconds, lost_peer=True)
+        text = f"rank {self._group.rank} lost the connection to another rank"
+        return Saved(job.step, folder, 0, job.blocked, seconds, text, lost_peer=True)
 
     def _saved(self, job: _Job) -> Saved:
         final = self.root / step_name(job.step)
@@ -271,7 +284,9 @@ class Saver:
             action()
         except ShardwiseError as error:
             problem = str(error)
-        except Exception as error:  # noqa: BLE001  the other ranks wait for an answer, whatever happened here
+        except Exception as error:  # the other ranks wait for an answer, whatever happened here
+            if comm.is_lost_connection(error):
+                raise  # no answer would reach them
             problem = f"rank {self._group.rank}: {type(error).__name__}: {error}"
         return self._agreed(problem)
 

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shardwise.cli import output
-from shardwise.config import Config, resume_problems
-from shardwise.errors import ConfigError
+from shardwise.config import Config
 from shardwise.launch import stopping
 from shardwise.runlog import RunDirectory, RunLock
+from shardwise.store.earlier_run import earlier_run
 
 
 def claim(held: ExitStack, run_path: Path) -> None:
@@ -36,12 +36,8 @@ def finished(config: Config, run_path: Path) -> str | None:
     """
     directory = RunDirectory(run_path)
     directory.require_folder()
-    stored = directory.stored_config()
-    if stored is None:
+    if earlier_run(directory, config) is None:
         return None
-    problems = resume_problems(stored, config.model_dump(mode="json"))
-    if problems:
-        raise ConfigError(problems)
     done, steps = directory.finished_steps(), config.train.steps
     if config.checkpoint.resume != "auto" or done is None or done < steps:
         return None

@@ -13,6 +13,7 @@ from typing import NoReturn
 from shardwise import __version__
 from shardwise.cli import output
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.launch.environment import keep_own
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 2 wrong input, 1 failed, 75 stopped with a checkpoint.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    keep_own()
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()

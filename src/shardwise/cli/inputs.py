@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from shardwise.config import Config
+
+if TYPE_CHECKING:
+    from shardwise.data.glance import Glance
+
+# A byte-level tokenizer that is trained on the data fits into any vocabulary that is no smaller.
+_ANY_TOKENIZER = 512
 
 
 def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> None:
@@ -22,3 +29,14 @@ def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> No
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)
     prepare(config, announce=announce)
+
+
+def look_at_inputs(config: Config) -> Glance | None:
+    """What a dry run finds of data and tokenizer; None where they are of this package, which has all that they need."""
+    data = config.data
+    is_own = data.path is not None or data.blend is not None or data.is_hub_dataset or data.tokenizer is not None
+    if not is_own and config.model.vocab_size >= _ANY_TOKENIZER:
+        return None
+    from shardwise.data.glance import glance
+
+    return glance(config)

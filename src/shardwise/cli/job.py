@@ -54,8 +54,7 @@ def start(command: Sequence[str], world: int) -> None:
         launch([sys.executable, "-P", "-m", "shardwise", *command], world, folder)
     except LaunchError as error:
         named = str(folder) in str(error)
-        # Nothing here would have saved one.
-        raise LaunchError(str(error).removesuffix("; no checkpoint was saved"), error.exit_code) from None
+        raise
     finally:
         if not named:
             shutil.rmtree(folder, ignore_errors=True)

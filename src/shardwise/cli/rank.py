@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from shardwise.cli import output
 from shardwise.cli.claim import claim, finished
+from shardwise.cli.ending import what_is_saved
 from shardwise.cli.inputs import prepare_inputs
 from shardwise.config import Config
 from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
@@ -115,7 +116,7 @@ def _train(config: Config, recipe: str, run_path: Path | None, rank: int) -> _Fa
         return _Failure(str(error), error.exit_code)
     except KeyboardInterrupt as stop:
         cause = str(stop) or "Ctrl-C (SIGINT)"
-        text = f"the run was stopped by {cause}; no checkpoint was saved"
+        text = f"the run was stopped by {cause}" + ("" if run_path is None else f"; {what_is_saved(run_path)}")
         return _Failure(text, RunError.exit_code, at_once=True)
     except Exception as error:  # noqa: BLE001  the user reads one sentence, and the log has the traceback
         return _Failure(_unexpected(error, run_path, rank), RunError.exit_code)

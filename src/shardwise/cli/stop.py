@@ -6,20 +6,17 @@ The run ends with exit code 75; the same `shardwise train` command with --run-di
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from pathlib import Path
-from typing import Any
 
 from shardwise.cli import output
+from shardwise.cli.ending import how_it_ended
 from shardwise.errors import ConfigError, RunError
 from shardwise.launch import stopping
 from shardwise.runlog import RUNS, RunDirectory, RunLock
 
 _POLL_SECONDS = 0.2
-# The last events of a run are few lines; what a rank wrote before them may be gigabytes.
-_TAIL_BYTES = 1 << 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Some cluster file systems keep locks within a host: of a run on another one they tell nothing.
     is_elsewhere = holder is not None and holder["host"] != platform.node()
     if not is_here and not is_elsewhere:
-        raise ConfigError(f"no run is under way in {path}{_ended(directory)}")
+        raise ConfigError(f"no run is under way in {path}{how_it_ended(directory)}")
     try:
         stopping.request(path, "`shardwise stop`")
     except OSError as error:
@@ -52,32 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
         # The run itself asks each step; it may save for as long as it takes.
         while RunLock.is_held(path):
             time.sleep(_POLL_SECONDS)
-        output.line(f"{shown} ended{_ended(directory)}")
+        output.line(f"{shown} ended{how_it_ended(directory)}")
     return 0
-
-
-def _ended(directory: RunDirectory) -> str:
-    """How the last run in the folder ended and what it saved, as far as its events tell."""
-    events = _last_events(directory.metrics)
-    stop, checkpoint = events.get("stop"), events.get("checkpoint")
-    ending = f": {stop.get('reason')} after step {stop.get('step', 0):,}" if stop is not None else ""
-    saved = f"its newest checkpoint is of step {checkpoint.get('step', 0):,}" if checkpoint is not None else ""
-    return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
-
-
-def _last_events(metrics: Path) -> dict[str, dict[str, Any]]:
-    """The last event of each kind."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return {}
-    events = {}
-    for line in lines:
-        try:
-            event = json.loads(line)
-            events[event["event"]] = event
-        except (ValueError, KeyError, TypeError):
-            continue  # the first line may be the end of one, and the last the beginning
-    return events

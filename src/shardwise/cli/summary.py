@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from shardwise import cost, units
 from shardwise.config import Config, Layout, dump_yaml
@@ -21,14 +22,20 @@ _UNKNOWN = "not known for a model of your own"
 _Rows = list[tuple[str, str]]
 
 
-def dry_run(recipe: str, config: Config, layout: Layout, device: str, accelerator: bool) -> str:
-    """The resolved configuration as YAML, what follows from it as comments: the whole can be saved as a recipe."""
+def dry_run(
+    recipe: str, config: Config, layout: Layout, device: str, accelerator: bool, inputs: Sequence[tuple[str, str]] = ()
+) -> str:
+    """The resolved configuration as YAML, what follows from it as comments: the whole can be saved as a recipe.
+
+    inputs: rows on data and tokenizer.
+    """
     rows = [
         *_work(config, layout, device, accelerator),
         *_pipeline(config, layout, accelerator),
         *_compute(config),
         *_dropout(config, layout, accelerator),
         *_needs(config, layout, accelerator),
+        *inputs,
     ]
     comments = "\n".join(f"# {name:<14} {value}" for name, value in rows)
     return f"# {recipe}, as resolved; nothing was started\n{dump_yaml(config.model_dump())}\n{comments}"

@@ -37,7 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print configuration, layout, batch arithmetic, memory and disk needed, and start nothing",
+        help="print configuration, layout, batch arithmetic, memory and disk needed, look whether data and tokenizer "
+        "can be read, and start nothing",
     )
 
 
@@ -59,13 +60,22 @@ def run(arguments: argparse.Namespace) -> int:
     world = place.world if place is not None else _default_nproc(config, count) if nproc is None else nproc
     layout = _check(config, world, arguments.run_dir)
     if arguments.dry_run:
-        from shardwise.cli.summary import dry_run
-
-        output.line(dry_run(recipe_name(recipe), config, layout, kind, count > 0))
-        return 0
+        return _show(recipe_name(recipe), config, layout, kind, count > 0)
     if 0 < count < world:
         raise ConfigError(f"--nproc ({world}) must be at most the number of accelerators ({count})")
     return _start(config, recipe, arguments.overrides, world, arguments.run_dir)
+
+
+def _show(recipe: str, config: Config, layout: Layout, device: str, accelerator: bool) -> int:
+    """The dry run. What is wrong with the data comes last: the numbers are of use on a machine that has no data."""
+    from shardwise.cli.inputs import look_at_inputs
+    from shardwise.cli.summary import dry_run
+
+    found = look_at_inputs(config)
+    output.line(dry_run(recipe, config, layout, device, accelerator, [] if found is None else found.rows))
+    if found is not None and found.problems:
+        raise ConfigError(found.problems)
+    return 0
 
 
 def _check(config: Config, world: int, run_dir: Path | None) -> Layout:
@@ -96,9 +106,10 @@ def _default_nproc(config: Config, count: int) -> int:
 def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_dir: Path | None) -> int:
     """Claim the run directory and prepare inputs, then train: here on one rank, through torchrun on several."""
     from shardwise.cli.claim import claim, finished
+    from shardwise.cli.ending import what_is_saved
     from shardwise.cli.inputs import prepare_inputs
     from shardwise.launch import stdio
-    from shardwise.launch.local import launch
+    from shardwise.launch.local import EndedError, launch
     from shardwise.runlog import RunDirectory, new_run_path
 
     stdio.survive_hangup()
@@ -120,5 +131,8 @@ def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_di
 
             return run_alone(config, recipe_name(recipe), run_path)
         command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
-        launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
+        try:
+            launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
+        except EndedError as error:
+            raise EndedError(f"{error}; {what_is_saved(run_path)}") from None
     return 0

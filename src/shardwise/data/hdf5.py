@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.config import BertConfig, Config, DataConfig
+from shardwise.config import Config, DataConfig
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
 from shardwise.data.batch import IGNORE, Batch, Batches, SampledBatches
 from shardwise.data.hdf5_shard import ANEW, KEYS, Shard, library, opened, unreadable
 from shardwise.data.manifest import of_folder, tokenizer_problems
-from shardwise.data.prepared import kept_tokenizer, padding_problems
+from shardwise.data.prepared import kept_tokenizer, padding_problems, require_bert
 from shardwise.data.sampler import IntArray
 from shardwise.data.split import PART_NAMES, Part, part_bounds
 from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
@@ -266,12 +266,7 @@ def prepare_shards(
     Raises:
         DataError: with every problem of the files and the tokenizer, or of the parts' sizes.
     """
-    data, model = config.data, config.model
-    if not isinstance(model, BertConfig):
-        raise DataError(
-            f"model.family ({model.family}) must be bert where data.path ({data.name}) is HDF5 shards, which hold "
-            "sentence pairs with masked tokens: name text, or Megatron's .bin and .idx"
-        )
+    data, model = config.data, require_bert(config)
     shards, problems = [], []
     library()
     for path in shard_paths(data):

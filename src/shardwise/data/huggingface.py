@@ -368,10 +368,15 @@ def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> N
         ConfigError: there is none, or no access to it, or the library is not installed.
     """
     if data.is_hub_dataset:
-        if importlib.util.find_spec("datasets") is None:
-            near = nearest_name(data.dataset, BUILT_IN_TEXTS)
-            raise ConfigError(_MISSING + (f"; did you mean data.dataset={near}?" if near else ""))
+        require_library(data)
         hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, announce=announce)
+
+
+def require_library(data: DataConfig) -> None:
+    """Raises ConfigError where the library is not installed; it is not imported."""
+    if importlib.util.find_spec("datasets") is None:
+        near = nearest_name(data.dataset, BUILT_IN_TEXTS) if data.is_hub_dataset else None
+        raise ConfigError(_MISSING + (f"; did you mean data.dataset={near}?" if near else ""))
 
 
 def open_dataset(data: DataConfig) -> DataSet:

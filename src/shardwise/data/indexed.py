@@ -86,16 +86,7 @@ class IndexedFile:
             DataError: a file is missing or not what the format says, with its name, the place and what to do.
         """
         prefix = prefix_of(path)
-        bin_path, idx_path = _beside(prefix, ".bin"), _beside(prefix, ".idx")
-        problems = [
-            f"{file} does not exist: data.format=megatron reads {bin_path.name} and {idx_path.name} together"
-            for file in (bin_path, idx_path)
-            if not file.is_file()
-        ]
-        if bin_path.is_file() and problems:
-            problems[0] += f"; of raw tokens, {convert_command(bin_path)}"
-        if problems:
-            raise DataError(problems)
+        bin_path, idx_path = _both_files(prefix)
         try:
             dtype, sequences = _read_header(idx_path)
             raw = np.memmap(idx_path, dtype=np.uint8, mode="r")
@@ -136,6 +127,34 @@ class IndexedFile:
             return hashlib.sha256(f"{idx} {spread_digest(self.bin_path)}".encode()).hexdigest()
         except OSError as error:
             raise DataError(f"{error.filename or self.prefix} cannot be read: {error.strerror or error}") from None
+
+
+def count_sequences(path: str | Path) -> int:
+    """Sequences of a data set, by the header of its .idx, of which no more is read.
+
+    Raises:
+        DataError: as `IndexedFile.open`, as far as it shows there.
+    """
+    _, idx_path = _both_files(prefix_of(path))
+    try:
+        return _read_header(idx_path)[1]
+    except OSError as error:
+        raise DataError(f"{idx_path} cannot be read: {error.strerror or error}") from None
+
+
+def _both_files(prefix: Path) -> tuple[Path, Path]:
+    """The .bin and the .idx; DataError where one of them is missing."""
+    bin_path, idx_path = _beside(prefix, ".bin"), _beside(prefix, ".idx")
+    problems = [
+        f"{file} does not exist: data.format=megatron reads {bin_path.name} and {idx_path.name} together"
+        for file in (bin_path, idx_path)
+        if not file.is_file()
+    ]
+    if bin_path.is_file() and problems:
+        problems[0] += f"; of raw tokens, {convert_command(bin_path)}"
+    if problems:
+        raise DataError(problems)
+    return bin_path, idx_path
 
 
 def _beside(prefix: Path, suffix: str) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from shardwise.data.huggingface import open_dataset, reads_datasets
 from shardwise.data.megatron import prepare_indexed, reads_indexed
 from shardwise.data.pairs import chunk_room
 from shardwise.data.prepared import PreparedData, PreparedText, in_pairs, needed_parts, padding_problems, too_short
-from shardwise.data.prepared_stream import prepare_stream
+from shardwise.data.prepared_stream import prepare_stream, require_streamable
 from shardwise.data.rows import prepare_rows
 from shardwise.data.sentences import RULE
 from shardwise.data.sources import ColumnSource, Piece, Source, open_source
@@ -42,6 +43,7 @@ from shardwise.units import count, size
 _TOKENIZER_CHARACTERS = 1 << 25
 _ALL = Split(None, sys.maxsize)
 """One part."""
+DataKind = Literal["stream", "indexed", "shards", "datasets", "text"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,44 @@ class _Scan:
     content: str
     bytes: int
     characters: npt.NDArray[np.int64]
+
+
+def kind_of_data(config: Config) -> DataKind:
+    """As what the data of `config` are read; nothing of them is.
+
+    Raises:
+        DataError: other keys ask of such data what they cannot give.
+    """
+    _, eval_weight, test_weight = config.data.split_weights
+    if eval_weight == 0 and config.train.eval_every > 0:
+        raise DataError(
+            f"data.split ({config.data.split}) holds nothing out, and train.eval_every ({config.train.eval_every}) "
+            "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
+        )
+    if in_pairs(config):
+        chunk_room(config.train.sequence_length)
+    indexed, shards, datasets = (reads(config.data) for reads in (reads_indexed, reads_shards, reads_datasets))
+    if config.data.split_names and not datasets:
+        raise DataError(
+            f"data.split ({config.data.split}) must be weights such as 95,5 where {config.data.key} "
+            f"({config.data.name}) is no data set with splits"
+        )
+    if config.data.streaming and (indexed or shards):
+        raise DataError(
+            f"data.streaming (true) must be false with {config.data.key} ({config.data.name}), whose tokens are read "
+            "where they lie"
+        )
+    if config.data.streaming:
+        require_streamable(config)
+        return "stream"
+    if indexed or shards:
+        return "indexed" if indexed else "shards"
+    if test_weight and not config.data.split_names:
+        raise DataError(
+            f"data.split ({config.data.split}) must be two weights, training and evaluation, where {config.data.key} "
+            f"({config.data.name}) is text: only Megatron data and HDF5 shards have a test part"
+        )
+    return "datasets" if datasets else "text"
 
 
 def prepare(
@@ -68,39 +108,16 @@ def prepare(
     Raises:
         DataError: when the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
     """
-    _, eval_weight, test_weight = config.data.split_weights
-    if eval_weight == 0 and config.train.eval_every > 0:
-        raise DataError(
-            f"data.split ({config.data.split}) holds nothing out, and train.eval_every ({config.train.eval_every}) "
-            "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
-        )
-    if in_pairs(config):
-        chunk_room(config.train.sequence_length)
+    kind = kind_of_data(config)
     root = cache.cache_root(cache_dir)
-    if config.data.split_names and not reads_datasets(config.data):
-        raise DataError(
-            f"data.split ({config.data.split}) must be weights such as 95,5 where {config.data.key} "
-            f"({config.data.name}) is no data set with splits"
-        )
-    indexed, shards = reads_indexed(config.data), reads_shards(config.data)
-    if config.data.streaming and (indexed or shards):
-        raise DataError(
-            f"data.streaming (true) must be false with {config.data.key} ({config.data.name}), whose tokens are read "
-            "where they lie"
-        )
-    if config.data.streaming:
+    if kind == "stream":
         return prepare_stream(config, root, announce, any_size=any_size)
-    if indexed:
+    if kind == "indexed":
         return prepare_indexed(config, root, any_size=any_size)
-    if shards:
+    if kind == "shards":
         return prepare_shards(config, root, announce, any_size=any_size)
-    if test_weight and not config.data.split_names:
-        raise DataError(
-            f"data.split ({config.data.split}) must be two weights, training and evaluation, where {config.data.key} "
-            f"({config.data.name}) is text: only Megatron data and HDF5 shards have a test part"
-        )
     source: Source
-    if reads_datasets(config.data):
+    if kind == "datasets":
         source = ColumnSource(open_dataset(config.data))
         rows = prepare_rows(source.dataset, config, root, announce, any_size=any_size)
         if rows is not None:

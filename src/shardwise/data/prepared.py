@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from shardwise.config import Config
+from shardwise.config import BertConfig, Config
 from shardwise.data import cache
 from shardwise.data.batch import Batches, SampledBatches, TokenArray, Tokens
 from shardwise.data.causal import DocumentEnds, without_end
@@ -16,6 +16,7 @@ from shardwise.data.sentences import ChunkIndex, Sentences
 from shardwise.data.split import PART_NAMES, Part
 from shardwise.data.tokenizer import PairTokens, Tokenizer, export_user_tokenizer, user_tokenizer_digest
 from shardwise.data.tokens import TokenBatches
+from shardwise.errors import DataError
 
 
 class PreparedData(Protocol):
@@ -107,6 +108,16 @@ def without_tokenizer(config: Config) -> list[str]:
 def in_pairs(config: Config) -> bool:
     """Whether samples are pairs of sentences."""
     return "nsp" in config.model.objectives
+
+
+def require_bert(config: Config) -> BertConfig:
+    """The model that shards train; DataError where it is another one."""
+    if not isinstance(config.model, BertConfig):
+        raise DataError(
+            f"model.family ({config.model.family}) must be bert where data.path ({config.data.name}) is HDF5 shards, "
+            "which hold sentence pairs with masked tokens: name text, or Megatron's .bin and .idx"
+        )
+    return config.model
 
 
 def pair_batches(

@@ -95,16 +95,6 @@ def prepare_stream(
         DataError: the data cannot be streamed, or its first documents cannot be read, or they are too few.
     """
     data = config.data
-    if in_pairs(config):
-        raise DataError(
-            f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
-            "made of prepared text"
-        )
-    if data.split_weights[2] and not data.split_names:
-        raise DataError(
-            f"data.split ({data.split}) must be two weights, training and evaluation, with data.streaming (true), or "
-            "names of splits"
-        )
     files = _Files.of(config)
     key = _key(config, files.stamp())
     entry = cache.open_entry(root, key)
@@ -120,6 +110,20 @@ def prepare_stream(
     if entry is None:
         raise cache.returns_other_bytes(root)
     return _prepared(entry, config, any_size)
+
+
+def require_streamable(config: Config) -> None:
+    """Raises DataError where the configuration asks of a stream what only prepared text gives."""
+    if in_pairs(config):
+        raise DataError(
+            f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
+            "made of prepared text"
+        )
+    if config.data.split_weights[2] and not config.data.split_names:
+        raise DataError(
+            f"data.split ({config.data.split}) must be two weights, training and evaluation, with data.streaming "
+            "(true), or names of splits"
+        )
 
 
 @dataclass(frozen=True)

@@ -157,17 +157,12 @@ LARGEST_TRAINED = 2**20
 """Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` tokens: special ones, 256 bytes, and merges learned from `texts`.
-
-    The special tokens are the end of document or, for sentence pairs, BERT's: [PAD] is 0.
+def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
+    """The special tokens of a tokenizer that is trained on the data, in the order of their ids.
 
     Raises:
-        DataError: when `texts` (called `name`) yield fewer, with the number that they reach.
+        DataError: the vocabulary has no room for them and for 256 bytes, or is larger than LARGEST_TRAINED.
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-
     special = list(PAIR_TOKENS.values()) if pairs else [END_OF_DOCUMENT]
     smallest = 256 + len(special)
     if vocab_size < smallest:
@@ -180,6 +175,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: 
             f"model.vocab_size ({vocab_size}) must be at most {LARGEST_TRAINED} where the tokenizer is trained on the "
             "data; data.tokenizer names your own"
         )
+    return special
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False) -> Tokenizer:
+    """Byte-level BPE of exactly `vocab_size` tokens: special ones, 256 bytes, and merges learned from `texts`.
+
+    The special tokens are the end of document or, for sentence pairs, BERT's: [PAD] is 0.
+
+    Raises:
+        DataError: when `texts` (called `name`) yield fewer, with the number that they reach.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    special = trained_special_tokens(vocab_size, pairs=pairs)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 ERROR_FILE = "SHARDWISE_ERROR_FILE"
 PARENT_PID = "SHARDWISE_PARENT_PID"
+_RANK_PROCESS = "SHARDWISE_RANK_PROCESS"
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+# What torchrun sets beside them.
+_OF_TORCHRUN = (
+    "LOCAL_WORLD_SIZE",
+    *(f"{unit}_{fact}" for unit in ("GROUP", "ROLE") for fact in ("RANK", "WORLD_SIZE")),
+)
+_OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 
 
 @dataclass(frozen=True)
@@ -19,21 +28,38 @@ class Rank:
     world: int
 
 
+def keep_own(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the variables that were set for the rank which started this process; call it before they are read.
+
+    A rank's variables stay in its environment, where torch and the model's code look for them, and whatever it starts
+    inherits them: an evaluation by `shardwise evaluate` must not report to the launcher of the training, nor join its
+    ranks. So a rank writes its process id beside them. A job that was started in between has a meeting point of its
+    own, and keeps its place there.
+    """
+    job = ":".join(variables.get(name, "") for name in _MEETING_POINT)
+    process, _, inherited = variables.get(_RANK_PROCESS, "").partition(" ")
+    if process not in ("", str(os.getpid())):
+        foreign = [_RANK_PROCESS, ERROR_FILE, PARENT_PID]
+        if inherited == job:
+            foreign += [*_PLACE, *_MEETING_POINT, *_OF_TORCHRUN, *_OTHER_LAUNCHERS.values()]
+            foreign += [name for name in variables if name.startswith("TORCHELASTIC_")]
+        for name in foreign:
+            variables.pop(name, None)
+    if joined(variables) is not None:
+        variables[_RANK_PROCESS] = f"{os.getpid()} {job}"
+
+
 def joined(variables: Mapping[str, str] = os.environ) -> Rank | None:
     """The place that a launcher gave to this process, or None where it was started by itself."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    if not all(variables.get(name, "").isdecimal() for name in names):
+    if not all(variables.get(name, "").isdecimal() for name in _PLACE):
         return None
-    rank, local_rank, world = (int(variables[name]) for name in names)
+    rank, local_rank, world = (int(variables[name]) for name in _PLACE)
     return Rank(rank, local_rank, world)
-
-
-_OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
 
 
 def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
     """Why this process, one of several that a launcher started, cannot join them; None where it is alone."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    names = (*_PLACE, *_MEETING_POINT)
     missing = [name for name in names if name not in variables]
     if "RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
         return f"{' and '.join(missing)} must be set beside RANK or WORLD_SIZE, as torchrun does" if missing else None

@@ -35,6 +35,10 @@ class LaunchError(RunError):
         self.exit_code = exit_code
 
 
+class EndedError(LaunchError):
+    """A signal ended the ranks at once: no step since the last checkpoint is saved."""
+
+
 def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Mapping[str, str] | None = None) -> None:
     """Run `command` on `nproc` local ranks through torchrun's agent, and return when all are done.
 
@@ -49,7 +53,8 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
 
     Raises:
         StoppedError: the ranks stopped as they were asked to, with a checkpoint.
-        LaunchError: with the cause, where a rank failed or the run was ended at once.
+        EndedError: a signal ended the ranks at once; the text names it. LaunchError: with the cause, where a rank
+        failed.
     """
     logs = run_path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -74,7 +79,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
     if stop.ended_by is not None:
         if sys.stdout.isatty():
             sys.stdout.write(_SHOW_CURSOR)  # a rank that is killed leaves it hidden by its progress line
-        raise LaunchError(f"the run was stopped by {stop.ended_by}; no checkpoint was saved")
+        raise EndedError(f"the run was stopped by {stop.ended_by}")
     failure = read_failure(error_file)
     if failure is not None:
         raise LaunchError(failure.text, failure.exit_code)

@@ -25,7 +25,7 @@ from shardwise.launch.failure import signal_name
 from shardwise.runlog import json_text, write_atomic
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-NOTICE = "stopping after the current step; a checkpoint is saved first (Ctrl-C again ends at once)"
+NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)"
 STOP_FILE = "stop.json"
 _END_AT_SECOND = (signal.SIGINT, signal.SIGTERM)
 # `timeout`, SLURM and wrappers around a command may deliver one request twice: to a process and to its group.

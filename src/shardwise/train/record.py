@@ -18,11 +18,12 @@ class Progress:
     """Where a training is, over all its runs, and what it was doing when something went wrong.
 
     Attributes:
-        step: optimizer steps done. samples, tokens: trained on. position: in the order of the data, which is ahead of
-        `samples` where batches were left out.
+        step: optimizer steps done, `before` of them by earlier runs. samples, tokens: trained on. position: in the
+        order of the data, which is ahead of `samples` where batches were left out.
     """
 
     step: int = 0
+    before: int = 0
     samples: int = 0
     tokens: int = 0
     position: int = 0

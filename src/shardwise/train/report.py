@@ -12,13 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from shardwise import units
@@ -29,6 +26,7 @@ from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.store.manifest import Manifest
+from shardwise.train.console import open_log, plain, print_summary, result_line
 from shardwise.train.own import StateMemory
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
@@ -75,8 +73,8 @@ class Reporter:
         self._rank_file = JsonLines(run.rank_metrics(rank))
         self._metrics = JsonLines(run.metrics) if rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
-        self._log = _open_log(run.log(0)) if rank == 0 else None
-        self._consoles = [Console(file=stream or sys.stdout, highlight=False), _plain(self._log)] if self._log else []
+        self._log = open_log(run.log(0)) if rank == 0 else None
+        self._consoles = [Console(file=stream or sys.stdout, highlight=False), plain(self._log)] if self._log else []
         self._progress: list[ProgressLine] = []
         self._last: StepRecord | None = None
         self._evaluation: tuple[float, float] | None = None
@@ -110,7 +108,7 @@ class Reporter:
             loaded=loaded,
         )
         for console in self._consoles:
-            _print_summary(console, self._summary())
+            print_summary(console, self._summary())
             if self.layout.pipeline > 1:
                 print_pipeline(console, self.config, self.layout, self._on_accelerator)
             progress = ProgressLine(console, steps_before, self._end)
@@ -132,12 +130,13 @@ class Reporter:
         for change in changes:
             self.message(f"changed: {change}")
 
-    def saved(self, saved: Saved) -> None:
-        """Record a checkpoint that is complete, or warn that there is none."""
+    def saved(self, saved: Saved, *, continues: bool = True) -> None:
+        """Record a checkpoint that is complete, or warn that there is none. `continues`: the run does, without it."""
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
         if saved.problem is not None:
-            self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}; the run goes on")
+            then = "; the run goes on" if continues else ""
+            self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}{then}")
             return
         self._event(
             "checkpoint",
@@ -233,7 +232,7 @@ class Reporter:
             self.run.write_results(results)
         self.stop("finished" if whole else "stop_after")
         if self.rank == 0 and self._last is not None:
-            self.message(_result_line(results, now - self._started))
+            self.message(result_line(results, now - self._started))
             self.message(f"run: {self.run.path}")
         return results
 
@@ -423,43 +422,6 @@ class Reporter:
             return f"{parts} on each rank; activations are not known for a model of your own"
         most = f"pipeline rank {self._neediest_rank}, which needs most" if self.layout.pipeline > 1 else "each rank"
         return f"{units.size(self.memory.total)} expected on {most}, beside Python and torch: {parts}"
-
-
-def _open_log(path: Path) -> IO[str]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("a", encoding="utf-8", buffering=1)
-
-
-def _plain(file: IO[str]) -> Console:
-    """A console that never draws or colours, even where the environment forces others to (FORCE_COLOR)."""
-    return Console(file=file, force_terminal=False, color_system=None, highlight=False)
-
-
-def _print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
-    if not console.is_terminal:
-        for name, value in rows:
-            console.print(Text(f"{name:<8} {value}"), soft_wrap=True)
-        return
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, Text(value))
-    console.print(Panel(table, title="shardwise", title_align="left", border_style="dim", expand=False))
-
-
-def _result_line(results: dict[str, Any], seconds: float) -> str:
-    """`seconds`: of this run, without those that took the steps before."""
-    before = results["steps_before"]
-    steps = f"steps {before + 1:,} to {results['steps']:,}" if before else f"{results['steps']:,} steps"
-    parts = [f"{steps} in {units.duration(seconds)}"]
-    parts.append(f"loss {results['final_loss']:.4f}")
-    if results["final_perplexity"] is not None:
-        parts.append(f"evaluation perplexity {results['final_perplexity']:,.2f}")
-    parts.append(f"{units.count(results['tokens_per_second']['average'])} tokens/s")
-    if results["mfu"] is not None:
-        parts.append(f"MFU {results['mfu']:.1%}")
-    return ", ".join(parts)
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:

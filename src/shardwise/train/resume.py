@@ -36,11 +36,12 @@ class Standing:
     candidates: tuple[Found, ...]
 
 
-def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> Standing:
+def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None) -> Standing:
     """See which checkpoints there are and that new ones can be written, on one rank, before anything is trained.
 
     Args:
-        directory: of the run. stored: the configuration of the run that its folder held before, if any.
+        directory: of the run. stored: the configuration of the run that its folder held before, if any. run: the id of
+        that run; None takes it from the folder.
 
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to go on with.
@@ -52,7 +53,7 @@ def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | No
         if stored is not None and not there:
             _require_none_elsewhere(root, directory, stored)
         candidates = choose(there, config, root, is_resumed=stored is not None)
-        require_own(root, directory.stored_id(), is_empty=not there)
+        require_own(root, run or directory.stored_id(), is_empty=not there)
         if is_there or config.checkpoint.path is not None:
             require_writable(root)
     except StoreError as error:
@@ -224,6 +225,6 @@ def _request(config: Config) -> Mapping[str, Any]:
 
 def _take_up(progress: Progress, manifest: Manifest, config: Config) -> None:
     progress.step, progress.samples, progress.tokens = manifest.step, manifest.samples, manifest.tokens
-    progress.position = manifest.position
+    progress.before, progress.position = manifest.step, manifest.position
     if goes_back(config, manifest):
         progress.position += config.train.skip_batches * config.train.global_batch

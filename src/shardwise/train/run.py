@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,20 +15,20 @@ from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree, differ_in_tokens
 from shardwise.checkpoint.save import Keeping, Saver
-from shardwise.config import Config, Layout, check_layout, dump_yaml, resume_changes, resume_problems
+from shardwise.config import Config, Layout, check_layout, dump_yaml, resume_changes
 from shardwise.cost.memory import expected_memory
-from shardwise.data import PreparedData, StreamBatches, Tokenizer, prepare
+from shardwise.data import PreparedData, StreamBatches, prepare
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio, stopping
 from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
-from shardwise.models import Stages
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.partition import stage_plan
 from shardwise.runlog import RunDirectory, new_run_path
+from shardwise.store.earlier_run import earlier_run
 from shardwise.store.folders import step_name, step_of
-from shardwise.store.manifest import MANIFEST
+from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.owner import Owner, take
 from shardwise.store.reach import in_time
 from shardwise.store.root import Root, StoreError
@@ -45,7 +46,7 @@ from shardwise.train.resume import (
     set_later_aside,
     went_back,
 )
-from shardwise.train.sample import Generator, continue_text
+from shardwise.train.sample import draw_sample
 from shardwise.train.saving import STREAM, Checkpoints
 from shardwise.train.trainer import Trainer
 
@@ -62,11 +63,29 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     layout = check_layout(config, mesh.world.size)
     progress = Progress(phase="preparation of the data")
-    try:
+    with _explained(config, layout, mesh, progress):
         data = prepare(config)
         weights = _weights(config, mesh)
         opened = _open_directory(config, run_path, recipe, mesh)
         _train(config, layout, mesh, data, weights, opened, progress)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+@contextmanager
+def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -> Iterator[None]:
+    """Says what a library's error means where it means that another rank has ended, or that memory ran out.
+
+    What is wrong with the input ends a run as one that failed, once it has taken a step: whoever reads the exit code
+    must not believe that nothing was trained.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if progress.step == progress.before:
+            raise
+        raise RunError(str(error)) from error
     except Exception as error:
         if comm.is_lost_connection(error):
             text = f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
@@ -75,9 +94,6 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
             raise
         text = out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)
         raise RunError(text) from error
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return 0
 
 
 def _weights(config: Config, mesh: Mesh) -> Root | None:
@@ -118,12 +134,14 @@ def _require_checkpoint(folder: Root) -> None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The run's folder, the checkpoints that it can go on from, its id, and what of the configuration has changed."""
+    """The run's folder, the checkpoints that it can go on from, its id, what of the configuration has changed, and what
+    of its files was rebuilt."""
 
     directory: RunDirectory
     standing: Standing
     id: str
     changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> _Opened:
@@ -145,26 +163,23 @@ def _open_directory(config: Config, run_path: Path | None, recipe: str, mesh: Me
 def _open(config: Config, run_path: Path, mesh: Mesh) -> _Opened:
     directory = RunDirectory(run_path)
     resolved = config.model_dump(mode="json")
-    stored = directory.stored_config()
-    changes: tuple[str, ...] = ()
-    if stored is not None:
-        problems = resume_problems(stored, resolved)
-        if problems:
-            raise ConfigError(problems)
-        changes = tuple(resume_changes(stored, resolved))
+    earlier = earlier_run(directory, config)
+    stored = None if earlier is None else earlier.config
+    changes = () if stored is None else tuple(resume_changes(stored, resolved))
     # Before anything is written: a folder that is refused must not look like that of a run.
-    standing = look(config, directory, stored)
+    standing = look(config, directory, stored, None if earlier is None else earlier.id)
     directory.create()
+    run = directory.id(None if earlier is None else earlier.id)
     _require_room(directory, config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
     directory.write_environment(_versions(), [devices.name(mesh.device)], cpu_count())
     directory.mark_latest()
     try:
-        take(standing.root, Owner.here(directory.id(), directory.path))
+        take(standing.root, Owner.here(run, directory.path))
     except StoreError as error:
         raise ConfigError(str(error)) from None
-    return _Opened(directory, standing, directory.id(), changes)
+    return _Opened(directory, standing, run, changes, () if earlier is None else earlier.notes)
 
 
 def _require_room(directory: RunDirectory, config: Config, needed: int | None) -> None:
@@ -188,9 +203,10 @@ def _train(
     opened: _Opened,
     progress: Progress,
 ) -> None:
-    accelerator, directory = mesh.device.type != "cpu", opened.directory
-    root, candidates = opened.standing.root, opened.standing.candidates
-    with Reporter(
+    accelerator, directory, root = mesh.device.type != "cpu", opened.directory, opened.standing.root
+    if opened.standing.candidates:
+        weights = None
+    reporter = Reporter(
         directory,
         config,
         layout,
@@ -199,50 +215,16 @@ def _train(
         precision=config.precision.resolved(accelerator),
         parameters=parameter_count(config.model),
         memory=expected_memory(config, layout, accelerator),
-    ) as reporter:
+    )
+    with reporter, _explained(config, layout, mesh, progress):  # the run's files have the sentence that the user reads
         progress.phase = "construction of the model"
-        trainer = build_trainer(config, mesh, data, reporter, progress, None if candidates else weights)
+        trainer = build_trainer(config, mesh, data, reporter, progress, weights)
         if reporter.parameters is None:
             _count_own_model(trainer, reporter, opened, config)
         stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
-        restored = restore_first(candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
-        if restored is not None:
-            require_same_data(restored[0], data)
-            if stream is not None:
-                stream.restore(restored[0].rng[STREAM])
-        reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
-        reporter.message(f"data: {data.summary}")
-        if restored is not None:
-            back = goes_back(config, restored[0])
-            for name in set_later_aside(root, opened.standing.found, progress.step, mesh, damaged=not back):
-                reporter.message(f"set aside: {name}")
-            if config.checkpoint.resume != "auto" and not back:
-                reporter.message(
-                    f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
-                    "back once more, move the later checkpoints away"
-                )
-            reporter.resumed(restored[0], str(restored[1].folder), opened.changes)
-        else:
-            reporter.changed(opened.changes)
-            if weights is not None:
-                _tell_of_weights(weights, data, reporter)
-        saver = Saver(
-            root,
-            trainer.model,
-            trainer.optimizer,
-            config,
-            mesh,
-            mesh.host_group("checkpoint"),
-            described={
-                "layout": _facts_of(layout, config),
-                "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
-                "versions": _versions(),
-            },
-            tokenizer=data.tokenizer_path,
-            buffer_bytes=None if config.checkpoint.buffer_mib is None else int(config.checkpoint.buffer_mib * 2**20),
-            keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
-        )
-        told = went_back(config, restored[0] if restored is not None else None)
+        manifest = _begin(config, trainer, data, weights, opened, stream, reporter)
+        saver = _saver(config, layout, trainer, data, opened)
+        told = went_back(config, manifest)
         with Checkpoints(saver, config, reporter, mesh, _asker(directory), told, stream) as saving:
             trainer.saving = saving
             stopping.install()
@@ -253,6 +235,64 @@ def _train(
         if stopped_by is not None:
             _stop(stopped_by, progress.step, folder, directory, reporter)
         _finish(config, trainer, data, directory, str(folder), reporter)
+
+
+def _begin(
+    config: Config,
+    trainer: Trainer,
+    data: PreparedData,
+    weights: Root | None,
+    opened: _Opened,
+    stream: StreamBatches | None,
+    reporter: Reporter,
+) -> Manifest | None:
+    """Take the training up where it was saved, and report how it begins; the manifest of that checkpoint, if any."""
+    mesh, progress, standing = trainer.mesh, trainer.progress, opened.standing
+    restored = restore_first(standing.candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
+    if restored is not None:
+        require_same_data(restored[0], data)
+        if stream is not None:
+            stream.restore(restored[0].rng[STREAM])
+    reporter.start(loaded=None if weights is None else str(weights), steps_before=progress.step)
+    reporter.message(f"data: {data.summary}")
+    for note in opened.notes:
+        reporter.warning(note)
+    if restored is None:
+        reporter.changed(opened.changes)
+        if weights is not None:
+            _tell_of_weights(weights, data, reporter)
+        return None
+    manifest, found = restored
+    back = goes_back(config, manifest)
+    for name in set_later_aside(standing.root, standing.found, progress.step, mesh, damaged=not back):
+        reporter.message(f"set aside: {name}")
+    if config.checkpoint.resume != "auto" and not back:
+        reporter.message(
+            f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
+            "back once more, move the later checkpoints away"
+        )
+    reporter.resumed(manifest, str(found.folder), opened.changes)
+    return manifest
+
+
+def _saver(config: Config, layout: Layout, trainer: Trainer, data: PreparedData, opened: _Opened) -> Saver:
+    mesh, settings = trainer.mesh, config.checkpoint
+    return Saver(
+        opened.standing.root,
+        trainer.model,
+        trainer.optimizer,
+        config,
+        mesh,
+        mesh.host_group("checkpoint"),
+        described={
+            "layout": _facts_of(layout, config),
+            "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
+            "versions": _versions(),
+        },
+        tokenizer=data.tokenizer_path,
+        buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
+        keeping=Keeping(settings.keep, settings.keep_every),
+    )
 
 
 def _facts_of(layout: Layout, config: Config) -> dict[str, Any]:
@@ -310,7 +350,7 @@ def _finish(
 ) -> None:
     """The sample and the results of a run that came to its end."""
     trainer.progress.phase = "generation of the sample"
-    sample = _sample(config, trainer, data)
+    sample = draw_sample(config, trainer.model, trainer.mesh, data, _asker(directory))
     comm.barrier(trainer.mesh.world)
     progress = trainer.progress
     reporter.finish(
@@ -319,35 +359,13 @@ def _finish(
             "samples": progress.samples,
             "weights": folder,
             "optimizer_bytes": trainer.optimizer.state_bytes(),
-            "sample": sample,
+            "sample": sample.text,
         }
     )
     reporter.message(f"weights: {folder}")
-    if sample:
-        reporter.message(f"sample: {sample}")
+    if sample.text:
+        reporter.message(f"sample: {sample.text}")
+    elif sample.stopped_by is not None:
+        reporter.message(f"sample: none, as the run was stopped by {sample.stopped_by}; all its steps are saved")
     elif data.tokenizer_path is None and config.log.sample_tokens and config.model.causal:
         reporter.message("sample: none, as the data hold tokens alone: data.tokenizer names the one that made them")
-
-
-def _sample(config: Config, trainer: Trainer, data: PreparedData) -> str | None:
-    """A prompt and its continuation by the trained model.
-
-    None where `log.sample_tokens` is 0, off replica 0, without a tokenizer, and for a model that gives no logits of the
-    next token.
-    """
-    log, mesh, model = config.log, trainer.mesh, trainer.model
-    if data.tokenizer_path is None or not log.sample_tokens or mesh.dp.rank:
-        return None
-    if not config.model.causal or not isinstance(model, Generator | Stages):
-        return None
-    tokenizer = Tokenizer.load(data.tokenizer_path)
-    trainer.model.eval()
-    if log.sample_prompt:
-        ids = tokenizer.encode(log.sample_prompt).tolist()
-    else:
-        ids = data.beginning("eval" if data.count("eval") else "train", 16)
-    window = config.train.sequence_length
-    drawn = continue_text(
-        model, mesh, ids, log.sample_tokens, window=window, seed=config.train.seed, parallel=config.parallel
-    )
-    return tokenizer.decode(ids + drawn)

@@ -13,7 +13,7 @@ from shardwise import comm
 from shardwise.checkpoint.save import Saver
 from shardwise.config import Config
 from shardwise.data import StreamBatches
-from shardwise.errors import RunError
+from shardwise.errors import LostPeerError, RunError
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
 from shardwise.train.record import Progress
@@ -21,6 +21,14 @@ from shardwise.train.report import Reporter
 
 STREAM = "stream"
 """What a manifest's `rng` calls the state of a stream."""
+
+
+def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None, bool]:
+    """Why any rank thinks that the run shall stop, and whether any has the flag set; the same on every rank."""
+    heard = torch.tensor([reason is not None, flag], dtype=torch.int32, device=mesh.device)
+    stop, flagged = comm.all_reduce_(heard, mesh.world, op="max").tolist()
+    reasons = comm.all_gather_objects(reason, mesh.world) if stop else []
+    return next((each for each in reasons if each is not None), None), bool(flagged)
 
 
 class Checkpoints:
@@ -49,24 +57,21 @@ class Checkpoints:
 
     def after_step(self, progress: Progress, last: bool) -> str | None:
         """Save where a checkpoint is due; returns why the run shall stop now, the same on every rank."""
-        self._tell()
+        self._report()
         every, minutes = self._config.checkpoint.every, self._config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        reason, world = self._asked_to_stop(), self._mesh.world
-        heard = torch.tensor([reason is not None, old and world.rank == 0], dtype=torch.int32, device=self._mesh.device)
-        stop, old = comm.all_reduce_(heard, world, op="max").tolist()
-        if stop or old or last or (every and progress.step % every == 0):
+        stopped_by, old = agreed_stop(self._asked_to_stop(), self._mesh, old and self._mesh.world.rank == 0)
+        if stopped_by is not None or old or last or (every and progress.step % every == 0):
             self._saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
-        if not stop:
-            return None
-        return next(each for each in comm.all_gather_objects(reason, world) if each is not None)
+        return stopped_by
 
     def finish(self) -> None:
         """Wait for the last save.
 
         Raises:
-            RunError: on every rank, it failed: this run's last steps are lost.
+            RunError: on every rank, it failed: this run's last steps are lost. LostPeerError: it failed because another
+            rank has ended.
         """
         self._saver.wait()
         finished = self._saver.finished()
@@ -75,6 +80,8 @@ class Checkpoints:
         *before, last = finished
         for saved in before:
             self._reporter.saved(saved)
+        if last.problem is not None and last.lost_peer:
+            raise LostPeerError(f"{last.problem} while the checkpoint of step {last.step:,} was saved")
         if last.problem is not None:
             raise RunError(f"the checkpoint of step {last.step:,} could not be saved: {last.problem}")
         self._reporter.saved(last)
@@ -88,11 +95,11 @@ class Checkpoints:
         """Let a save that is under way come to its end, unless somebody wants the run to end at once."""
         if not isinstance(error, KeyboardInterrupt):
             self._saver.wait()
-            self._tell()
+            self._report(continues=error is None)
 
-    def _tell(self) -> None:
+    def _report(self, *, continues: bool = True) -> None:
         for saved in self._saver.finished():
-            self._reporter.saved(saved)
+            self._reporter.saved(saved, continues=continues)
 
     def _described(self, progress: Progress) -> dict[str, Any]:
         config = self._config

@@ -13,7 +13,9 @@ from shardwise.launch.failure import read_failure
 
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Make this process one of a job; what it adds to its environment is undone too."""
     for name, value in (
+        ("SHARDWISE_RANK_PROCESS", ""),
         ("RANK", number),
         ("LOCAL_RANK", number),
         ("WORLD_SIZE", 2),

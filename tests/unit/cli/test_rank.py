@@ -1,12 +1,14 @@
 """How a rank ends: what it says, and with which exit code."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shardwise.launch.environment import ERROR_FILE
+from shardwise.launch.environment import ERROR_FILE, PARENT_PID
 from shardwise.launch.failure import Failure, read_failure, stop_record
 from shardwise.launch.stopping import NOTICE, training_mark
 
@@ -29,6 +31,20 @@ rank.prepare_inputs = lambda *arguments: None
 place = joined()
 sys.exit(rank.run_alone(config, "r", path) if place is None else rank.run_rank(config, "r", path, place))
 """
+COMMAND_INSIDE = """
+import json, os, subprocess, sys, types
+from pathlib import Path
+from shardwise.cli import main
+
+def run(config, path, recipe):
+    inside = subprocess.run([sys.executable, "-m", "shardwise", "stop", "nowhere"], capture_output=True, text=True)
+    place = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    (path / "inside.json").write_text(json.dumps([inside.returncode, inside.stderr, place]))
+    return 0
+
+sys.modules["shardwise.train"] = types.SimpleNamespace(run=run)
+sys.exit(main())
+"""
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 STOPPED = "stopping.install(); os.kill(os.getpid(), signal.{name}); raise StoppedError(stopping.requested(path))"
 SENTENCES = [
@@ -42,9 +58,13 @@ SENTENCES = [
 
 def train(body: str, path: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     code = SCRIPT.replace("{body}", f"    {body}")
-    return subprocess.run(
-        [sys.executable, "-c", code, str(path)], env=variables, capture_output=True, text=True, timeout=60
-    )
+    return rank_process(["-c", code, str(path)], variables)
+
+
+def rank_process(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A Python with these variables alone, and the package that is tested."""
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **variables}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(("body", "code", "text"), SENTENCES, ids=[body for body, _, _ in SENTENCES])
@@ -62,6 +82,13 @@ def test_alone_and_stopped(name: str, tmp_path: Path) -> None:
     result = train(f"os.kill(os.getpid(), signal.{name})", tmp_path, {})
     assert result.returncode == 1
     assert result.stderr == f"shardwise: the run was stopped by {name}; no checkpoint was saved\n"
+
+
+def test_a_run_that_is_ended_at_once_keeps_the_checkpoint_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "checkpoint", "step": 24}\n{"event": "step", "step": 25}\n')
+    result = train("os.kill(os.getpid(), signal.SIGTERM)", tmp_path, {})
+    said = "shardwise: the run was stopped by SIGTERM; its newest checkpoint is of step 24\n"
+    assert (result.returncode, result.stderr) == (1, said)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
@@ -103,6 +130,22 @@ def test_launched_and_stopped(rank: int, tmp_path: Path) -> None:
     assert read_failure(tmp_path / "error.json") is None
     assert stop_record(tmp_path).exists() == (rank == 0)
     assert training_mark(tmp_path).exists() == (rank == 0)
+
+
+def test_a_command_started_inside_a_rank_is_none_of_its_job(tmp_path: Path) -> None:
+    """As by a model's own evaluation: it neither fails the healthy training nor waits for other ranks."""
+    (tmp_path / "rank.py").write_text(COMMAND_INSIDE)
+    error_file = tmp_path / "logs/error.json"
+    error_file.parent.mkdir()
+    slurm = {"SLURM_STEP_NUM_TASKS": "2", "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    variables = {**PLACE, **slurm, ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid())}
+    command = [str(tmp_path / "rank.py"), "train", "llama2-tiny", "--run-dir", str(tmp_path)]
+    rank = rank_process(command, variables)
+    assert (rank.returncode, rank.stderr) == (0, ""), "the rank itself is healthy"
+    assert read_failure(error_file) is None
+    inside = json.loads((tmp_path / "inside.json").read_text())
+    assert inside[:2] == [2, "shardwise: there is no run nowhere: name its folder\n"]
+    assert inside[2] == PLACE, "torch and the model's code find the rank's place"
 
 
 def test_torchrun_ends_the_ranks_of_a_failed_one_at_once(tmp_path: Path) -> None:

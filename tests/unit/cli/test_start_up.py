@@ -31,15 +31,29 @@ MOST_CALLS = {"--help": 25_000, "recipes": 210_000, "train quickstart --dry-run"
 SLOW = ("torch", "numpy", "tokenizers", "safetensors", "fsspec", "transformers", "rich", "multiprocessing", "asyncio")
 
 
-@pytest.mark.parametrize("arguments", MOST_CALLS)
-def test_a_command_starts_with_little(arguments: str, tmp_path: Path) -> None:
+def started(arguments: list[str], tmp_path: Path) -> tuple[int, set[str]]:
+    """How many functions a command calls, and which packages it imports."""
     script = tmp_path / "start.py"
     script.write_text(COUNTED)
-    command = [sys.executable, str(script), *arguments.split()]
+    command = [sys.executable, str(script), *arguments]
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "bytecode")
     for _ in range(2):  # the first run compiles to bytecode, as the first one after an installation does
         run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=True)
     calls, modules = json.loads(run.stderr)
+    return calls, {name.partition(".")[0] for name in modules}
+
+
+@pytest.mark.parametrize("arguments", MOST_CALLS)
+def test_a_command_starts_with_little(arguments: str, tmp_path: Path) -> None:
+    calls, packages = started(arguments.split(), tmp_path)
     assert calls <= MOST_CALLS[arguments], f"{calls:,} calls of functions"
-    assert not {name.partition(".")[0] for name in modules} & set(SLOW), "what takes long is imported"
+    assert not packages & set(SLOW), "what takes long is imported"
+
+
+def test_a_dry_run_that_looks_at_data_imports_what_reads_them_alone(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": "some text"}\n')
+    command = ["train", "quickstart", f"data.path={tmp_path / 'corpus.jsonl'}", "--dry-run"]
+    _, packages = started(command, tmp_path)
+    assert "shardwise" in packages
+    assert not packages & {*SLOW, "huggingface_hub", "datasets", "pyarrow", "h5py"} - {"numpy"}

@@ -49,6 +49,14 @@ def test_a_run_under_way_is_asked(arguments: list[str], capsys: pytest.CaptureFi
             ": stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200",
         ),
         ([STOP], ": stopped by `shardwise stop` after step 1,234; no checkpoint is recorded"),
+        (
+            [CHECKPOINT, {"event": "resume", "step": 800}, STOP],
+            ": stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 800",
+        ),
+        (
+            [CHECKPOINT, *[{"event": "step", "step": 1200 + step, "text": "x" * 1000} for step in range(1200)], STOP],
+            ": stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200",
+        ),
     ],
 )
 def test_a_run_that_has_ended_is_told(

@@ -59,6 +59,21 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.iterdir())
 
 
+def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a laptop the numbers are of use, though the data are on the cluster."""
+    wrong = ["data.path=corpus.jsonl", "data.tokenizer=tokenizer.json"]
+    assert main(["train", "llama2-tiny", *wrong, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert "\n# memory " in captured.out
+    assert captured.err.startswith("shardwise: 2 errors\n- data.path (corpus.jsonl) does not exist in ")
+    Path("corpus.jsonl").write_text('{"text": "some text"}\n')
+    assert main(["train", "llama2-tiny", wrong[0], "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "\n# data           corpus.jsonl: 1 file, 22 B, prepared when the run starts" in out
+    assert "\n# tokenizer      byte-level BPE of 512 tokens, trained on the data when the run starts\n" in out
+    assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
+
+
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
     [
@@ -192,7 +207,7 @@ def test_a_named_step_is_gone_back_to_from_the_end(started: list[tuple[list[str]
 def test_another_model_or_data_is_refused_with_every_difference(
     started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stored("old", "quickstart")
+    stored("old", "quickstart", steps=240)
     changed = [
         "model.num_hidden_layers=2",
         "train.seed=7",

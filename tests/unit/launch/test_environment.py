@@ -1,8 +1,10 @@
 """How a process knows that a launcher started it."""
 
+import os
+
 import pytest
 
-from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, unjoined
+from shardwise.launch.environment import ERROR_FILE, PARENT_PID, Rank, is_launched, joined, keep_own, unjoined
 
 PLACE = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
 
@@ -15,6 +17,43 @@ def test_joined() -> None:
 def test_alone_when_a_variable_is_missing(missing: str) -> None:
     assert joined({name: value for name, value in PLACE.items() if name != missing}) is None
     assert joined({**PLACE, missing: ""}) is None
+
+
+@pytest.fixture
+def of_a_rank(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What a process inherits that a rank of another process id started."""
+    variables = {
+        **PLACE, "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "4", "ROLE_RANK": "5",
+        "TORCHELASTIC_ERROR_FILE": "/tmp/error.json", "SLURM_STEP_NUM_TASKS": "2", "HOME": "/home/user",
+        ERROR_FILE: "/run/logs/error.json", PARENT_PID: "1",
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        keep_own(variables)
+    return variables
+
+
+def test_a_process_started_by_a_rank_is_none(of_a_rank: dict[str, str]) -> None:
+    keep_own(of_a_rank)
+    assert of_a_rank == {"HOME": "/home/user"}
+
+
+def test_a_rank_stays_one(of_a_rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    before = dict(of_a_rank)
+    keep_own(of_a_rank)
+    assert of_a_rank == before
+    assert joined(of_a_rank) == Rank(rank=5, local_rank=1, world=8)
+    assert is_launched(of_a_rank)
+
+
+def test_a_rank_of_a_job_that_a_rank_started_is_one(of_a_rank: dict[str, str]) -> None:
+    """torchrun gives its ranks a meeting point of their own; what reports to the outer launcher is not theirs."""
+    of_a_rank |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "2"}
+    keep_own(of_a_rank)
+    assert joined(of_a_rank) == Rank(rank=1, local_rank=1, world=2)
+    assert not is_launched(of_a_rank)
+    assert PARENT_PID not in of_a_rank
 
 
 def test_is_launched() -> None:
