@@ -91,7 +91,7 @@ def all_of(place: Place) -> list[Found]:
     """The checkpoints at a place, newest first."""
     from shardwise.store.folders import checkpoints, glance
 
-    return [glance(place.root)] if place.single else checkpoints(place.root)
+    return [glance(place.root)] if place.single else list(checkpoints(place.root))
 
 
 def newest_intact(location: str, announce: Callable[[str], None] | None) -> Place:
