@@ -11,7 +11,7 @@ from torch import nn
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, by_layers
 from shardwise.checkpoint.pieces import compact
-from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, other_ends, parts, read
+from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, other_ends, parts, read, verify_rest
 from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -26,10 +26,15 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Restored:
-    """What was read: the manifest, and how many bytes of files this rank read, whole chunks."""
+    """What was read.
+
+    Attributes:
+        bytes_read: of files by this rank, whole chunks. damage: in what a training does not need.
+    """
 
     manifest: Manifest
     bytes_read: int
+    damage: tuple[str, ...] = ()
 
 
 def read_manifest(folder: Root, world: Group) -> Manifest:
@@ -70,7 +75,8 @@ def restore(
 
     Each rank reads what it answers for (its ZeRO-1 slices; with whole state, and of frozen weights, an equal part),
     once over the tensor-parallel ranks and the ends of a pipeline (`reading.py`), and data parallelism brings the rest.
-    Weights come from the stored masters where there are any, so that no rounding is added.
+    Weights come from the stored masters where there are any, so that no rounding is added. What nobody needs for that
+    (weights beside masters, the tokenizer) is verified, unless `weights_only`, by equal parts on all ranks.
 
     Raises:
         ConfigError: on every rank, the checkpoint is of another model or optimizer: every mismatch.
@@ -93,7 +99,8 @@ def restore(
     gather_parts(tied, ends)
     gather_parts(frozen, mesh.dp)
     finish_restoring(optimizer)
-    return Restored(manifest, source.bytes_read)
+    damage = () if weights_only else verify_rest(source, mesh)
+    return Restored(manifest, source.bytes_read, damage)
 
 
 def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:

@@ -147,6 +147,19 @@ def _occupied(root: Root, found: Found, config: Config) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run continues from.
+
+    Attributes:
+        manifest: without its files and tensors, which take much memory. damage: in what the training does not need.
+    """
+
+    manifest: Manifest
+    folder: Root
+    damage: tuple[str, ...]
+
+
 def restore_first(
     candidates: Sequence[Found],
     config: Config,
@@ -155,10 +168,13 @@ def restore_first(
     mesh: Mesh,
     progress: Progress,
     reporter: Reporter,
-) -> tuple[Manifest, Found] | None:
-    """Restore the first candidate that is intact, and tell of each that is damaged; collective.
+) -> Resumed | None:
+    """Restore the first candidate that is intact, and warn of each that is damaged; collective.
 
-    Returns its manifest, without the files and tensors, which take much memory; None where there is no candidate.
+    One that is damaged only where its training does not need it (weights beside intact masters, `config.json`, the
+    tokenizer) is taken too, with a warning: to take an older one would undo steps that are not lost.
+
+    Returns: None where there is no candidate.
 
     Raises:
         ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact; or one
@@ -172,12 +188,17 @@ def restore_first(
             try:
                 manifest = read_manifest(each.folder, mesh.world)
                 require_step(manifest, each.folder, each.step)
-                restore(each.folder, manifest, model, optimizer, mesh)
+                restored = restore(each.folder, manifest, model, optimizer, mesh)
             except StoreError as error:
                 problem, unreadable = str(error), not is_damage(error)
             else:
+                if restored.damage:
+                    reporter.warning(
+                        f"the checkpoint of step {each.step:,} is damaged, but all that its training needs is intact: "
+                        f"it is used, and saved again ({'; '.join(restored.damage)})"
+                    )
                 _take_up(progress, manifest, config)
-                return replace(manifest, files=(), tensors={}), each
+                return Resumed(replace(manifest, files=(), tensors={}), each.folder, restored.damage)
         if unreadable:
             raise RunError(
                 f"the checkpoint of step {each.step:,} could not be used, and no older one is taken for it: {problem}; "

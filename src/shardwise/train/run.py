@@ -207,13 +207,13 @@ def _train(
         stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
         restored = restore_first(candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
         if restored is not None:
-            require_same_data(restored[0], data)
+            require_same_data(restored.manifest, data)
             if stream is not None:
-                stream.restore(restored[0].rng[STREAM])
+                stream.restore(restored.manifest.rng[STREAM])
         reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
         reporter.message(f"data: {data.summary}")
         if restored is not None:
-            back = goes_back(config, restored[0])
+            back = goes_back(config, restored.manifest)
             for name in set_later_aside(root, opened.standing.found, progress.step, mesh, damaged=not back):
                 reporter.message(f"set aside: {name}")
             if config.checkpoint.resume != "auto" and not back:
@@ -221,7 +221,7 @@ def _train(
                     f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
                     "back once more, move the later checkpoints away"
                 )
-            reporter.resumed(restored[0], str(restored[1].folder), opened.changes)
+            reporter.resumed(restored.manifest, str(restored.folder), opened.changes)
         else:
             reporter.changed(opened.changes)
             if weights is not None:
@@ -242,9 +242,11 @@ def _train(
             buffer_bytes=None if config.checkpoint.buffer_mib is None else int(config.checkpoint.buffer_mib * 2**20),
             keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
         )
-        told = went_back(config, restored[0] if restored is not None else None)
+        told = went_back(config, restored.manifest if restored is not None else None)
         with Checkpoints(saver, config, reporter, mesh, _asker(directory), told, stream) as saving:
             trainer.saving = saving
+            if restored is not None and restored.damage:
+                saving.save_again(restored.manifest)
             stopping.install()
             stopped_by = trainer.run()
             progress.phase = "wait for the checkpoint"

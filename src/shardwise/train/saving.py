@@ -16,6 +16,7 @@ from shardwise.data import StreamBatches
 from shardwise.errors import RunError
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
+from shardwise.store.manifest import Manifest
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
@@ -61,6 +62,11 @@ class Checkpoints:
         if not stop:
             return None
         return next(each for each in comm.all_gather_objects(reason, world) if each is not None)
+
+    def save_again(self, manifest: Manifest) -> None:
+        """Save the checkpoint that was just restored once more, as it was: in place of one that is damaged."""
+        kept = ("samples", "position", "tokens", "schedule", "rng")
+        self._saver.save(manifest.step, {name: getattr(manifest, name) for name in kept})
 
     def finish(self) -> None:
         """Wait for the last save.
