@@ -75,6 +75,7 @@ def restore(
 
     Each rank reads what it answers for (its ZeRO-1 slices; with whole state, and of frozen weights, an equal part),
     once over the tensor-parallel ranks and the ends of a pipeline (`reading.py`), and data parallelism brings the rest.
+    Matrices that are stored transposed are read once over data parallelism too, whose slices are columns of them.
     Weights come from the stored masters where there are any, so that no rounding is added. What nobody needs for that
     (weights beside masters, the tokenizer) is verified, unless `weights_only`, by equal parts on all ranks.
 
@@ -87,15 +88,21 @@ def restore(
     if states:
         begin_restoring(optimizer, states, steps)
     source = Source(folder, manifest)
-    frozen, once, tied, ends = list(_frozen(manifest, model)), [], [], Group()
+    frozen, ends = list(_frozen(manifest, model)), Group()
+    once: list[Want] = []
+    turned: list[Want] = []
+    tied: list[Want] = []
     for piece, want in _wants(manifest, model, optimizer, states):
         ranks = other_ends(piece, mesh)
         if ranks.size > 1:
             tied.append(want)
             ends = ranks
         else:
-            once.append(want)
+            (turned if piece.transposed else once).append(want)
     read(source, [*once, *parts(tied, ends), *parts(frozen, mesh.dp)], mesh)
+    has_turned = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)
+    # The slices of the data-parallel ranks are columns of the stored matrix: all of them want a part of each row.
+    read(source, turned, mesh, mesh.stage if has_turned else mesh.tp)
     gather_parts(tied, ends)
     gather_parts(frozen, mesh.dp)
     finish_restoring(optimizer)
