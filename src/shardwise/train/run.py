@@ -26,9 +26,10 @@ from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh, join
 from shardwise.models import Stages
 from shardwise.runlog import RunDirectory, new_run_path
-from shardwise.store.folders import step_name, step_of
+from shardwise.store.folders import step_name
 from shardwise.store.manifest import MANIFEST
 from shardwise.store.owner import Owner, take
+from shardwise.store.places import newest_of
 from shardwise.store.reach import in_time
 from shardwise.store.root import Root, StoreError
 from shardwise.train.build import build_trainer
@@ -82,20 +83,25 @@ def run(config: Config, run_path: Path | None, recipe: str) -> int:
 
 def _weights(config: Config, mesh: Mesh) -> Root | None:
     """The folder of `checkpoint.load`, which lies here by now or behind a URL; all ranks have the same, or all fail."""
-    load, revision = config.checkpoint.load, config.checkpoint.revision
+    load, folder, problems = config.checkpoint.load, Path(), []
     if load is None:
         return None
-    folder, problems, is_url = Path(), [], hub.is_url(load)
     try:
-        if not is_url:
-            folder = hub.resolve(load, revision, cached=True)
-        elif mesh.world.rank == 0:
-            _require_checkpoint(Root.of(load))
+        if mesh.world.rank == 0:
+            load = newest_of(load)
+            if hub.is_url(load):
+                _require_checkpoint(Root.of(load))
     except ConfigError as error:
         problems = error.problems
     agree(problems, mesh.world)
-    if is_url:
+    load = comm.broadcast_object(load, mesh.world)
+    if hub.is_url(load):
         return Root.of(load)
+    try:
+        folder = hub.resolve(load, config.checkpoint.revision, cached=True)
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, mesh.world)
     commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
     if len(commits) > 1:
         raise ConfigError(
@@ -109,11 +115,12 @@ def _require_checkpoint(folder: Root) -> None:
     try:
         if in_time(folder, (folder / MANIFEST).exists):
             return
-        steps = [name for name in folder.names() if step_of(name) is not None]
     except StoreError as error:
         raise ConfigError(f"checkpoint.load: {error}") from None
-    hint = f"the newest in it is {folder / steps[-1]}" if steps else "copy a Hugging Face folder to this machine first"
-    raise ConfigError(f"checkpoint.load ({folder}) must be a checkpoint, and there is no {MANIFEST}: {hint}")
+    raise ConfigError(
+        f"checkpoint.load ({folder}) must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a "
+        "Hugging Face folder to this machine first"
+    )
 
 
 @dataclass(frozen=True)
