@@ -36,7 +36,7 @@ from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import StateSlice, state_slices, state_tensors
 from shardwise.store.chunks import ChunkedWriter
 from shardwise.store.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
-from shardwise.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
+from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, too_large
 from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import MODEL, untiled
 from shardwise.store.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
@@ -332,8 +332,8 @@ class Saver:
         entries += [write_small(staging / name, data) for name, data in self._small.items()]
         text = Manifest(**job.manifest, files=tuple(entries), tensors=tensors).to_json()
         problems = untiled(tensors)
-        if len(text) > MAX_MANIFEST_BYTES:
-            problems.append(f"its manifest ({size(len(text))}) must be at most {size(MAX_MANIFEST_BYTES)}")
+        if problem := too_large(text):
+            problems.append(f"of its manifest {problem}")
         if problems:
             raise StoreError(f"{staging} could not be read again: {problems[0]}")
         (staging / MANIFEST).write(text.encode())
