@@ -38,6 +38,7 @@ from shardwise.train.own import StateMemory, count_parameters
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.resume import (
+    Resumed,
     Standing,
     goes_back,
     look,
@@ -220,35 +221,12 @@ def _train(
         reporter.start(loaded=None if weights is None or candidates else str(weights), steps_before=progress.step)
         reporter.message(f"data: {data.summary}")
         if restored is not None:
-            back = goes_back(config, restored.manifest)
-            for name in set_later_aside(root, opened.standing.found, progress.step, mesh, damaged=not back):
-                reporter.message(f"set aside: {name}")
-            if config.checkpoint.resume != "auto" and not back:
-                reporter.message(
-                    f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
-                    "back once more, move the later checkpoints away"
-                )
-            reporter.resumed(restored.manifest, str(restored.folder), opened.changes)
+            _set_aside_and_report(restored, config, opened, mesh, reporter)
         else:
             reporter.changed(opened.changes)
             if weights is not None:
                 _tell_of_weights(weights, data, reporter)
-        saver = Saver(
-            root,
-            trainer.model,
-            trainer.optimizer,
-            config,
-            mesh,
-            mesh.host_group("checkpoint"),
-            described={
-                "layout": _facts_of(layout, config),
-                "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
-                "versions": _versions(),
-            },
-            tokenizer=data.tokenizer_path,
-            buffer_bytes=None if config.checkpoint.buffer_mib is None else int(config.checkpoint.buffer_mib * 2**20),
-            keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
-        )
+        saver = _saver(config, layout, data, opened, trainer)
         told = went_back(config, restored.manifest if restored is not None else None)
         with Checkpoints(saver, config, reporter, mesh, _asker(directory), told, stream) as saving:
             trainer.saving = saving
@@ -262,6 +240,38 @@ def _train(
         if stopped_by is not None:
             _stop(stopped_by, progress.step, folder, directory, reporter)
         _finish(config, trainer, data, directory, str(folder), reporter)
+
+
+def _set_aside_and_report(restored: Resumed, config: Config, opened: _Opened, mesh: Mesh, reporter: Reporter) -> None:
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
+    back, step = goes_back(config, restored.manifest), restored.manifest.step
+    for name in set_later_aside(opened.standing.root, opened.standing.found, step, mesh, damaged=not back):
+        reporter.message(f"set aside: {name}")
+    if config.checkpoint.resume != "auto" and not back:
+        reporter.message(
+            f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
+            "back once more, move the later checkpoints away"
+        )
+    reporter.resumed(restored.manifest, str(restored.folder), opened.changes)
+
+
+def _saver(config: Config, layout: Layout, data: PreparedData, opened: _Opened, trainer: Trainer) -> Saver:
+    return Saver(
+        opened.standing.root,
+        trainer.model,
+        trainer.optimizer,
+        config,
+        trainer.mesh,
+        trainer.mesh.host_group("checkpoint"),
+        described={
+            "layout": _facts_of(layout, config),
+            "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": opened.id},
+            "versions": _versions(),
+        },
+        tokenizer=data.tokenizer_path,
+        buffer_bytes=None if config.checkpoint.buffer_mib is None else int(config.checkpoint.buffer_mib * 2**20),
+        keeping=Keeping(config.checkpoint.keep, config.checkpoint.keep_every),
+    )
 
 
 def _facts_of(layout: Layout, config: Config) -> dict[str, Any]:
