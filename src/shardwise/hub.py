@@ -223,7 +223,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in indexed(index, folder, lambda name: (folder / name).is_file())]
     if not folder.is_dir():
         raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: there is none of that name")
-    raise ConfigError(_without_weights(str(folder), [path.name for path in folder.iterdir()], _in_run(folder)))
+    raise ConfigError(_without_weights(str(folder), [path.name for path in folder.iterdir()]))
 
 
 def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
@@ -247,7 +247,7 @@ def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> li
     return names
 
 
-def _without_weights(shown: str, names: Iterable[str], hint: str = "") -> str:
+def _without_weights(shown: str, names: Iterable[str]) -> str:
     """Why the files called `names` are no weights that can be loaded."""
     names = sorted(names)
     pickled = [name for name in names if name.endswith(_PICKLED)]
@@ -259,13 +259,7 @@ def _without_weights(shown: str, names: Iterable[str], hint: str = "") -> str:
             "a pickle can run any code that its author put there. Where you trust it, write it anew by transformers: "
             "from_pretrained(…), then save_pretrained(…)"
         )
-    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {_some(names)}{hint}"
-
-
-def _in_run(folder: Path) -> str:
-    """Where `folder` is a run's, the newest weights in it."""
-    newest = max((path.parent for path in folder.glob("checkpoints/*/model*.safetensors*")), default=None)
-    return f"; did you mean {newest}?" if newest else ""
+    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {_some(names)}"
 
 
 def _some(names: list[str]) -> str:

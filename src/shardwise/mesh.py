@@ -206,6 +206,13 @@ class Mesh:
         self.tp, self.dp, self.pp = tp, dp, pp
 
     @property
+    def stage(self) -> Group:
+        """The ranks with the same pipeline stages: all of data and tensor parallelism."""
+        if 1 in (self.tp.size, self.dp.size):
+            return self.tp if self.dp.size == 1 else self.dp
+        return self.world.split(self.tp.size * self.dp.size)
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """Every axis of the mesh, then the world."""
         return (self.tp, self.dp, self.pp, self.world)

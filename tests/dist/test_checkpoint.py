@@ -228,9 +228,13 @@ def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
     assert not differences(again.state, mixed.state)
 
 
-def test_each_byte_is_written_once_and_read_once(ranks: Any, tmp_path: Path) -> None:
+LLAMA = make_config().model.model_dump()
+WIDE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
+
+
+@pytest.mark.parametrize("model", [LLAMA | WIDE, GPT | WIDE], ids=["llama", "gpt, stored transposed"])
+def test_each_byte_is_written_once_and_read_once(model: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
     """Over all ranks: files hold the state and little more; another layout reads it and little more."""
-    model = {**make_config().model.model_dump(), "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
     writing = config_of(2, True, model=model, optimizer={"bucket_mib": 25.0})
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))
     state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())

@@ -4,7 +4,7 @@ import errno
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from shardwise.checkpoint import load_checkpoint
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError
-from shardwise.store.folders import checkpoints
+from shardwise.store.folders import survey
 from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import verify
 from shardwise.train.resume import restore_first
@@ -152,16 +152,15 @@ class Resumed:
 
 def resume(config: Config, root: str) -> Resumed:
     trainer, resumed = make_trainer(config), Resumed()
-    found = [replace(each, manifest=None) for each in checkpoints(Root.of(root))]
     try:
         restored = restore_first(
-            found, config, trainer.model, trainer.optimizer, trainer.mesh, trainer.progress, resumed  # type: ignore[arg-type]
+            survey(Root.of(root)), config, trainer.model, trainer.optimizer, trainer.mesh, trainer.progress, resumed  # type: ignore[arg-type]
         )  # fmt: skip
     except ShardwiseError as error:
         resumed.problem = f"{type(error).__name__}: {error}"
         return resumed
     assert restored is not None
-    assert trainer.progress.step == restored[0].step
+    assert trainer.progress.step == restored.manifest.step
     resumed.step = trainer.progress.step
     state = canonical_state(trainer)
     if trainer.mesh.world.rank == 0:
@@ -250,15 +249,22 @@ def test_loading_from_a_store_without_an_answer_is_no_damage(action: str, root: 
     assert "cannot be read: Connection timed out" in str(said)
 
 
-@pytest.mark.parametrize("path", ["model.safetensors", "tokenizer.json"])
-def test_what_no_resume_reads_is_found_by_verify(path: str, written: Written, root: Path, ranks: Any) -> None:
-    """bfloat16 weights are not read where there are masters, nor is the tokenizer."""
-    change(path, -5)(root / "step-00000002")
-    found = on_ranks(ranks, RANKS, resume, CONFIG, str(root))[0]
-    assert (found.step, found.warnings) == (2, [])
-    assert not differences(found.state, written.states[2])
-    (problem,) = verify(Root.of(root / "step-00000002")).problems
-    assert f"{path} is damaged" in problem
+def test_damage_in_what_no_resume_needs_is_found_and_undoes_no_step(written: Written, root: Path, ranks: Any) -> None:
+    """bfloat16 weights beside masters, what describes the model, the tokenizer: one rank or another reads them."""
+    folder = root / "step-00000002"
+    change("model.safetensors", -5)(folder)
+    change("tokenizer.json", -5)(folder)
+    (folder / "config.json").unlink()
+    results = on_ranks(ranks, RANKS, resume, CONFIG, str(root))
+    assert [each.step for each in results] == [2] * RANKS
+    assert not differences(results[0].state, written.states[2])
+    told = results[0].warnings
+    assert all(each.warnings == told for each in results), "ranks tell different things"
+    (warning,) = told
+    assert warning.startswith("the checkpoint of step 2 is damaged, but all that its training needs is intact: ")
+    assert warning.count("do not match their checksum") == 2
+    for path in ("model.safetensors is damaged: bytes", "tokenizer.json is damaged: bytes", "config.json is missing"):
+        assert path in warning
 
 
 def test_no_intact_checkpoint_is_one_error(root: Path, ranks: Any) -> None:

@@ -183,7 +183,7 @@ def refusal(sound: Path, damaged: Path) -> list[str]:
     return []
 
 
-DAMAGE = ("truncated", "missing", "copy", "nothing")
+DAMAGE = ("truncated", "missing", "copy", "nothing", "not finite")
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -198,6 +198,9 @@ def test_all_ranks_fail_where_one_does(damage: str, ranks: Any, tmp_path: Path) 
     if damage == "copy":
         weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
         weights["lm_head.weight"][-1] += 1  # the last rank's row
+    if damage == "not finite":
+        weights["transformer.wte.weight"][-1, 0] = torch.inf
+        weights["transformer.ln_f.bias"][:3] = torch.nan
     if damage != "nothing":
         save_file(weights, damaged / "model.safetensors")
     if damage == "truncated":
@@ -211,5 +214,6 @@ def test_all_ranks_fail_where_one_does(damage: str, ranks: Any, tmp_path: Path) 
         "missing": "lacks transformer.ln_f.bias",
         "copy": "must equal",
         "nothing": "it is empty",
+        "not finite": "NaN or infinite in transformer.wte.weight (1) and transformer.ln_f.bias (3)",
     }
     assert text[damage] in answers[0][0]

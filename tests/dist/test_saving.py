@@ -12,7 +12,7 @@ from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.folders import checkpoints
+from shardwise.store.folders import checkpoints, partial_name, survey
 from shardwise.store.manifest import Manifest
 from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import verify
@@ -67,6 +67,28 @@ def test_a_save_that_breaks_off_elsewhere_leaves_nothing(memory: str, monkeypatc
         (saved,) = save(trainer, memory)
         assert saved.problem is None, saved.problem
     assert not verify(Root.of(memory) / "step-00000001").problems
+
+
+@pytest.mark.parametrize("place", ["disk", "elsewhere"])
+def test_a_save_that_fails_keeps_the_checkpoint_of_the_same_step(
+    place: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it fails while it writes, or where it takes the other one's place."""
+    root = str(tmp_path) if place == "disk" else memory
+    trainer = make_trainer(config_of())
+    save(trainer, root)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StoreError("it is nailed down")
+
+    for owner, action in ((ChunkedWriter, "write"), (Root, "rename")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, action, refuse)
+            (saved,) = save(trainer, root)
+        assert saved.problem == "it is nailed down"
+        (found,) = survey(Root.of(root))
+        assert verify(found.folder).sound, f"where {action} fails"
+    assert found.folder.name == partial_name(0)
 
 
 # ---- one save after the other

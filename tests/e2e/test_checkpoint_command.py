@@ -100,6 +100,8 @@ def test_verify_finds_values_that_are_not_finite(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tensors=tensors).local()
     result = shardwise("checkpoint", "verify", folder, at=tmp_path)
     assert result.code == 1
+    assert f"{folder}: not finite; " in result.out
+    assert "intact" not in result.out, "nobody should go on with it"
     assert "  master/norm.weight has 1 value that is NaN or infinite" in result.out
 
 

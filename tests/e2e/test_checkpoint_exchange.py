@@ -96,8 +96,9 @@ def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path)
         for each in ("plain", folder)
     ]
     assert losses[0] == losses[1]
-    keys = [f"checkpoint.load={folder}", "train.steps=1", "train.eval_every=0", "log.sample_tokens=0"]
-    shardwise("train", miniature(tmp_path), *keys, "--run-dir", "next", at=tmp_path).succeeded()
+    keys = ["checkpoint.load=imported", "train.steps=1", "train.eval_every=0", "log.sample_tokens=0"]
+    begun = shardwise("train", miniature(tmp_path), *keys, "--run-dir", "next", at=tmp_path).succeeded()
+    assert "weights: those of imported/step-00000000" in begun.out, "the folder that import wrote, as evaluate takes it"
     again = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).failed(2)
     assert "step-00000000 exists already" in again
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from shardwise.cli import evaluate, generate
 from shardwise.data.tokenizer import train_tokenizer
@@ -191,6 +193,10 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("gpt", at / "mute")
     (at / "empty").mkdir()
     (at / "latin.txt").write_bytes(b"na\xefve")
+    weights = shutil.copytree(at / "gpt", at / "diverged") / "model.safetensors"
+    held = load_file(weights)
+    held["transformer.ln_f.bias"][:3] = torch.nan
+    save_file(held, weights, {"format": "pt"})
     return at
 
 
@@ -205,7 +211,10 @@ def test_a_hugging_face_folder(foreign: Path) -> None:
     assert "perplexity" not in both
 
 
+NOT_FINITE = "must have finite weights, and it has values that are NaN or infinite in transformer.ln_f.bias (3)"
 WRONG: dict[str, tuple[str, str]] = {
+    "evaluate weights that are NaN": ("evaluate diverged data.path=own.txt", f"diverged) {NOT_FINITE}"),
+    "import weights that are NaN": ("checkpoint import diverged out", f"SOURCE {NOT_FINITE}"),
     "no such folder": ("evaluate ./nowhere", "CHECKPOINT (./nowhere) must be a folder with weights"),
     "no model": ("evaluate empty", "CHECKPOINT (empty) must hold model.safetensors: it is empty"),
     "no data": ("evaluate gpt data.path=gone.txt", "data.path (gone.txt) does not exist"),

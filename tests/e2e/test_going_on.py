@@ -1,4 +1,4 @@
-"""A run that goes on after its newest checkpoint was damaged, with another batch, and past some data."""
+"""A run that goes on after its newest checkpoints were damaged, with another batch, and past some data."""
 
 import json
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import pytest
 from shardwise.store.folders import checkpoints
 from shardwise.store.manifest import Manifest
 from shardwise.store.root import Root
+from shardwise.store.verify import verify
 from tests.e2e.command import Outcome, metrics, miniature, shardwise
 
 QUIET = ("train.eval_every=0", "log.tensorboard=false", "log.sample_tokens=0", "train.steps=8", "--run-dir", "run")
@@ -24,6 +25,12 @@ class Gone:
     outcome: Outcome
 
 
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 @pytest.fixture(scope="module")
 def gone(tmp_path_factory: pytest.TempPathFactory) -> Gone:
     at = tmp_path_factory.mktemp("going-on")
@@ -31,17 +38,16 @@ def gone(tmp_path_factory: pytest.TempPathFactory) -> Gone:
     shardwise(*command, *BY_TIME, "train.stop_after=4", at=at).succeeded()
     root = Root.of(at / "run/checkpoints")
     begun = root.names()
-    moments = at / "run/checkpoints/step-00000004/optimizer/rank-00000.safetensors"
-    content = bytearray(moments.read_bytes())
-    content[len(content) // 2] ^= 1
-    moments.write_bytes(content)
+    damage(at / "run/checkpoints/step-00000004/optimizer/rank-00000.safetensors")
     outcome = shardwise(*command, *SMALLER, "train.stop_after=3", at=at).succeeded()
     then = root.names()
     for name in ("config.yaml", "run.json"):
         damaged = bytearray((at / "run" / name).read_bytes())
         damaged[20] = 0xFF
         (at / "run" / name).write_bytes(damaged)
-    shardwise(*command, *SMALLER, "checkpoint.resume=6", "train.skip_batches=3", at=at).succeeded()
+    damage(at / "run/checkpoints/step-00000006/config.json")
+    back = ("checkpoint.resume=6", "train.skip_batches=3", "checkpoint.keep=2")
+    shardwise(*command, *SMALLER, *back, at=at).succeeded()
     return Gone(at / "run", begun, then, outcome)
 
 
@@ -62,7 +68,7 @@ def test_a_damaged_checkpoint_is_left_out_with_a_warning(gone: Gone) -> None:
 
 
 def test_one_bad_byte_in_the_files_of_a_run_does_not_block_it(gone: Gone) -> None:
-    _, config, run = (event["text"] for event in metrics(gone.run, "warning"))
+    config, run = (event["text"] for event in metrics(gone.run, "warning")[-2:])
     assert config == (
         "run/config.yaml is damaged, and is kept under a number: the configuration was taken from the checkpoint of "
         "step 6"
@@ -70,16 +76,29 @@ def test_one_bad_byte_in_the_files_of_a_run_does_not_block_it(gone: Gone) -> Non
     assert run == "run/run.json is damaged: the run's id was taken from its checkpoints"
     assert b"\xff" in (gone.run / "config-0002.yaml").read_bytes()
     assert (gone.run / "config.yaml").read_text().startswith("model:")
-    (newest,) = checkpoints(Root.of(gone.run / "checkpoints"))
+    *_, newest = checkpoints(Root.of(gone.run / "checkpoints"))
     owner = json.loads((gone.run / "checkpoints/run.json").read_text())
     assert json.loads((gone.run / "run.json").read_text())["id"] == owner["id"]
     assert Manifest.read(newest.folder).data["run"] == owner["id"]
 
 
+def test_a_checkpoint_with_damage_that_its_training_does_not_meet_is_saved_again(gone: Gone) -> None:
+    """As it was: no step is undone, and the batches that are left out from there on are not left out of it."""
+    warning = metrics(gone.run, "warning")[1]
+    assert warning["text"].startswith("the checkpoint of step 6 is damaged, but all that its training needs is intact")
+    assert "config.json is damaged: bytes " in warning["text"]
+    assert [event["step"] for event in metrics(gone.run, "checkpoint")][-3:] == [6, 6, 8]
+    _, mended = checkpoints(Root.of(gone.run / "checkpoints"))
+    assert verify(mended.folder).sound
+    manifest = Manifest.read(mended.folder)
+    assert (manifest.step, manifest.samples, manifest.position) == (6, 36, 36)
+    assert "went_back" not in manifest.schedule
+
+
 def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:
     """3 steps of 8 samples, 3 steps of 4, 3 batches of 4 left out, 2 steps of 4."""
     assert [event["samples"] for event in metrics(gone.run, "step")][-5:] == [28, 32, 36, 40, 44]
-    (newest,) = checkpoints(Root.of(gone.run / "checkpoints"))
+    newest, _ = checkpoints(Root.of(gone.run / "checkpoints"))
     last = Manifest.read(newest.folder)
     assert (last.step, last.samples, last.position, last.tokens) == (8, 44, 56, 44 * 32)
     first, second = (event["changes"] for event in metrics(gone.run, "resume"))

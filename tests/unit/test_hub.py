@@ -171,7 +171,6 @@ PATHS = {
     "pickled": r"pickled \(pytorch_model.bin\): opening a pickle can run any code .*save_pretrained",
     "empty": "must hold model.safetensors: it is empty",
     "checkpoints/step-00000100/model.safetensors": "it is a file: set checkpoint.load=checkpoints/step-00000100$",
-    "run": r"it has checkpoints and config.yaml; did you mean run/checkpoints/step-00000200\?",
 }
 
 

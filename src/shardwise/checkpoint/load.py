@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from shardwise.optim.state import MASTER
 from shardwise.placement import Box, Piece, placements
 from shardwise.store.manifest import TensorEntry
 from shardwise.store.root import Root
-from shardwise.store.verify import MODEL
+from shardwise.store.verify import MODEL, non_finite_text
 
 _POINTER = b"version https://git-lfs"
 
@@ -61,7 +62,8 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
 
     Raises:
         ConfigError: on every rank, with every mismatch that any rank found: names that are missing or of no use,
-        shapes, copies of a tied weight that differ, fields of `config.json`, files that cannot be read. The model's
+        shapes, copies of a tied weight that differ, fields of `config.json`, files that cannot be read, weights that
+        are not finite. Unless it is the last, the model's
         weights are then those that it had, unless a file broke off while it was read.
     """
     world = mesh.world
@@ -82,6 +84,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
         except (OSError, SafetensorError) as error:
             problems = [f"checkpoint.load ({folder}) cannot be read: {error}"]
         agree(problems, world)
+    require_finite(model, mesh, folder)
 
 
 def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Root) -> None:
@@ -91,8 +94,8 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     parallelism or the ends of a pipeline hold alike each rank reads an equal part.
 
     Raises:
-        ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found. DamageError,
-        StoreError: as `reading.read`; the model is then not to be used.
+        ConfigError: on every rank, with every mismatch of names, shapes and dtypes that any rank found, or weights that
+        are not finite. DamageError, StoreError: as `reading.read`; the model is then not to be used.
     """
     manifest = read_manifest(folder, mesh.world)
     stored = [_Described(name, entry.shape, entry.dtype) for name, entry in manifest.tensors.get(MODEL, {}).items()]
@@ -115,6 +118,24 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     read(Source(folder, manifest), [*parts(once, mesh.dp), *parts(both, ends)], mesh)
     gather_parts(both, ends)
     gather_parts([*once, *tied], mesh.dp)
+    require_finite(model, mesh, folder)
+
+
+def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
+    """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
+    here: dict[tuple[str, Box], int] = {}
+    for _, parameter, placement in placements(model):
+        if not torch.isfinite(parameter).all():
+            for piece in placement.pieces:
+                if count := int((~torch.isfinite(piece.of(parameter))).sum()):
+                    here[piece.name, piece.box] = count
+    everywhere = comm.all_gather_objects((str(folder), here), mesh.world)
+    found: Counter[str] = Counter()
+    for (name, _), count in {box: count for _, each in everywhere for box, count in each.items()}.items():
+        found[name] += count
+    if found:
+        where = next(where for where, each in everywhere if each)  # machines may have folders of their own
+        raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {non_finite_text(found)}")
 
 
 def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from shardwise.boxes import Box
 from shardwise.checkpoint.pieces import Pieces
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece
-from shardwise.store.chunks import ChunkedReader
+from shardwise.store.chunks import READ_BYTES, ChunkedReader, require_size
 from shardwise.store.folders import is_damage
 from shardwise.store.manifest import Manifest, PieceEntry, TensorEntry
 from shardwise.store.root import DamageError, Root, StoreError
@@ -92,22 +94,49 @@ class Source:
         inside = box.relative_to(piece.box)
         ((offset, length),) = inside.runs(piece.box.size)
         start = piece.offset + offset * dtype.itemsize
-        reader = self._readers.get(piece.file)
-        if reader is None:
-            reader = self._readers[piece.file] = ChunkedReader(self.folder, self.manifest.files[piece.file])
-        data = reader.read(start, start + length * dtype.itemsize)
+        data = self._reader(piece.file).read(start, start + length * dtype.itemsize)
         return torch.frombuffer(bytearray(data), dtype=dtype).view(box.size)
+
+    def verified(self) -> npt.NDArray[np.uint8]:
+        """Of each chunk of all files, end to end, whether it was read and is intact."""
+        files = self.manifest.files
+        found = np.zeros(sum(file.chunks for file in files), np.uint8)
+        starts = _first_chunks(self.manifest)
+        for file, reader in self._readers.items():
+            found[starts[file] : starts[file] + files[file].chunks] = reader.verified
+        return found
+
+    def verify(self, file: int, chunks: npt.NDArray[np.int64]) -> None:
+        """Read chunks of a file, in order and some megabytes at a time.
+
+        Raises:
+            StoreError: one cannot be read, or is damaged.
+        """
+        entry = self.manifest.files[file]
+        require_size(self.folder / entry.path, entry)
+        at_once = max(1, READ_BYTES // entry.chunk_bytes)
+        for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
+            for i in range(0, len(run), at_once):
+                part = run[i : i + at_once] * entry.chunk_bytes
+                self._reader(file).read(int(part[0]), min(int(part[-1]) + entry.chunk_bytes, entry.bytes))
+
+    def _reader(self, file: int) -> ChunkedReader:
+        if file not in self._readers:
+            self._readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
+        return self._readers[file]
 
 
 @torch.no_grad()
-def read(source: Source, wants: Sequence[Want], mesh: Mesh) -> None:
-    """Fill the targets of every rank, each tensor-parallel group's from its own reads; collective over the mesh.
+def read(source: Source, wants: Sequence[Want], mesh: Mesh, group: Group | None = None) -> None:
+    """Fill the targets of every rank, each group's (default: tensor parallelism's) from its own reads.
+
+    Collective over the mesh.
 
     Raises:
         DamageError: on every rank, bytes do not match their checksums or are missing. StoreError: on every rank, the
         store did not give them, and they may well be there. The targets are then not to be used.
     """
-    group = mesh.tp
+    group = group or mesh.tp
     problems: list[StoreError] = []
     everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
     segments = list(_segments(source.manifest.tensors, everyone))
@@ -129,6 +158,41 @@ def _raise_alike(problems: Sequence[StoreError], world: Group) -> None:
         raise DamageError("; ".join(damage[:_SHOWN]))
     if found:
         raise StoreError("; ".join([text for text, _ in found][:_SHOWN]))
+
+
+def verify_rest(source: Source, mesh: Mesh) -> tuple[str, ...]:
+    """Verify what no rank has read of a checkpoint, an equal part on each; collective over the mesh.
+
+    Returns what is damaged, the same on every rank, of each file and rank the first that was found.
+
+    Raises:
+        StoreError: on every rank, the store did not give it.
+    """
+    world, files = mesh.world, source.manifest.files
+    seen = comm.all_reduce_(torch.from_numpy(source.verified()).to(mesh.device), world, op="max").cpu().numpy()
+    unread = np.flatnonzero(seen == 0)
+    starts = _first_chunks(source.manifest)
+    of_file = np.searchsorted(starts, unread, side="right") - 1
+    before = np.cumsum(np.array([file.chunk_bytes for file in files])[of_file]) - 1
+    mine = before * world.size // (before[-1] + 1) == world.rank if len(unread) else unread == 0
+    empty = [number for number, file in enumerate(files) if not file.chunks and world.rank == 0]
+    damage: list[str] = []
+    unanswered: list[StoreError] = []
+    for number in [*empty, *np.unique(of_file[mine]).tolist()]:
+        try:
+            source.verify(number, unread[mine & (of_file == number)] - starts[number])
+        except StoreError as error:
+            if not is_damage(error):
+                unanswered.append(error)
+                break
+            damage.append(str(error))
+    _raise_alike(unanswered, world)
+    return tuple(dict.fromkeys(problem for each in comm.all_gather_objects(damage, world) for problem in each))
+
+
+def _first_chunks(manifest: Manifest) -> npt.NDArray[np.int64]:
+    """Where the chunks of each file begin among those of all files."""
+    return np.cumsum([0, *(file.chunks for file in manifest.files)])[:-1]
 
 
 def parts(wants: Iterable[Want], group: Group) -> Iterator[Want]:

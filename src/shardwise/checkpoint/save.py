@@ -9,6 +9,7 @@ answers for it (`optim/state.py`). A checkpoint is complete with its manifest or
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -34,8 +35,8 @@ from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import StateSlice, state_slices, state_tensors
 from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.folders import partial_name, prune, step_name
-from shardwise.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
+from shardwise.store.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
+from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, too_large
 from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import MODEL, untiled
 from shardwise.store.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
@@ -256,7 +257,7 @@ class Saver:
 
     def _saved(self, job: _Job) -> Saved:
         final = self.root / step_name(job.step)
-        staging = self.root / partial_name(job.step) if self.root.is_local else final
+        staging = self._staging(job.step, final)
         problem, total = self._together(lambda: self._prepare(staging, job)), 0
         removed: tuple[int, ...] = ()
         warning: str | None = None
@@ -269,13 +270,21 @@ class Saver:
         seconds = time.perf_counter() - job.started
         if self._group.rank == 0:
             try:
-                if problem is not None:
-                    staging.remove()
-                else:
+                if problem is None:
                     removed = tuple(prune(self.root, self._lengths, self._keeping.last, self._keeping.every))
+                elif not (staging / MANIFEST).exists():  # else it lacks only its name, which a resume gives it
+                    staging.remove()
             except ShardwiseError as error:
                 warning = str(error) if problem is None else None  # the next save removes what is left of this one
         return Saved(job.step, str(final), total, job.blocked, seconds, problem, removed, warning)
+
+    def _staging(self, step: int, final: Root) -> Root:
+        """Where a save is written: under its own name, where none is complete of that, in an object store."""
+        is_final = False
+        if self._group.rank == 0 and not self.root.is_local:
+            with contextlib.suppress(StoreError):  # a place without an answer fails the save, a moment later
+                is_final = not (final / MANIFEST).exists()
+        return final if comm.broadcast_object(is_final, self._group) else self.root / partial_name(step)
 
     def _together(self, action: Callable[[], None]) -> str | None:
         """Run an action on every rank; why it failed on any, the same text on all, or None."""
@@ -298,7 +307,7 @@ class Saver:
     def _prepare(self, staging: Root, job: _Job) -> None:
         needed = sum(comm.all_gather_objects(sum(file.size for file in job.files), self._group))
         if self._group.rank == 0:
-            staging.remove()
+            remove_checkpoint(staging)
             staging.make()
             (staging / "optimizer").make()
             free = self.root.free_bytes()
@@ -338,16 +347,15 @@ class Saver:
         entries += [write_small(staging / name, data) for name, data in self._small.items()]
         text = Manifest(**job.manifest, files=tuple(entries), tensors=tensors).to_json()
         problems = untiled(tensors)
-        if len(text) > MAX_MANIFEST_BYTES:
-            problems.append(f"its manifest ({size(len(text))}) must be at most {size(MAX_MANIFEST_BYTES)}")
+        if problem := too_large(text):
+            problems.append(f"of its manifest {problem}")
         if problems:
             raise StoreError(f"{staging} could not be read again: {problems[0]}")
         (staging / MANIFEST).write(text.encode())
         if staging is not final:
             for folder in (staging / "optimizer", staging):
                 folder.sync()
-            final.remove()
-            staging.rename(final)
+            put_in_place(staging, final)
             self.root.sync()
         self._lengths[job.step] = {entry.path: entry.bytes for entry in entries}
         for step in sorted(self._lengths)[: -(self._keeping.last or 1)]:

@@ -22,9 +22,12 @@ def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> No
     """
     from shardwise import hub
     from shardwise.data import fetch_dataset, prepare
+    from shardwise.store.places import newest_of
 
-    if config.checkpoint.load is not None and not hub.is_url(config.checkpoint.load):
-        hub.resolve(config.checkpoint.load, config.checkpoint.revision, announce=announce)
+    if config.checkpoint.load is not None:
+        load = newest_of(config.checkpoint.load, announce)
+        if not hub.is_url(load):
+            hub.resolve(load, config.checkpoint.revision, announce=announce)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)

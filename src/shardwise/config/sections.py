@@ -198,8 +198,8 @@ class CheckpointConfig(Section):
     load: str | None = Field(
         default=None,
         min_length=1,
-        description="weights to start from: a checkpoint (a folder or a URL), a Hugging Face folder or a hub id; "
-        "null = drawn from train.seed",
+        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest one; a "
+        "path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
 

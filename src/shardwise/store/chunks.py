@@ -80,11 +80,12 @@ class ChunkedReader:
     """Reads parts of one file; nothing is handed out before its checksum was verified.
 
     Attributes:
-        bytes_read: from the store so far, whole chunks.
+        bytes_read: from the store so far, whole chunks. verified: by chunk, 1 where it was read and is intact.
     """
 
     def __init__(self, folder: Root, entry: FileEntry) -> None:
         self.bytes_read = 0
+        self.verified = bytearray(entry.chunks)
         self._file, self._entry = folder / entry.path, entry
         self._last: tuple[int, memoryview] | None = None
         self._sized = False
@@ -131,6 +132,7 @@ class ChunkedReader:
         for chunk in fresh:
             at = (chunk - first) * entry.chunk_bytes
             verify_chunk(self._file, entry, chunk, data[at : at + entry.chunk_bytes])
+            self.verified[chunk] = 1
         final = data[(end - 1 - first) * entry.chunk_bytes :]
         self._last = end - 1, final if len(final) == len(data) else memoryview(bytes(final))
         return data

@@ -2,7 +2,7 @@
 
 run.json                   the run that saves here (`owner.py`)
 step-00000100/             a checkpoint, complete where it has a manifest
-.step-00000200.partial/    a save under way, or one that was killed
+.step-00000200.partial/    a save under way, or one that was killed: complete where it has a manifest
 step-00000300.abandoned/   set aside when the run went back to an earlier step; no longer the run's
 step-00000400.damaged/     set aside when the run went on from an older one, because this one is damaged
 """
@@ -10,7 +10,7 @@ step-00000400.damaged/     set aside when the run went on from an older one, bec
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.store.manifest import MANIFEST, Manifest
@@ -51,10 +51,15 @@ class Removable:
 
     def remove(self) -> None:
         for found in self.checkpoints:
-            (found.folder / MANIFEST).remove()  # first: what is left by a crash here is no checkpoint
-            found.folder.remove()
+            remove_checkpoint(found.folder)
         for folder in self.leftovers:
-            folder.remove()
+            remove_checkpoint(folder)
+
+
+def remove_checkpoint(folder: Root) -> None:
+    """What is left by a crash on the way is no checkpoint."""
+    (folder / MANIFEST).remove()
+    folder.remove()
 
 
 def step_name(step: int) -> str:
@@ -68,8 +73,17 @@ def step_of(name: str) -> int | None:
 
 
 def partial_name(step: int) -> str:
-    """Where a local save is written before it gets its name."""
+    """Where a save is written before it gets its name."""
     return f".{step_name(step)}.partial"
+
+
+def put_in_place(partial: Root, final: Root) -> None:
+    """Give a complete save its name; a checkpoint that has it goes.
+
+    At every moment one of the two is complete, and `survey` finds it: an end at any point loses neither.
+    """
+    remove_checkpoint(final)
+    partial.rename(final, last=MANIFEST)
 
 
 def glance(folder: Root, step: int | None = None) -> Found:
@@ -84,13 +98,19 @@ def glance(folder: Root, step: int | None = None) -> Found:
             elif files[entry.path] != entry.bytes:
                 found = f"{files[entry.path]:,} bytes) must be {entry.bytes:,} bytes"
                 problem = problem or f"{folder / entry.path} is damaged: its length ({found}"
-        if step is not None and manifest.step != step:
-            problem = problem or f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}"
+        if step is not None and problem is None:
+            require_step(manifest, folder, step)
     except StoreError as error:
         incomplete, unreadable = error.missing, not is_damage(error)
-        problem = f"{folder} has no {MANIFEST}: it was not completed" if error.missing else str(error)
+        problem = _without_manifest(folder) if error.missing else str(error)
     shown = manifest.step if manifest is not None and step is None else step or 0
     return Found(shown, folder, problem, sum(files.values()), manifest, incomplete, unreadable)
+
+
+def require_step(manifest: Manifest, folder: Root, step: int) -> None:
+    """DamageError where a manifest is of another step than its folder."""
+    if manifest.step != step:
+        raise DamageError(f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}")
 
 
 def is_damage(error: StoreError) -> bool:
@@ -98,9 +118,33 @@ def is_damage(error: StoreError) -> bool:
     return error.missing or isinstance(error, DamageError)
 
 
-def checkpoints(root: Root) -> list[Found]:
-    """Newest first. Saves that were not finished locally, and what was set aside, are left out."""
-    return [glance(root / step_name(step), step) for step in _steps(root)]
+def checkpoints(root: Root) -> Iterator[Found]:
+    """Newest first, each looked at when it is asked for: a large manifest takes many seconds.
+
+    Saves that were not finished locally, and what was set aside, are left out.
+    """
+    return (glance(root / step_name(step), step) for step in _steps(root))
+
+
+def survey(root: Root) -> list[Found]:
+    """Which checkpoints there are, newest first; no manifest is read, so nothing is known of damage.
+
+    A save that is complete but for its name is one of them, where its step has no complete checkpoint; it is to be
+    `put_in_place` before it is used.
+    """
+    found = {}
+    for step in _steps(root):
+        folder = root / step_name(step)
+        problem = None if (folder / MANIFEST).exists() else _without_manifest(folder)
+        found[step] = Found(step, folder, problem, incomplete=problem is not None)
+    for step, partial in _partials(root):
+        if (step not in found or found[step].incomplete) and (partial / MANIFEST).exists():
+            found[step] = Found(step, partial, None)
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def _without_manifest(folder: Root) -> str:
+    return f"{folder} has no {MANIFEST}: it was not completed"
 
 
 def _steps(root: Root) -> list[int]:
@@ -133,7 +177,7 @@ def removable(root: Root, keep: int | None, keep_every: int | None = None) -> Re
     What is newer than the newest intact one may be a save under way, and stays; so does, until there are `keep` newer
     intact ones, what may be intact and could not be read.
     """
-    found = checkpoints(root)
+    found = list(checkpoints(root))
     intact = [each.step for each in found if each.problem is None]
     if not intact:
         return Removable((), ())
@@ -186,5 +230,8 @@ def _going(
 
 def _leftovers(root: Root, newest: int) -> tuple[Root, ...]:
     """What saves up to a step left when they were killed."""
-    partial = [(int(match[1]), name) for name in root.names() if (match := _PARTIAL.fullmatch(name))]
-    return tuple(root / name for step, name in partial if step <= newest)
+    return tuple(partial for step, partial in _partials(root) if step <= newest)
+
+
+def _partials(root: Root) -> list[tuple[int, Root]]:
+    return [(int(match[1]), root / name) for name in root.names() if (match := _PARTIAL.fullmatch(name))]

@@ -230,14 +230,20 @@ class Root:
                 else:
                     self.fs.makedirs(self.path, exist_ok=True)
 
-    def rename(self, other: Root) -> None:
-        """Gives a file or a folder another name: atomic on a local disk, copies on an object store."""
+    def rename(self, other: Root, *, last: str | None = None) -> None:
+        """Gives a file or a folder another name: atomic on a local disk, copies on an object store.
+
+        `last`: the file that makes a folder valid. Where the files are copied, it is copied last and removed first.
+        """
         with self.told(f"renamed to {other}"):
             if self.is_local and other.is_local:
                 self.local().rename(other.path)
             elif self.scheme in _OBJECT_STORES:
-                for name in self.files() or [""]:  # one by one: `mv` would take * and [ in a name for patterns
+                # One by one: `mv` would take * and [ in a name for patterns.
+                for name in sorted(self.files() or [""], key=lambda name: name == last):
                     self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{other.path}/{name}".rstrip("/"))
+                if last is not None:
+                    (self / last).remove()
                 self.remove()
             else:
                 self.fs.mv(self.path, other.path, recursive=self.is_folder())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.boxes import Box
+from shardwise.errors import listing
 from shardwise.store.chunks import READ_BYTES, require_size, verify_chunk
 from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry
 from shardwise.store.root import DamageError, Root, StoreError
@@ -32,6 +33,7 @@ _NOT_FINITE = {
 }
 """Bits that are all set in NaN and infinity, and in nothing else."""
 _COUNTED_AT_ONCE = 2**18
+_SHOWN = 5
 
 
 @dataclass
@@ -155,6 +157,14 @@ def non_finite(data: memoryview, dtype: str) -> int:
     bits = np.frombuffer(data, numpy)
     blocks = (bits[i : i + _COUNTED_AT_ONCE] for i in range(0, len(bits), _COUNTED_AT_ONCE))
     return sum(int(np.count_nonzero((block & mask) == mask)) for block in blocks)
+
+
+def non_finite_text(found: Mapping[str, int]) -> str:
+    """Which tensors have values that are NaN or infinite, and how many each; `found`: by name, not empty."""
+    shown = [f"{name} ({count:,})" for name, count in itertools.islice(found.items(), _SHOWN)]
+    if len(found) > _SHOWN:
+        shown.append(f"{len(found) - _SHOWN:,} more tensors")
+    return f"values that are NaN or infinite in {listing(shown)}"
 
 
 class _Values:

@@ -12,6 +12,7 @@ from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint import load_hugging_face
 from shardwise.checkpoint.agreement import require_model
+from shardwise.checkpoint.load import require_finite
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.config import Config, Precision, check_layout
 from shardwise.data import PreparedData, make_batches
@@ -59,6 +60,7 @@ def build_trainer(
             if is_damage(error) or isinstance(error, ManifestError):
                 raise ConfigError(f"checkpoint.load: {error}") from None
             raise  # the store gave no answer: the configuration may well be right
+        require_finite(model, mesh, weights)
     return Trainer(
         config=config,
         layout=layout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,16 @@ from shardwise.errors import ConfigError, RunError, listing
 from shardwise.mesh import Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.runlog import RunDirectory
-from shardwise.store.folders import Found, abandon, checkpoints, is_damage, step_name
+from shardwise.store.folders import (
+    Found,
+    abandon,
+    glance,
+    is_damage,
+    put_in_place,
+    require_step,
+    step_name,
+    survey,
+)
 from shardwise.store.manifest import Manifest
 from shardwise.store.owner import require_own
 from shardwise.store.reach import in_time, require_writable
@@ -49,18 +59,28 @@ def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | No
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
         is_there = in_time(root, root.exists)
-        there = checkpoints(root)
+        there = survey(root)
         if stored is not None and not there:
             _require_none_elsewhere(root, directory, stored)
         candidates = choose(there, config, root, is_resumed=stored is not None)
         require_own(root, run or directory.stored_id(), is_empty=not there)
         if is_there or config.checkpoint.path is not None:
             require_writable(root)
+        found = tuple(_named(each, root) for each in there)
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
     chosen = {each.step for each in candidates}
-    found = tuple(replace(each, manifest=None) for each in there)  # each rank gets the one that it needs
     return Standing(root, found, tuple(each for each in found if each.step in chosen))
+
+
+def _named(found: Found, root: Root) -> Found:
+    """A checkpoint under its name; one whose save ended before it got that gets it now."""
+    final = root / step_name(found.step)
+    if found.folder.name == final.name:
+        return found
+    put_in_place(found.folder, final)
+    root.sync()
+    return replace(found, folder=final)
 
 
 def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
@@ -70,7 +90,7 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
         step, place = int(told[0]["step"]), str(told[0]["path"])
     else:
         before = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
-        saved = checkpoints(before) if str(before) != str(root) else []
+        saved = survey(before) if str(before) != str(root) else []
         if not saved:
             return
         step, place = saved[0].step, str(saved[0].folder)
@@ -93,37 +113,52 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
         ConfigError: the checkpoint that `checkpoint.resume` names is not there, or the checkpoints are another run's.
     """
     step = config.checkpoint.resume
-    intact = [each.step for each in found if each.problem is None]
     if not is_resumed:
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
         if found:
-            raise ConfigError(_occupied(root, found[0].step, config))
+            raise ConfigError(_occupied(root, found[0], config))
         return []
     if step == "auto":
         return list(found)
-    newest = next((each for each in found if each.step in intact), None)
+    seen = functools.cache(lambda each: glance(each.folder, each.step))  # some manifests take many seconds
+    newest = next((each for each in map(seen, found) if each.problem is None), None)
     if newest is not None and newest.manifest is not None and not goes_back(config, newest.manifest):
         return [each for each in found if each.step >= step]
     chosen = [each for each in found if each.step == step]
-    if not chosen or chosen[0].problem is not None:
-        there = f"there are {listing(sorted(intact))}" if intact else "there is none"
-        reason = f" ({chosen[0].problem})" if chosen else ""
+    problem = seen(chosen[0]).problem if chosen else None
+    if not chosen or problem is not None:
+        intact = sorted(each.step for each in map(seen, found) if each.problem is None)
+        there = f"there are {listing(intact)}" if intact else "there is none"
+        reason = f" ({problem})" if chosen else ""
         raise ConfigError(
             f"checkpoint.resume ({step}) must be the step of an intact checkpoint{reason}: {there} in {root}"
         )
     return chosen
 
 
-def _occupied(root: Root, step: int, config: Config) -> str:
+def _occupied(root: Root, found: Found, config: Config) -> str:
     if config.checkpoint.path is None:
         key, go_on = "--run-dir", "put its run's config.yaml back"
     else:
         key, go_on = "checkpoint.path", "give --run-dir its run's folder"
     return (
-        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {step}: {go_on} to go on, or choose "
-        f"another {key}, with checkpoint.load={root / step_name(step)} for the weights"
+        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {found.step}: {go_on} to go on, or "
+        f"choose another {key}, with checkpoint.load={found.folder} for the weights"
     )
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run continues from.
+
+    Attributes:
+        manifest: without its files and tensors, which take much memory. damage: in what the training does not need.
+    """
+
+    manifest: Manifest
+    folder: Root
+    damage: tuple[str, ...]
 
 
 def restore_first(
@@ -134,10 +169,13 @@ def restore_first(
     mesh: Mesh,
     progress: Progress,
     reporter: Reporter,
-) -> tuple[Manifest, Found] | None:
-    """Restore the first candidate that is intact, and tell of each that is damaged; collective.
+) -> Resumed | None:
+    """Restore the first candidate that is intact, and warn of each that is damaged; collective.
 
-    Returns its manifest, without the files and tensors, which take much memory; None where there is no candidate.
+    One that is damaged only where its training does not need it (weights beside intact masters, `config.json`, the
+    tokenizer) is taken too, with a warning: to take an older one would undo steps that are not lost.
+
+    Returns: None where there is no candidate.
 
     Raises:
         ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact; or one
@@ -150,12 +188,18 @@ def restore_first(
             progress.phase = f"loading of the checkpoint of step {each.step}"
             try:
                 manifest = read_manifest(each.folder, mesh.world)
-                restore(each.folder, manifest, model, optimizer, mesh)
+                require_step(manifest, each.folder, each.step)
+                restored = restore(each.folder, manifest, model, optimizer, mesh)
             except StoreError as error:
                 problem, unreadable = str(error), not is_damage(error)
             else:
+                if restored.damage:
+                    reporter.warning(
+                        f"the checkpoint of step {each.step:,} is damaged, but all that its training needs is intact: "
+                        f"it is used, and saved again ({'; '.join(restored.damage)})"
+                    )
                 _take_up(progress, manifest, config)
-                return replace(manifest, files=(), tensors={}), each
+                return Resumed(replace(manifest, files=(), tensors={}), each.folder, restored.damage)
         if unreadable:
             raise RunError(
                 f"the checkpoint of step {each.step:,} could not be used, and no older one is taken for it: {problem}; "

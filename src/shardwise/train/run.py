@@ -27,9 +27,10 @@ from shardwise.plan.parameters import parameter_count
 from shardwise.plan.partition import stage_plan
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.store.earlier_run import earlier_run
-from shardwise.store.folders import step_name, step_of
-from shardwise.store.manifest import MANIFEST, Manifest
+from shardwise.store.folders import step_name
+from shardwise.store.manifest import MANIFEST
 from shardwise.store.owner import Owner, take
+from shardwise.store.places import newest_of
 from shardwise.store.reach import in_time
 from shardwise.store.root import Root, StoreError
 from shardwise.train.build import build_trainer
@@ -38,6 +39,7 @@ from shardwise.train.own import StateMemory, count_parameters
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.resume import (
+    Resumed,
     Standing,
     goes_back,
     look,
@@ -98,20 +100,25 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
 
 def _weights(config: Config, mesh: Mesh) -> Root | None:
     """The folder of `checkpoint.load`, which lies here by now or behind a URL; all ranks have the same, or all fail."""
-    load, revision = config.checkpoint.load, config.checkpoint.revision
+    load, folder, problems = config.checkpoint.load, Path(), []
     if load is None:
         return None
-    folder, problems, is_url = Path(), [], hub.is_url(load)
     try:
-        if not is_url:
-            folder = hub.resolve(load, revision, cached=True)
-        elif mesh.world.rank == 0:
-            _require_checkpoint(Root.of(load))
+        if mesh.world.rank == 0:
+            load = newest_of(load)
+            if hub.is_url(load):
+                _require_checkpoint(Root.of(load))
     except ConfigError as error:
         problems = error.problems
     agree(problems, mesh.world)
-    if is_url:
+    load = comm.broadcast_object(load, mesh.world)
+    if hub.is_url(load):
         return Root.of(load)
+    try:
+        folder = hub.resolve(load, config.checkpoint.revision, cached=True)
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, mesh.world)
     commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
     if len(commits) > 1:
         raise ConfigError(
@@ -125,11 +132,12 @@ def _require_checkpoint(folder: Root) -> None:
     try:
         if in_time(folder, (folder / MANIFEST).exists):
             return
-        steps = [name for name in folder.names() if step_of(name) is not None]
     except StoreError as error:
         raise ConfigError(f"checkpoint.load: {error}") from None
-    hint = f"the newest in it is {folder / steps[-1]}" if steps else "copy a Hugging Face folder to this machine first"
-    raise ConfigError(f"checkpoint.load ({folder}) must be a checkpoint, and there is no {MANIFEST}: {hint}")
+    raise ConfigError(
+        f"checkpoint.load ({folder}) must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a "
+        "Hugging Face folder to this machine first"
+    )
 
 
 @dataclass(frozen=True)
@@ -222,11 +230,13 @@ def _train(
         if reporter.parameters is None:
             _count_own_model(trainer, reporter, opened, config)
         stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
-        manifest = _begin(config, trainer, data, weights, opened, stream, reporter)
+        restored = _begin(config, trainer, data, weights, opened, stream, reporter)
         saver = _saver(config, layout, trainer, data, opened)
-        told = went_back(config, manifest)
+        told = went_back(config, restored.manifest if restored is not None else None)
         with Checkpoints(saver, config, reporter, mesh, _asker(directory), told, stream) as saving:
             trainer.saving = saving
+            if restored is not None and restored.damage:
+                saving.save_again(restored.manifest)
             stopping.install()
             stopped_by = trainer.run()
             progress.phase = "wait for the checkpoint"
@@ -245,34 +255,38 @@ def _begin(
     opened: _Opened,
     stream: StreamBatches | None,
     reporter: Reporter,
-) -> Manifest | None:
-    """Take the training up where it was saved, and report how it begins; the manifest of that checkpoint, if any."""
+) -> Resumed | None:
+    """Take the training up where it was saved, and report how it begins; the checkpoint that was read, if any."""
     mesh, progress, standing = trainer.mesh, trainer.progress, opened.standing
     restored = restore_first(standing.candidates, config, trainer.model, trainer.optimizer, mesh, progress, reporter)
     if restored is not None:
-        require_same_data(restored[0], data)
+        require_same_data(restored.manifest, data)
         if stream is not None:
-            stream.restore(restored[0].rng[STREAM])
+            stream.restore(restored.manifest.rng[STREAM])
     reporter.start(loaded=None if weights is None else str(weights), steps_before=progress.step)
     reporter.message(f"data: {data.summary}")
     for note in opened.notes:
         reporter.warning(note)
-    if restored is None:
-        reporter.changed(opened.changes)
-        if weights is not None:
-            _tell_of_weights(weights, data, reporter)
-        return None
-    manifest, found = restored
-    back = goes_back(config, manifest)
-    for name in set_later_aside(standing.root, standing.found, progress.step, mesh, damaged=not back):
+    if restored is not None:
+        _set_aside_and_report(restored, config, opened, mesh, reporter)
+        return restored
+    reporter.changed(opened.changes)
+    if weights is not None:
+        _tell_of_weights(weights, data, reporter)
+    return None
+
+
+def _set_aside_and_report(restored: Resumed, config: Config, opened: _Opened, mesh: Mesh, reporter: Reporter) -> None:
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
+    back, step = goes_back(config, restored.manifest), restored.manifest.step
+    for name in set_later_aside(opened.standing.root, opened.standing.found, step, mesh, damaged=not back):
         reporter.message(f"set aside: {name}")
     if config.checkpoint.resume != "auto" and not back:
         reporter.message(
             f"the run went back to step {config.checkpoint.resume:,} before, and goes on from there; to go "
             "back once more, move the later checkpoints away"
         )
-    reporter.resumed(manifest, str(found.folder), opened.changes)
-    return manifest
+    reporter.resumed(restored.manifest, str(restored.folder), opened.changes)
 
 
 def _saver(config: Config, layout: Layout, trainer: Trainer, data: PreparedData, opened: _Opened) -> Saver:

@@ -16,6 +16,7 @@ from shardwise.data import StreamBatches
 from shardwise.errors import LostPeerError, RunError
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
+from shardwise.store.manifest import Manifest
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
@@ -65,6 +66,11 @@ class Checkpoints:
             self._saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
         return stopped_by
+
+    def save_again(self, manifest: Manifest) -> None:
+        """Save the checkpoint that was just restored once more, as it was: in place of one that is damaged."""
+        kept = ("samples", "position", "tokens", "schedule", "rng")
+        self._saver.save(manifest.step, {name: getattr(manifest, name) for name in kept})
 
     def finish(self) -> None:
         """Wait for the last save.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from shardwise.store import root as places
 from shardwise.store.folders import (
     Removable,
     abandon,
@@ -13,11 +20,14 @@ from shardwise.store.folders import (
     checkpoints,
     partial_name,
     prune,
+    put_in_place,
     removable,
     step_name,
+    survey,
 )
 from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.root import Root, StoreError
+from shardwise.store.verify import verify
 from tests.stored import bfloat16, write_checkpoint
 
 TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}
@@ -42,7 +52,7 @@ def names(root: Root) -> set[str]:
 
 
 def test_newest_first_and_what_is_wrong(root: Root) -> None:
-    found = checkpoints(root)
+    found = list(checkpoints(root))
     assert [each.step for each in found] == [600, 500, 400, 300, 200, 100]
     problems = {each.step: each.problem for each in found if each.problem}
     assert set(problems) == {600, 300}
@@ -65,13 +75,14 @@ def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
     (root / step_name(100)).rename(root / step_name(150))
-    problem = checkpoints(root)[-1].problem
+    problem = list(checkpoints(root))[-1].problem
     assert problem is not None
     assert problem.endswith("is of step 100, and its folder of step 150")
 
 
 def test_no_folder_no_checkpoints(tmp_path: Path) -> None:
-    assert checkpoints(Root.of(tmp_path / "none")) == []
+    assert not list(checkpoints(Root.of(tmp_path / "none")))
+    assert survey(Root.of(tmp_path / "none")) == []
     assert removable(Root.of(tmp_path / "none"), 1).checkpoints == ()
 
 
@@ -184,3 +195,71 @@ def test_setting_aside(root: Root) -> None:
         "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
     ]  # fmt: skip
     assert [each.step for each in removable(root, 2).checkpoints] == [100], "what is set aside counts for keep"
+
+
+# ---- one in place of another
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+CHANGES: dict[str, list[tuple[Any, str]]] = {
+    "disk": [(os, "unlink"), (os, "rmdir"), (os, "rename")],
+    "object store": [(MemoryFileSystem, "cp_file"), (MemoryFileSystem, "rm_file")],
+}
+"""What changes a place, one name at a time."""
+
+
+def ended_before(change: int, kind: str, action: Callable[[], None]) -> bool:
+    """Whether the action was ended just before its change of that number, and not after its last one."""
+    counter = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in CHANGES[kind]:
+            unchanged = getattr(owner, name)
+
+            def counted(*args: Any, plain: Any = unchanged, **options: Any) -> Any:
+                if next(counter) == change:
+                    raise Killed
+                return plain(*args, **options)
+
+            patch.setattr(owner, name, counted)
+        try:
+            action()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_crash_while_one_checkpoint_takes_the_place_of_another_loses_neither(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it comes, one of the two is found, complete; what goes on from there gives it its name."""
+    monkeypatch.setattr(places, "_OBJECT_STORES", {"memory"})
+    seeds = []
+    for change in itertools.count():
+        root = Root.of(tmp_path / str(change) if kind == "disk" else f"memory://{uuid.uuid4().hex}")
+        old = write_checkpoint(root, 100, TENSORS, rng={"seed": 1})
+        new = write_checkpoint(root / "new", 100, TENSORS, rng={"seed": 2})
+        new.rename(root / partial_name(100))
+        ended = ended_before(change, kind, lambda root=root, old=old: put_in_place(root / partial_name(100), old))
+        (found,) = survey(root)
+        if found.folder.name != old.name:
+            put_in_place(found.folder, old)
+        report = verify(old)
+        assert report.sound, f"ended before change {change}: {report.problems}"
+        seeds.append(Manifest.read(old).rng["seed"])
+        if not ended:
+            break
+    assert len(seeds) > 4
+    assert seeds == [1] + [2] * (len(seeds) - 1), "the new one counts once the old one is no longer complete"
+
+
+def test_a_partial_folder_is_a_checkpoint_only_where_it_is_complete(root: Root) -> None:
+    assert [each.step for each in survey(root)] == [600, 500, 400, 300, 200, 100], "700 has no manifest"
+    assert {each.step for each in survey(root) if each.incomplete} == {600}
+    for step in (500, 600):
+        write_checkpoint(root / "new", step, TENSORS).rename(root / partial_name(step))
+    partial = [each.step for each in survey(root) if each.folder.name == partial_name(each.step)]
+    assert partial == [600], "500 has a complete one of its own name"

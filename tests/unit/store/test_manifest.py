@@ -63,6 +63,23 @@ def test_the_same_json_written_otherwise_is_found(folder: Root) -> None:
             Manifest.from_json(changed, "x")
 
 
+def test_a_manifest_is_read_without_writing_it_anew(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To verify the digest of a large one that took as long as to parse it."""
+    monkeypatch.setattr("shardwise.store.manifest._canonical", None)
+    assert Manifest.read(folder).step == 100
+
+
+def test_more_values_than_a_checkpoint_can_need_are_not_parsed(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of some megabytes with nothing but small values would take gigabytes of memory."""
+    values = text_of(folder).count(",") + 1
+    monkeypatch.setattr("shardwise.store.manifest.MAX_MANIFEST_VALUES", values)
+    assert Manifest.read(folder).step == 100
+    monkeypatch.setattr("shardwise.store.manifest.MAX_MANIFEST_VALUES", values - 1)
+    monkeypatch.setattr("shardwise.store.manifest.json.loads", None)
+    with pytest.raises(DamageError, match=rf"must have at most {values - 1:,} values, and it has about {values:,}"):
+        Manifest.read(folder)
+
+
 def test_a_missing_manifest_is_told(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"manifest\.json cannot be read: there is no such file") as caught:
         Manifest.read(Root.of(tmp_path))

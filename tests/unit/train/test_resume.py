@@ -13,6 +13,7 @@ from shardwise.runlog import RunDirectory, RunLock
 from shardwise.store.manifest import Manifest
 from shardwise.store.owner import Owner, take
 from shardwise.store.root import Root, StoreError
+from shardwise.store.verify import verify
 from shardwise.train import resume
 from shardwise.train.record import Progress
 from shardwise.train.resume import goes_back, look, went_back
@@ -80,6 +81,40 @@ def test_what_is_tried_and_in_which_order(folder: Path) -> None:
     assert [each.step for each in standing.found] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
         look(config(resume=200), RunDirectory(folder.parent), STORED)
+
+
+def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folder: Path) -> None:
+    """And gets its name; that of another run, or where a new run would save, is left as it is."""
+    name, partial = folder / "step-00000100", folder / ".step-00000100.partial"
+    name.rename(partial)
+    with pytest.raises(ConfigError, match=r"must be empty for a new run"):
+        look(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
+    (folder / "step-00000200").rename(folder / "notes")
+    with pytest.raises(ConfigError, match=rf"has a checkpoint of step 100: .* checkpoint.load={partial} for"):
+        look(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
+    assert partial.is_dir()
+    (found,) = look(config(), RunDirectory(folder.parent), STORED).candidates
+    assert (found.step, found.folder.local(), found.problem) == (100, name, None)
+    assert verify(found.folder).sound
+    assert not partial.exists()
+
+
+def test_no_manifest_is_read_to_see_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a large run takes rank 0 many seconds: a restore reads the newest, and older ones where it must."""
+    for step in (300, 400, 500):
+        write_checkpoint(folder, step)
+    read: list[str] = []
+    plain = Manifest.read
+
+    def counted(where: Root) -> Manifest:
+        read.append(where.name)
+        return plain(where)
+
+    monkeypatch.setattr(Manifest, "read", counted)
+    look(config(), RunDirectory(folder.parent), STORED)
+    assert not read
+    look(config(resume=300), RunDirectory(folder.parent), STORED)
+    assert read == ["step-00000500", "step-00000300"]
 
 
 def test_the_same_command_goes_back_once(tmp_path: Path) -> None:

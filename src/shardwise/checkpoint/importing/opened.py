@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from shardwise.placement import placements
 from shardwise.store.casting import FLOATING
 from shardwise.store.folders import partial_name, step_name
 from shardwise.store.manifest import MANIFEST, Manifest
-from shardwise.store.root import Root
+from shardwise.store.root import Buffer, Root
+from shardwise.store.verify import non_finite, non_finite_text
 from shardwise.store.writing import (
     MAX_SHARD_BYTES,
     Weight,
@@ -121,7 +123,8 @@ def write_checkpoint(
     """Write the checkpoint of step 0 into a folder of checkpoints: weights alone, complete or not at all.
 
     Raises:
-        ConfigError: there is one. StoreError: a file cannot be read or written.
+        ConfigError: there is one, or a weight has values that are not finite. StoreError: a file cannot be read or
+        written.
     """
     final = root / step_name(STEP)
     if final.exists() or final.names():
@@ -129,7 +132,11 @@ def write_checkpoint(
     root.make()
     require_room(root, opened.nbytes, "the import")
     with staged(root, step_name(STEP), partial_name(STEP)) as staging:
-        written = write_weights(staging, opened.weights, max_shard_bytes, progress)
+        not_finite: Counter[str] = Counter()
+        counted = [replace(each, read=partial(_counted, each, not_finite)) for each in opened.weights]
+        written = write_weights(staging, counted, max_shard_bytes, progress)
+        if not_finite:
+            raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
         beside = {"config.json": to_json(_described(opened)), **opened.beside}
         if written.index is not None:
             beside[INDEX] = to_json(written.index)
@@ -152,6 +159,14 @@ def write_checkpoint(
         )
         (staging / MANIFEST).write(manifest.to_json().encode())
     return Imported(final, len(entries) + 1, sum(entry.bytes for entry in entries))
+
+
+def _counted(weight: Weight, found: Counter[str]) -> Iterator[Buffer]:
+    """The bytes of a weight; how many of its values are not finite is added to `found`."""
+    for data in weight.read():
+        if count := non_finite(memoryview(data).cast("B"), weight.dtype):
+            found[weight.name] += count
+        yield data
 
 
 def _described(opened: Opened) -> dict[str, Any]:

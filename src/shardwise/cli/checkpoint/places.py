@@ -1,34 +1,12 @@
-"""What the user's PATH or CHECKPOINT is: a checkpoint, a run's folder, or a folder of checkpoints; on any storage."""
+"""What a command of checkpoints is given as PATH or CHECKPOINT."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from shardwise.errors import ConfigError
+from shardwise.store.places import LATEST, Place, all_of, locate, newest_intact, reached
 
-if TYPE_CHECKING:
-    from shardwise.store.folders import Found
-    from shardwise.store.root import Root
-
-LATEST = "runs/latest"
-_CONFIG, _FOLDER, _MODEL = "config.yaml", "checkpoints", "config.json"
-
-
-@dataclass(frozen=True)
-class Place:
-    """One checkpoint (`single`), or another folder.
-
-    Attributes:
-        location: the path or URL that `root` is made of; it may hold a login, and is not to be shown.
-    """
-
-    root: Root
-    single: bool
-    location: str
+__all__ = ["Place", "add_path", "all_of", "locate", "newest_intact", "reached"]
 
 
 def add_path(parser: argparse.ArgumentParser, name: str = "PATH") -> None:
@@ -41,102 +19,3 @@ def add_path(parser: argparse.ArgumentParser, name: str = "PATH") -> None:
         help=f"{'a checkpoint, ' if name == 'PATH' else ''}{kinds}; a path, or a URL such as s3://bucket/run "
         f"(default: {LATEST})",
     )
-
-
-def reached(location: str | Path) -> Root:
-    """The place of a path or URL, which has answered.
-
-    Raises:
-        ConfigError: the URL's client is not there. StoreError: no answer within the time that a first one may take.
-    """
-    from shardwise.store.reach import in_time
-    from shardwise.store.root import Root
-
-    root = Root.of(location)
-    in_time(root, root.exists)
-    return root
-
-
-def locate(location: str) -> Place:
-    """What lies at a path or URL.
-
-    Raises:
-        ConfigError: nothing that has to do with checkpoints. StoreError: it cannot be read.
-    """
-    from shardwise.store.folders import step_of
-    from shardwise.store.manifest import MANIFEST
-
-    root = reached(location)
-    if not root.exists():
-        hint = ": no run was started in this folder, name a run's" if location == LATEST else ""
-        raise ConfigError(f"{root} must be a checkpoint or a run's folder: there is nothing of that name{hint}")
-    if not root.is_folder():
-        raise ConfigError(f"{root} must be a checkpoint's or a run's folder: it is a file")
-    names = root.names()
-    if MANIFEST in names:
-        return Place(root, True, location)
-    if step_of(root.name) is not None:
-        raise ConfigError(f"{root} is no checkpoint: it has no {MANIFEST}, so it was not completed")
-    if _CONFIG in names and (configured := _configured(root)):
-        return Place(reached(configured), False, configured)
-    if _FOLDER in names:
-        return Place(root / _FOLDER, False, _inside(location, _FOLDER))
-    if any(step_of(name) is not None for name in names):
-        return Place(root, False, location)
-    kind = "a run without checkpoints so far" if _CONFIG in names else "neither"
-    raise ConfigError(f"{root} must be a checkpoint (with {MANIFEST}) or a run's folder: it is {kind}")
-
-
-def all_of(place: Place) -> list[Found]:
-    """The checkpoints at a place, newest first."""
-    from shardwise.store.folders import checkpoints, glance
-
-    return [glance(place.root)] if place.single else checkpoints(place.root)
-
-
-def newest_intact(location: str, announce: Callable[[str], None] | None) -> Place:
-    """The checkpoint at a path or URL, or the newest one of a run or folder; a folder of another kind as it is.
-
-    `announce` is called with one line where newer ones are left out, and says why.
-
-    Raises:
-        ConfigError: there is nothing of that name, or no intact checkpoint. StoreError: it cannot be read.
-    """
-    from shardwise.store.folders import checkpoints, step_of
-    from shardwise.store.manifest import MANIFEST
-
-    root = reached(location)
-    names = root.names()
-    holds_steps = _FOLDER in names or _CONFIG in names or any(step_of(name) is not None for name in names)
-    if MANIFEST not in names and step_of(root.name) is None and (_MODEL in names or not holds_steps):
-        if not root.exists():
-            raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")
-        return Place(root, False, location)
-    place = locate(location)
-    if place.single:
-        return place
-    skipped: list[str] = []
-    for found in checkpoints(place.root):
-        if found.problem is None:
-            if skipped and announce is not None:
-                announce(f"taking {found.folder}, the newest intact one: {'; '.join(skipped)}")
-            return Place(found.folder, True, _inside(place.location, found.folder.name))
-        skipped.append(found.problem)
-    if skipped:
-        raise ConfigError([f"{place.root} holds no intact checkpoint", *skipped])
-    raise ConfigError(f"{place.root} holds no checkpoint yet")
-
-
-def _inside(location: str, name: str) -> str:
-    return f"{location.rstrip('/')}/{name}"
-
-
-def _configured(run: Root) -> str | None:
-    """Where a run keeps its checkpoints, if its `checkpoint.path` says so."""
-    import yaml
-
-    try:
-        path = yaml.safe_load((run / _CONFIG).read())["checkpoint"]["path"]
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
-        return None
-    return path if isinstance(path, str) and path else None

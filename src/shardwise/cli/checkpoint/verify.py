@@ -63,7 +63,7 @@ def _verify(found: Found) -> tuple[Report, float]:
 def _tell(report: Report, seconds: float) -> None:
     read = f"{size(report.bytes)} in {duration(seconds)} ({size(report.bytes / seconds)}/s)"
     held = f"{text.of(report.files, 'file')}, {text.of(report.tensors, 'tensor')}"
-    state = "intact" if not report.problems else text.of(len(report.problems), "problem")
+    state = text.of(len(report.problems), "problem") if report.problems else _state(report)
     text.line(f"{report.folder}: {state}; {held}, {read}")
     for problem in report.problems:
         text.line(f"  {problem}")
@@ -73,11 +73,15 @@ def _tell(report: Report, seconds: float) -> None:
         text.line(f"  not of the checkpoint, and not verified: {', '.join(report.unlisted)}")
 
 
+def _state(report: Report) -> str:
+    return "damaged" if report.problems else "not finite" if report.non_finite else "intact"
+
+
 def _described(found: Found, report: Report) -> dict[str, Any]:
     return {
         "path": str(report.folder),
         "step": found.step,
-        "state": "damaged" if report.problems else "intact",
+        "state": _state(report),
         "problems": report.problems,
         "non_finite": report.non_finite,
         "unlisted": report.unlisted,
