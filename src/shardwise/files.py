@@ -1,19 +1,38 @@
-"""Files of our own beside a user's: locks, parts of what is being fetched, temporary files.
+"""Files on a local disk: names that are never links, locks, writes that survive a crash, free space.
 
-Their names are known beforehand, so in a folder that others can write to, one of these may already be a link to a file
-that only the user may write. A link is never followed.
+Crash safety rests on three steps, in this order: a file's bytes are on the disk (`to_disk`), the file gets its name by
+one rename, and the name is on the disk (`sync_folder`). `write_atomic` does all three for a small file.
+
+Our own files beside a user's (locks, parts of what is being fetched, temporary files) have names that are known
+beforehand. In a folder that others can write to, one of these may be a link to a file that only the user may write, so
+links are never followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
 _LINKS = (errno.ELOOP, errno.EMLINK)  # what systems answer to O_NOFOLLOW
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class NoLocksError(OSError):
+    """The file system has no locks, as some network disks."""
+
+
+def reason_of(error: OSError) -> str:
+    """Why the system refused, such as `No space left on device`."""
+    return error.strerror or str(error)
+
+
+# ---- opening
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -35,15 +54,6 @@ def open_own(path: Path, flags: int) -> int:
     raise OSError(errno.ELOOP, f"{path.name} is a link or no plain file, and links are not followed: remove it")
 
 
-def open_lock(path: Path) -> BinaryIO:
-    """The file to lock, which is made where there is none. It stays: two processes must not lock two files.
-
-    Raises:
-        OSError: as `open_own`.
-    """
-    return os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+b")
-
-
 def new_file(path: Path) -> BinaryIO:
     """An empty file to write and read; what had the name before is removed, a link itself and not what it leads to.
 
@@ -53,3 +63,83 @@ def new_file(path: Path) -> BinaryIO:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w+b")
+
+
+# ---- locks
+
+
+def open_lock(path: Path) -> BinaryIO:
+    """The file to lock, which is made where there is none. It stays: two processes must not lock two files.
+
+    Raises:
+        OSError: as `open_own`.
+    """
+    return os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+b")
+
+
+def lock(file: BinaryIO | int, *, wait: bool, shared: bool = False) -> bool:
+    """Takes the lock on an open file, until it is closed or the process ends; false where another process has it.
+
+    Args:
+        file: the file, or its descriptor.
+        wait: until the other process gives it back.
+        shared: any number of processes may have it at once, but none beside an exclusive one.
+
+    Raises:
+        NoLocksError: the file system has none.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise NoLocksError(error.errno, error.strerror) from None
+        raise
+    return True
+
+
+# ---- writing
+
+
+def to_disk(file: BinaryIO) -> None:
+    """Waits until what was written to a file would survive a loss of power."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder would survive a loss of power: those of new, renamed and removed files."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replaces a file: a reader or a crash sees the old content or the new one, never a part.
+
+    Raises:
+        OSError: it cannot be written; the old file is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with new_file(temporary) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            to_disk(file)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def free_bytes(path: Path) -> int:
+    """Free space of the disk under a path, which need not exist yet."""
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return shutil.disk_usage(there).free

@@ -19,6 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.files import reason_of
 from shardwise.names import name_problem
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -219,7 +220,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             index = (folder / INDEX).read_bytes()
         except OSError as error:
-            raise ConfigError(f"{folder / INDEX} cannot be read: {error.strerror or error}") from None
+            raise ConfigError(f"{folder / INDEX} cannot be read: {reason_of(error)}") from None
         return [folder / name for name in indexed(index, folder, lambda name: (folder / name).is_file())]
     if not folder.is_dir():
         raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: there is none of that name")

@@ -21,7 +21,6 @@ Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite f
 
 import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -39,7 +38,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.files import new_file, open_own
+from shardwise.files import free_bytes, lock, open_own, reason_of, write_atomic
 from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
@@ -50,16 +49,6 @@ _LOCK = ".lock"
 def json_text(value: Any, *, indent: int | None = None) -> str:
     """`value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces `path` by `text`, so that a reader or a crash sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with new_file(temporary) as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None) -> Path:
@@ -92,7 +81,7 @@ def _making(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be made: {error.strerror or error}; start in a folder that can be written, with --run-dir "
+            f"{path} cannot be made: {reason_of(error)}; start in a folder that can be written, with --run-dir "
             "in one too"
         ) from None
 
@@ -211,7 +200,7 @@ class RunDirectory:
 
     def require_room(self, needed: int) -> None:
         """ConfigError when the disk under the folder has fewer than `needed` bytes left."""
-        free = shutil.disk_usage(self.path).free
+        free = free_bytes(self.path)
         if free < needed:
             raise ConfigError(
                 f"the free disk space under {self.path} ({size(free)}) must be at least what one checkpoint takes "
@@ -328,24 +317,20 @@ class RunLock:
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return not lock(descriptor, wait=False, shared=True)
         except OSError:
             return True
         finally:
             os.close(descriptor)
-        return False
 
 
 def _lock(descriptor: int) -> bool:
     """Whether the lock is taken. Who only asks whether it is held has it for a moment, so one refusal is none yet."""
     for pause in (0.05, 0.1, 0.2, None):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if pause is not None:
-                time.sleep(pause)
-        else:
+        if lock(descriptor, wait=False):
             return True
+        if pause is not None:
+            time.sleep(pause)
     return False
 
 

@@ -1,6 +1,9 @@
 """A link that lies where a file of our own is to be is never followed."""
 
+import errno
+import fcntl
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +11,9 @@ import pytest
 
 from shardwise.data import cache
 from shardwise.errors import ConfigError, DataError
-from shardwise.files import new_file, open_lock, open_own
+from shardwise.files import NoLocksError, free_bytes, lock, new_file, open_lock, open_own, write_atomic
 from shardwise.prepare.work import Work
-from shardwise.runlog import RunLock, write_atomic
+from shardwise.runlog import RunLock
 from shardwise.store.root import Root
 
 
@@ -88,3 +91,63 @@ def test_no_temporary_file_is_a_link(tmp_path: Path, plant: Callable[[Path], Pat
     write_atomic(tmp_path / "b", "ours")
     assert untouched(victim)
     assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text() == "ours"
+
+
+# ---- locks and writes
+
+
+def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path) -> None:
+    with open_lock(tmp_path / "lock") as mine, open_lock(tmp_path / "lock") as other:
+        assert lock(mine, wait=False)
+        assert not lock(other, wait=False)
+        assert not lock(other, wait=False, shared=True)
+        mine.close()
+        assert lock(other, wait=True)
+
+
+def test_a_file_system_without_locks_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with open_lock(tmp_path / "lock") as file, pytest.raises(NoLocksError, match="No locks available"):
+        lock(file, wait=True)
+
+
+def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash after any of these steps leaves the old file or the new one, whole."""
+    steps: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def recorded_fsync(descriptor: int) -> None:
+        steps.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "bytes")
+        fsync(descriptor)
+
+    def recorded_replace(self: Path, target: Path) -> Path:
+        steps.append("name")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "replace", recorded_replace)
+    write_atomic(tmp_path / "file", "new")
+    assert steps == ["bytes", "name", "folder"]
+    assert (tmp_path / "file").read_text() == "new"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(tmp_path / "file", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+def test_free_space_is_that_of_the_disk_where_a_path_will_be(tmp_path: Path) -> None:
+    assert abs(free_bytes(tmp_path / "not" / "yet") - free_bytes(tmp_path)) < 2**30

@@ -20,6 +20,7 @@ from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.spelling import spelling
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
+from shardwise.files import reason_of
 from shardwise.hub import weight_files
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
@@ -163,7 +164,7 @@ def _unreadable(path: Path, error: Exception) -> str:
         with path.open("rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER
     except OSError as failure:
-        return f"{path} cannot be read: {failure.strerror or failure}"
+        return f"{path} cannot be read: {reason_of(failure)}"
     if pointer:
         return f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository"
     return f"{path} is truncated or no safetensors file ({error}): fetch or copy it again"

@@ -19,6 +19,7 @@ from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import OwnConfig
 from shardwise.data import Tokenizer, reads_datasets, reads_indexed, reads_shards
 from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.files import reason_of
 from shardwise.store.chunks import read_whole
 from shardwise.store.manifest import MANIFEST, Manifest
 from shardwise.store.root import Root
@@ -157,7 +158,7 @@ def open_folder(
     try:
         described = (path / _CONFIG).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path / _CONFIG} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path / _CONFIG} cannot be read: {reason_of(error)}") from None
     files = frozenset(each.name for each in path.iterdir() if each.is_file())
     model = _model_section(described, str(path / _CONFIG), given.family)
     return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})

@@ -29,6 +29,7 @@ from shardwise.cli.folder import (
 from shardwise.config import Config, check_layout
 from shardwise.data import Tokenizer
 from shardwise.errors import ConfigError
+from shardwise.files import reason_of
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.units import count
@@ -135,7 +136,7 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
         try:
             text = file.read_text(encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
+            raise ConfigError(f"{name} cannot be read: {reason_of(error)}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"{name} must be UTF-8, and byte {error.start} is not") from None
     if not text:

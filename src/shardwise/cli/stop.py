@@ -13,6 +13,7 @@ from pathlib import Path
 from shardwise.cli import output
 from shardwise.cli.ending import how_it_ended
 from shardwise.errors import ConfigError, RunError
+from shardwise.files import reason_of
 from shardwise.launch import stopping
 from shardwise.runlog import RUNS, RunDirectory, RunLock
 
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         stopping.request(path, "`shardwise stop`")
     except OSError as error:
-        raise RunError(f"{path} cannot be asked to stop: {error.strerror or error}") from None
+        raise RunError(f"{path} cannot be asked to stop: {reason_of(error)}") from None
     shown = path.resolve() if path.is_symlink() else path
     output.line(f"asked {shown} to stop after its current step, with a checkpoint")
     if not is_here and holder is not None:

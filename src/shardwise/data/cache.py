@@ -13,8 +13,6 @@ Tokens lie back to back as little-endian uint16 or int32, the bounds of sentence
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -32,7 +30,7 @@ from shardwise.data.batch import TokenArray
 from shardwise.data.sentences import Sentences
 from shardwise.data.split import PARTS, Part
 from shardwise.errors import DataError
-from shardwise.files import open_lock
+from shardwise.files import NoLocksError, lock, open_lock, reason_of, write_atomic
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 1
@@ -40,7 +38,6 @@ BOUNDS = ("sentences", "documents")
 BOUNDS_DTYPE = np.dtype("<i8")
 _BLOCK = 1 << 16
 _CHECKED_BLOCKS = 256
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def cache_root(chosen: Path | None = None) -> Path:
@@ -60,8 +57,7 @@ def writing(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"the data cache {root} cannot be written: {error.strerror or error}; "
-            "set SHARDWISE_CACHE to a folder with room"
+            f"the data cache {root} cannot be written: {reason_of(error)}; set SHARDWISE_CACHE to a folder with room"
         ) from error
 
 
@@ -78,13 +74,9 @@ def locked(root: Path, key: str) -> Iterator[bool]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_lock(path)
     with file:
-        exclusive = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            exclusive = False
+        exclusive = False
+        with contextlib.suppress(NoLocksError):
+            exclusive = lock(file, wait=True)
         yield exclusive
 
 
@@ -253,9 +245,7 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
     with contextlib.suppress(OSError):
         path = root / "sources" / f"{stamp}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-        temporary.write_text(json.dumps({"content": content}) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_atomic(path, json.dumps({"content": content}) + "\n")
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from shardwise.data.unpacking import lies_in_chunks
 from shardwise.errors import DataError, listing
+from shardwise.files import reason_of
 
 KEYS = {
     "input_ids": "NS",
@@ -155,4 +156,4 @@ def _elsewhere(array: Any) -> bool:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read: {error.strerror or error}")
+    return DataError(f"{path} cannot be read: {reason_of(error)}")

@@ -36,6 +36,7 @@ from shardwise.data.cache import spread_digest
 from shardwise.data.sampler import IntArray
 from shardwise.data.text_files import convert_command
 from shardwise.errors import DataError, listing
+from shardwise.files import reason_of, sync_folder, to_disk
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -98,7 +99,7 @@ class IndexedFile:
             _check_bin(bin_path, idx_path, total)
             tokens = np.memmap(bin_path, dtype=dtype, mode="r")
         except OSError as error:
-            raise DataError(f"{error.filename or prefix} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{error.filename or prefix} cannot be read: {reason_of(error)}") from None
         return cls(prefix, *map(np.asarray, (tokens, sizes, pointers, documents)))
 
     @property
@@ -126,7 +127,7 @@ class IndexedFile:
                 idx = hashlib.file_digest(file, "sha256").hexdigest()
             return hashlib.sha256(f"{idx} {spread_digest(self.bin_path)}".encode()).hexdigest()
         except OSError as error:
-            raise DataError(f"{error.filename or self.prefix} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{error.filename or self.prefix} cannot be read: {reason_of(error)}") from None
 
 
 def count_sequences(path: str | Path) -> int:
@@ -139,7 +140,7 @@ def count_sequences(path: str | Path) -> int:
     try:
         return _read_header(idx_path)[1]
     except OSError as error:
-        raise DataError(f"{idx_path} cannot be read: {error.strerror or error}") from None
+        raise DataError(f"{idx_path} cannot be read: {reason_of(error)}") from None
 
 
 def _both_files(prefix: Path) -> tuple[Path, Path]:
@@ -409,20 +410,5 @@ class IndexedWriter:
             yield
         except OSError as error:
             raise DataError(
-                f"{self.prefix} cannot be written: {error.strerror or error}; name a place that has room"
+                f"{self.prefix} cannot be written: {reason_of(error)}; name a place that has room"
             ) from error
-
-
-def to_disk(file: BinaryIO) -> None:
-    """What was written to a file survives a loss of power."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """The names in a folder do."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

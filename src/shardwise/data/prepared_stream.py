@@ -27,6 +27,7 @@ from shardwise.data.streaming import HeldOut, Stream, StreamBatches, read_docume
 from shardwise.data.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
 from shardwise.data.tokens import TokenBatches
 from shardwise.errors import DataError, listing
+from shardwise.files import reason_of
 from shardwise.units import count
 
 _Begin = tuple[int, int]
@@ -186,7 +187,7 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
             status = path.stat()
             content = cache.spread_digest(path, 2) if hashed else [str(path.absolute()), status.st_mtime_ns]
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{path} cannot be read: {reason_of(error)}") from None
         facts.append([path.name, status.st_size, content])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

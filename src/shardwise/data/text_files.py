@@ -13,6 +13,7 @@ from functools import partial
 from typing import IO, Any, Literal, Protocol
 
 from shardwise.errors import DataError, listing
+from shardwise.files import reason_of
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -85,7 +86,7 @@ def slices(text: str) -> Iterator[str]:
 
 def unreadable(path: object, error: OSError) -> DataError:
     """What the user reads where the system refuses a file."""
-    return DataError(f"{path} cannot be read: {error.strerror or error}")
+    return DataError(f"{path} cannot be read: {reason_of(error)}")
 
 
 def convert_command(path: object) -> str:

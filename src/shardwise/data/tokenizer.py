@@ -18,6 +18,7 @@ import numpy.typing as npt
 from shardwise import hub
 from shardwise.data.tokenizer_files import CONFIG, END_OF_DOCUMENT, JSON, PAIR_TOKENS, SPECIAL, TokenizerFiles
 from shardwise.errors import ConfigError, DataError, listing
+from shardwise.files import reason_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -255,7 +256,7 @@ def user_tokenizer_digest(path: str) -> str:
         try:
             content = file.read_bytes()
         except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
         digest.update(hashlib.sha256(content).digest() + name.encode())
     return digest.hexdigest()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import DataError, listing
+from shardwise.files import reason_of
 from shardwise.hub import TOKENIZERS, tokenizer_names, without_tokenizer
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class TokenizerFiles:
         try:
             held = {file.name for file in folder.iterdir() if file.is_file()}
         except OSError as error:
-            raise DataError(f"{folder} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{folder} cannot be read: {reason_of(error)}") from None
         for names in TOKENIZERS:
             if held.issuperset(names):
                 return cls({name: folder / name for name in names}, _companions(folder))
@@ -263,7 +264,7 @@ def _piece_model(file: Path) -> Any:
     try:
         model.ParseFromString(file.read_bytes())
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
     except DecodeError:
         model.Clear()
     if not model.pieces:
@@ -306,7 +307,7 @@ def _text(file: Path, meaning: str) -> str:
     try:
         return file.read_bytes().decode()
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{file}, byte {error.start}, is not UTF-8: {meaning}") from None
 

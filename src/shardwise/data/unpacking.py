@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 
 from shardwise.data import cache
 from shardwise.errors import DataError
+from shardwise.files import free_bytes
 from shardwise.units import size
 
 _KIND = "shards"
@@ -67,7 +67,7 @@ def unpack(
     if missing:
         with cache.writing(root):
             root.mkdir(parents=True, exist_ok=True)
-            needed, free = sum(file.nbytes for file in missing), shutil.disk_usage(root).free
+            needed, free = sum(file.nbytes for file in missing), free_bytes(root)
         shards = f"{len(missing):,} shard{'' if len(missing) == 1 else 's'}"
         if needed > free:
             raise DataError(

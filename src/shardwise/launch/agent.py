@@ -19,10 +19,10 @@ import uuid
 from dataclasses import asdict
 from pathlib import Path
 
+from shardwise.files import write_atomic
 from shardwise.launch import guard, stopping
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID
 from shardwise.launch.failure import read_failure, root_cause
-from shardwise.runlog import write_atomic
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 

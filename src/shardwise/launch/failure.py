@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardwise.files import write_atomic
 from shardwise.launch.environment import ERROR_FILE
-from shardwise.runlog import write_atomic
 
 # No error of another rank ends a process by one of these: such a death is the cause, whoever reported first.
 _OWN_DEATHS: dict[int, str] = {

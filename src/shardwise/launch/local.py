@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import RunError, StoppedError
+from shardwise.files import reason_of
 from shardwise.hardware import cpu_count
 from shardwise.launch import stopping
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID
@@ -132,7 +133,7 @@ class _Stop:
                 stopping.request(self._run_path, stopping.called(number))
                 stopping.say(stopping.NOTICE)
             except OSError as error:
-                stopping.say(f"the run cannot be asked to stop: {self._run_path}: {error.strerror or error}")
+                stopping.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
+from shardwise.files import write_atomic
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
 from shardwise.launch.failure import signal_name
-from shardwise.runlog import json_text, write_atomic
+from shardwise.runlog import json_text
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)"

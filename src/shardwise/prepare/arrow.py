@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.indexed import IndexedFile, sync_folder, to_disk
+from shardwise.data.indexed import IndexedFile
 from shardwise.errors import DataError
+from shardwise.files import sync_folder, to_disk
 
 COLUMN = "input_ids"
 _SHARD_TOKENS = 1 << 27

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from shardwise.data.documents import Documents
 from shardwise.data.hashing import mix_integer
 from shardwise.data.hdf5_shard import library
-from shardwise.data.indexed import IndexedFile, to_disk
+from shardwise.data.indexed import IndexedFile
 from shardwise.data.pairs import SentencePairBatches
 from shardwise.data.tokenizer import PairTokens
+from shardwise.files import to_disk
 
 SECTION_TOKENS = 1 << 25
 """Of the documents that a shard is made of, about: what the memory of a process is bounded by."""

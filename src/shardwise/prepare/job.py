@@ -19,11 +19,12 @@ from shardwise.data import cache
 from shardwise.data.encoding import ContentDigest
 from shardwise.data.hdf5_shard import library as hdf5_library
 from shardwise.data.huggingface import fetch_dataset
-from shardwise.data.indexed import IndexedFile, sync_folder, written_dtype
+from shardwise.data.indexed import IndexedFile, written_dtype
 from shardwise.data.pairs import chunk_room
 from shardwise.data.sources import Source, open_source
 from shardwise.data.tokenizer import open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
+from shardwise.files import sync_folder
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.batches import Position
 from shardwise.prepare.outputs import Format, Output

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.data import manifest
-from shardwise.data.indexed import sync_folder, to_disk
 from shardwise.errors import DataError, listing
+from shardwise.files import sync_folder, to_disk
 from shardwise.prepare.tokens import PREFIX
 from shardwise.prepare.work import Work
 

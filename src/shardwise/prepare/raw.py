@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.indexed import UnfinishedIndex, prefix_of, to_disk, written_dtype
+from shardwise.data.indexed import UnfinishedIndex, prefix_of, written_dtype
 from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
+from shardwise.files import reason_of, to_disk
 from shardwise.prepare import space
 from shardwise.prepare.job import VERSION, Outcome
 from shardwise.prepare.outputs import Output
@@ -66,7 +67,7 @@ def convert(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> Out
     try:
         return _Conversion(job, announce).run(force)
     except OSError as error:
-        raise DataError(f"{error.filename or job.path} cannot be read: {error.strerror or error}") from None
+        raise DataError(f"{error.filename or job.path} cannot be read: {reason_of(error)}") from None
 
 
 class _Conversion:

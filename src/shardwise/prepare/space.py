@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from shardwise.data.sentences import cut_sentences
 from shardwise.data.sources import PIECE_CHARACTERS, Source
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError
+from shardwise.files import free_bytes
 from shardwise.units import size
 
 # Text of a packed file over its bytes, more than most have.
@@ -77,10 +77,7 @@ def check_room(needed: int, held: int, output: Path, announce: Callable[[str], N
     Raises:
         DataError: the disk has less.
     """
-    there = output.absolute().parent
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    free = free_bytes(output)
     missing = max(needed - held, 0)
     if missing > free and missing > _LEAST and packed:
         announce(
@@ -90,8 +87,8 @@ def check_room(needed: int, held: int, output: Path, announce: Callable[[str], N
         return
     if missing > free and missing > _LEAST:
         raise DataError(
-            f"the disk of {there} ({size(free)} free) must have about {size(missing)} free for {output}: make room, or "
-            "name another place"
+            f"the disk under {output} ({size(free)} free) must have about {size(missing)} free: make room, or name "
+            "another place"
         )
     announce(f"preparing {output}: takes about {size(missing)} of the {size(free)} that are free")
 

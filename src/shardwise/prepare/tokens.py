@@ -13,10 +13,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardwise.data.indexed import UnfinishedIndex, to_disk, written_dtype
+from shardwise.data.indexed import UnfinishedIndex, written_dtype
 from shardwise.data.sampler import IntArray
 from shardwise.data.sources import Source
 from shardwise.errors import DataError
+from shardwise.files import to_disk
 from shardwise.prepare.batches import Position, TextBatch, text_batches
 from shardwise.prepare.work import Work
 from shardwise.prepare.workers import Rows, Workers, tokenize

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import platform
@@ -21,11 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.data.indexed import sync_folder, to_disk
 from shardwise.errors import ConfigError, DataError
-from shardwise.files import new_file, open_lock
+from shardwise.files import NoLocksError, lock, open_lock, reason_of, sync_folder, write_atomic
 
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
 
@@ -47,22 +44,21 @@ class Work:
         """
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = open_lock(self.folder / _LOCK)
-        with lock:
+            held = open_lock(self.folder / _LOCK)
+        with held:
             refusal = f"{self.target} is being prepared by another process"
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise ConfigError(f"{refusal}: wait for its end") from None
+                taken = lock(held, wait=False)
+            except NoLocksError:
                 self._claim(refusal)
-            if not _is_there(lock):
+                taken = True
+            if not taken or not _is_there(held):
                 raise ConfigError(f"{refusal}: wait for its end")
             try:
                 yield
             finally:
                 # Once this process is done, the next one may have made a folder of the same name.
-                if _is_there(lock):
+                if _is_there(held):
                     (self.folder / _OWNER).unlink(missing_ok=True)
                     if not (self.folder / _STATE).exists():
                         self.remove()
@@ -101,7 +97,7 @@ class Work:
         try:
             yield
         except OSError as error:
-            reason = f"{self.target} cannot be written: {error.strerror or error}"
+            reason = f"{self.target} cannot be written: {reason_of(error)}"
             if (self.folder / _STATE).exists():
                 reason += f"; what is finished stays in {self.folder}, and the same command goes on from there"
             then = "make room" if error.errno in _NO_ROOM else "name a place that can be"
@@ -113,12 +109,7 @@ class Work:
 
     def save(self, state: dict[str, Any]) -> None:
         """Replaces the state; the files that it tells of are on the disk already."""
-        temporary = self.folder / f".{_STATE}"
-        with new_file(temporary) as file:
-            file.write(json.dumps(state, indent=1).encode())
-            to_disk(file)
-        temporary.replace(self.folder / _STATE)
-        sync_folder(self.folder)
+        write_atomic(self.folder / _STATE, json.dumps(state, indent=1))
 
     def clear(self) -> None:
         """Begins anew: all but the lock goes, the state first."""

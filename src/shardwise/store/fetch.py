@@ -14,8 +14,6 @@ what signs it: a presigned URL is another each time.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +31,7 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from shardwise.errors import ConfigError
-from shardwise.files import new_file, open_lock, open_own
+from shardwise.files import NoLocksError, lock, new_file, open_lock, open_own, to_disk
 from shardwise.names import name_problem
 from shardwise.redaction import unsigned
 from shardwise.store.reach import PATIENCE_SECONDS, in_time
@@ -50,7 +48,6 @@ _VERSIONS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "la
 _PATTERN = frozenset("*?[")
 _SHOWN = 3
 _RECORD = re.compile(r"(.*/)?\.[^/]+\.(fetch|fetch\.json|fetched\.json)")
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 Progress = Callable[[int], None]
 
@@ -331,8 +328,7 @@ def _bring(
             digest.update(block)
             if progress is not None:
                 progress(len(block))
-        file.flush()
-        os.fsync(file.fileno())
+        to_disk(file)
     return begun, digest
 
 
@@ -422,17 +418,13 @@ def _read_record(path: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _alone(target: Path, announce: Callable[[str], None] | None) -> Iterator[None]:
     """Holds the only lock on `target`, where the file system has locks."""
-    lock = _beside(target, "lock")
+    path = _beside(target, "lock")
     with Root.of(target).told("written"):
-        file = open_lock(lock)
+        file = open_lock(path)
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if announce is not None:
-                announce(f"waiting for another process that fetches {target.name}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        with contextlib.suppress(NoLocksError):
+            if not lock(file, wait=False):
+                if announce is not None:
+                    announce(f"waiting for another process that fetches {target.name}")
+                lock(file, wait=True)
         yield

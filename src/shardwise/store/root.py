@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError, RunError
-from shardwise.files import new_file
+from shardwise.files import free_bytes, sync_folder, write_atomic
 from shardwise.names import name_problem
 from shardwise.redaction import redacted
 from shardwise.store.behind import WriteBehind
@@ -210,16 +210,8 @@ class Root:
             with self.told("written", len(data)):
                 self.fs.pipe_file(self.path, data)
             return
-        temporary = self._sibling(f".{self.name}.{os.getpid()}.tmp")
-        try:
-            with Writing(temporary, len(data), new=True) as file:
-                file.write(data)
-            with self.told("written"):
-                temporary.local().replace(self.path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.local().unlink()
-            raise
+        with self.told("written", len(data)):
+            write_atomic(self.local(), data)
 
     def make(self) -> None:
         """The folder and those above it; an object store has none."""
@@ -267,21 +259,14 @@ class Root:
         """Wait until a local folder's names are on the disk."""
         if self.is_local:
             with self.told("written"):
-                descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync_folder(self.local())
 
     def free_bytes(self) -> int | None:
         """Of the disk under this place, which need not exist yet; None on an object store."""
         if not self.is_local:
             return None
-        path = self.local()
-        while not path.exists() and path != path.parent:
-            path = path.parent
         with self.told("read"):
-            return shutil.disk_usage(path).free
+            return free_bytes(self.local())
 
     # ---- inside
 
@@ -339,15 +324,12 @@ class Writing:
     """A file that is being written. A local one is on the disk once it is closed.
 
     As a context it closes when all went well, and leaves nothing behind when not.
-
-    Args:
-        new: the file is local, and a link of that name is replaced, not followed.
     """
 
-    def __init__(self, root: Root, size: int | None = None, *, new: bool = False) -> None:
+    def __init__(self, root: Root, size: int | None = None) -> None:
         self._root, self._size = root, size
         with root.told("written", size):
-            self._file: Any = new_file(root.local()) if new else root.fs.open(root.path, "wb")
+            self._file: Any = root.fs.open(root.path, "wb")
         self._behind = WriteBehind(self._file.fileno()) if root.is_local else None
 
     def write(self, data: Buffer) -> None:

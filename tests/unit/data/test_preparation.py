@@ -1,5 +1,7 @@
 """From text to tokens through the cache: built once, checked when opened, built anew when damaged."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -257,9 +259,9 @@ def test_many_processes_at_once_build_once(tmp_path: Path, damaged: bool) -> Non
 
 def test_a_file_system_without_locks_still_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
-        raise OSError(cache.errno.ENOLCK, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     assert len(prepare(config(), tmp_path).train_tokens) > 0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.prepare import work
 from shardwise.prepare.work import Work
 
 
@@ -21,7 +21,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(work.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 @pytest.mark.usefixtures("no_locks")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import ConfigError, listing
+from shardwise.files import reason_of
 
 
 class StandIn:
@@ -90,7 +91,7 @@ def load(path: Path) -> Any:
     except OSError as error:
         if error.errno == errno.EINVAL:  # an offset that is none
             raise ConfigError(f"{path} is truncated or no file of torch.save") from None
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path} is truncated or no file of torch.save ({_sentence(error)})") from None
 
