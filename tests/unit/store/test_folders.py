@@ -184,3 +184,18 @@ def test_setting_aside(root: Root) -> None:
         "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
     ]  # fmt: skip
     assert [each.step for each in removable(root, 2).checkpoints] == [100], "what is set aside counts for keep"
+
+
+def test_a_prune_that_breaks_off_leaves_no_checkpoint(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that lacks files must not have a manifest any more."""
+    remove = Root.remove
+
+    def break_off(place: Root) -> None:
+        if place.is_folder():
+            raise StoreError(f"{place} cannot be removed: no answer")
+        remove(place)
+
+    monkeypatch.setattr(Root, "remove", break_off)
+    with pytest.raises(StoreError, match="no answer"):
+        removable(root, 2).remove()
+    assert not (root / step_name(300) / MANIFEST).exists()
