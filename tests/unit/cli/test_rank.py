@@ -1,5 +1,6 @@
 """How a rank ends: what it says, and with which exit code."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +43,9 @@ SENTENCES = [
 
 def train(body: str, path: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     code = SCRIPT.replace("{body}", f"    {body}")
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), **variables}  # of these tests, whatever is installed
     return subprocess.run(
-        [sys.executable, "-c", code, str(path)], env=variables, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True, timeout=60
     )
 
 
