@@ -8,9 +8,11 @@ import torch
 from shardwise.errors import RunError
 from shardwise.models import build_model
 from shardwise.testing import RankPool
+from shardwise.train import trainer
+from shardwise.train.build import build_trainer
 from shardwise.train.drift import check_replicas
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import MODEL, make_config
+from tests.dist.training import MODEL, make_config, make_data
 
 NORM = "norm.weight"
 QKV = "layers.0.self_attn.qkv.weight"
@@ -78,3 +80,11 @@ def test_what_is_not_copied_may_differ(ranks: Any) -> None:
 def test_head_sizes_are_what_the_cases_assume() -> None:
     assert MODEL["hidden_size"] == 64
     assert (MODEL["num_attention_heads"], MODEL["num_key_value_heads"]) == (8, 2)
+
+
+def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(trainer, "check_replicas", lambda _model, _mesh, step: compared.append(step))
+    config = make_config(log={"drift_every": 2}, train={"stop_after": 5, "eval_every": 0})
+    build_trainer(config, config.check(1), shared_mesh(1), make_data()).run()
+    assert compared == [2, 4, 5]

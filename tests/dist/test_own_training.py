@@ -62,3 +62,14 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
     assert bool(said) == warned
     if warned:
         assert "must return the sum of its targets' losses, not their mean" in said[0]
+
+
+def test_a_model_is_in_evaluation_mode_for_an_evaluation_alone() -> None:
+    """What a user's own dropout layers go by."""
+    made, modes = trainer("Dropping"), []
+    made.model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    made.evaluate()
+    assert set(modes) == {False}
+    modes.clear()
+    made.step()
+    assert set(modes) == {True}

@@ -442,3 +442,26 @@ def test_group_may_be_part_of_the_job(ranks: Any) -> None:
     for by_process_group, by_group, wanted in outcomes:
         assert by_process_group == by_group == pytest.approx(wanted, rel=1e-6)
     assert outcomes[0][2] != outcomes[2][2]
+
+
+def plain_step(average: bool, max_norm: float | None) -> tuple[list[float], float]:
+    """What SGD at a rate of 1 makes of four zeros whose gradients are 1, 2, … by rank, and their norm."""
+    weight = nn.Parameter(torch.zeros(4))
+    clipping: dict[str, Any] = {"grad_clipping": False} if max_norm is None else {"max_norm": max_norm}
+    optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=1.0, average=average, **clipping)
+    (weight.sum() * (Group.world().rank + 1)).backward()
+    norm = float(optimizer.norms()[0])
+    optimizer.step()
+    return weight.tolist(), norm
+
+
+@pytest.mark.parametrize(("average", "gradient"), [(True, 1.5), (False, 3.0)])
+@pytest.mark.parametrize("max_norm", [None, 100.0, 1.0])
+def test_gradients_of_the_replicas_are_averaged_or_summed(
+    average: bool, gradient: float, max_norm: float | None, ranks: Any
+) -> None:
+    """AdamW would not tell, nor would clipping: both make the same of a gradient that is twice as long."""
+    step = min(2 * gradient, max_norm or 100.0) / 2
+    for weight, norm in ranks(2).run(plain_step, average, max_norm):
+        assert norm == pytest.approx(2 * gradient)
+        assert weight == pytest.approx([-step] * 4, rel=1e-5)

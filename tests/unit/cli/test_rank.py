@@ -63,7 +63,7 @@ def train(body: str, path: Path, variables: dict[str, str]) -> subprocess.Comple
 
 def rank_process(arguments: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """A Python with these variables alone, and the package that is tested."""
-    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **variables}
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), **variables}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60)
 
 

@@ -25,6 +25,7 @@ def test_what_may_change_is_told_a_line_each() -> None:
         "precision.mode=mixed",
         "checkpoint.load=null",
         "checkpoint.keep=null",
+        "data.workers=3",
         "log.every=10",
     ]
     assert resume_problems(resolved(), resolved(*overrides)) == []
@@ -34,6 +35,7 @@ def test_what_may_change_is_told_a_line_each() -> None:
         "train.global_batch 8 → 16",
         "optimizer.lr 0.001 → 0.0001",
         "precision.mode float32 → mixed",
+        "data.workers 1 → 3",
         "checkpoint.keep 3 → null",
         "log.every 1 → 10",
     ]

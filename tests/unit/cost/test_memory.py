@@ -96,6 +96,12 @@ def test_tensor_parallelism_counts_local_elements() -> None:
     assert estimate(chosen, Layout(4, tensor=4)).parameters == 4 * parameters(chosen, 4)
 
 
+def test_zero_shares_state_out_over_data_parallelism_alone() -> None:
+    """Two moments in float32 of a quarter of what a tensor-parallel rank holds, and padding."""
+    state = estimate(config(), Layout(8, tensor=2)).optimizer
+    assert state == pytest.approx(2 * 4 * parameters(config(), 2) / 4, rel=1e-3)
+
+
 def test_rows_add_up() -> None:
     memory = estimate(config(), Layout(2))
     assert [name for name, _ in memory.rows()] == [

@@ -332,3 +332,14 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_read(
 
 def test_the_dtype_follows_the_vocabulary() -> None:
     assert [written_dtype(size) for size in (65499, 65500)] == [np.dtype("uint16"), np.dtype("int32")]
+
+
+def test_all_tokens_are_on_the_disk_before_they_have_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: dict[int, int] = {}
+    monkeypatch.setattr(
+        indexed.os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size})
+    )
+    write(tmp_path / "data", [[[1, 2, 3]]], 100)
+    for suffix in (".bin", ".idx"):
+        found = (tmp_path / f"data{suffix}").stat()
+        assert flushed[found.st_ino] == found.st_size > 0, suffix

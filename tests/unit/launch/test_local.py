@@ -236,3 +236,9 @@ def test_a_launcher_that_cannot_start_its_ranks_names_the_log(tmp_path: Path) ->
     with pytest.raises(LaunchError, match=r"ended with exit code 1; its log: .*launcher.log$"):
         launch(["/no/such/program"], 2, tmp_path)
     assert "/no/such/program" in (tmp_path / "logs" / "launcher.log").read_text()
+
+
+def test_a_launcher_that_is_killed_is_told_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_wait", lambda agent, _: agent.kill() or agent.wait())
+    with pytest.raises(LaunchError, match=r"starts the ranks was killed by SIGKILL; its log: .*launcher\.log$"):
+        launch([sys.executable, "-c", "pass"], 1, tmp_path)

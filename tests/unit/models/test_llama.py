@@ -11,6 +11,8 @@ from transformers import LlamaForCausalLM
 
 from shardwise.config import LlamaConfig
 from shardwise.models import Llama
+from shardwise.models.blocks import AttentionCore
+from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from tests.unit.parallel.groups import pretend_group
 
@@ -119,3 +121,13 @@ def test_bfloat16_parameters_give_a_float32_loss() -> None:
     loss.backward()
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_step_by_step_is_the_fused_one(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dropout of the probabilities asks for; here none of them is dropped."""
+    monkeypatch.setattr(AttentionCore, "_drop", lambda _self, probabilities, _key: probabilities)
+    model = Llama(config(num_key_value_heads=kv_heads, attention_dropout=0.5, initializer_range=0.5), seed=1)
+    ids = torch.arange(16).view(8, 2)
+    key = DropoutKey(seed=0, step=1, samples_B=torch.arange(2), first_sample=0)
+    torch.testing.assert_close(model(ids, ids.flip(0), key), model(ids, ids.flip(0)))

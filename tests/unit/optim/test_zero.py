@@ -174,6 +174,17 @@ def test_gradients_that_the_user_cleared_or_replaced(clear: Callable[[nn.Module]
     assert_equal(ours, plain)
 
 
+def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
+    ours = make()
+    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1)
+    before = [p.detach().clone() for p in ours.parameters()]
+    ours(batch(0)).backward()
+    for p in ours.parameters():
+        p.grad = None
+    optimizer.step()
+    assert all(torch.equal(p, was) for p, was in zip(ours.parameters(), before, strict=True))
+
+
 def test_step_uses_gradients_up() -> None:
     """Without zero_grad nothing of the last step is left."""
     plain, ours = make(), make()

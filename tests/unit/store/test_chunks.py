@@ -114,6 +114,8 @@ def test_damage_is_found_by_who_reads_the_chunk(stored: tuple[Root, bytes, FileE
     ):
         reader.read(2 * CHUNK - 1, 2 * CHUNK + 1)
     assert reader.read(3 * CHUNK, len(data)) == data[3 * CHUNK :]
+    with pytest.raises(DamageError, match=r"\(chunk 2\)"):
+        ChunkedReader(Root.of(tmp_path), entry).read(0, len(data))  # of several that come in one request
 
 
 @pytest.mark.parametrize("length", [0, CHUNK + 1, 5 * CHUNK + 101])

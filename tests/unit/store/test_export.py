@@ -14,6 +14,7 @@ from shardwise.store.export import Export
 from shardwise.store.manifest import MANIFEST
 from shardwise.store.root import DamageError, Root, StoreError
 from shardwise.store.safetensors import DTYPES
+from shardwise.store.writing import staged
 from tests.stored import Tensors, small_tensors, write_checkpoint
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -143,3 +144,13 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypa
     with pytest.raises(StoreError, match=r"the export of .* needs .* bytes\) in .*, where 10 B are free"):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_has_its_names_on_the_disk_before_it_gets_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    monkeypatch.setattr(Root, "sync", lambda place: synced.append((place.name, (tmp_path / "model").exists())))
+    with staged(Root.of(tmp_path), "model", ".model.partial") as folder:
+        (folder / "weights").write(b"x")
+    assert synced == [(".model.partial", False), (tmp_path.name, True)]

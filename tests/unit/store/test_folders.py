@@ -263,3 +263,18 @@ def test_a_partial_folder_is_a_checkpoint_only_where_it_is_complete(root: Root) 
         write_checkpoint(root / "new", step, TENSORS).rename(root / partial_name(step))
     partial = [each.step for each in survey(root) if each.folder.name == partial_name(each.step)]
     assert partial == [600], "500 has a complete one of its own name"
+
+
+def test_a_prune_that_breaks_off_leaves_no_checkpoint(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that lacks files must not have a manifest any more."""
+    remove = Root.remove
+
+    def break_off(place: Root) -> None:
+        if place.is_folder():
+            raise StoreError(f"{place} cannot be removed: no answer")
+        remove(place)
+
+    monkeypatch.setattr(Root, "remove", break_off)
+    with pytest.raises(StoreError, match="no answer"):
+        removable(root, 2).remove()
+    assert not (root / step_name(300) / MANIFEST).exists()

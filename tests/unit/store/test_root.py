@@ -204,3 +204,14 @@ def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules["fsspec.registry"].__dict__["_registry"], "s3", raising=False)
     with pytest.raises(ConfigError, match=r"s3://bucket/x needs a package .* pip install 'shardwise\[s3\]'"):
         Root.of("s3://bucket/x")
+
+
+def test_what_is_complete_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with all of its bytes once it is closed, a folder's names once it is synced."""
+    flushed: dict[int, int] = {}
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
+    with (Root.of(tmp_path) / "a").open() as file:
+        file.write(b"abc")
+    assert flushed == {(tmp_path / "a").stat().st_ino: 3}
+    Root.of(tmp_path).sync()
+    assert tmp_path.stat().st_ino in flushed

@@ -175,3 +175,7 @@ def test_tilings(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -
     chosen = data.draw(st.sampled_from([box for box in boxes if box.numel]))
     assert "leave a gap" in str(tiling_problem(shape, [box for box in boxes if box != chosen]))
     assert "overlap" in str(tiling_problem(shape, [*boxes, chosen]))
+
+
+def test_boxes_that_overlap_and_leave_a_gap_of_equal_size_do_not_tile() -> None:
+    assert tiling_problem((4, 2), [Box((0, 0), (2, 2)), Box((1, 0), (2, 2))]) == "overlap: [0:2, 0:2] and [1:3, 0:2]"

@@ -15,9 +15,9 @@ from shardwise.store.owner import Owner, take
 from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import verify
 from shardwise.train import resume
-from shardwise.train.record import Progress
+from shardwise.train.record import Progress, end_of_run
 from shardwise.train.resume import goes_back, look, went_back
-from tests.dist.training import make_config
+from tests.dist.training import make_config, make_data
 from tests.stored import small_tensors, write_checkpoint
 
 STORED: dict[str, Any] = {"checkpoint": {}}
@@ -132,6 +132,35 @@ def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
     assert [each.step for each in look(another, RunDirectory(tmp_path), STORED).candidates] == [100]
     assert goes_back(another, after)
     assert went_back(config(), first) == {}
+
+
+@pytest.mark.parametrize(("asked", "position"), [(None, 900), (100, 900 + 2 * 8)])
+def test_a_run_goes_on_where_it_was(
+    asked: int | None, position: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the data too, which is ahead of the samples where batches of 8 were left out."""
+    chosen = make_config(checkpoint={"resume": asked or "auto"}, train={"skip_batches": 2 if asked else 0})
+    write_checkpoint(tmp_path / "checkpoints", 100, position=900)
+    monkeypatch.setattr(resume, "read_manifest", lambda folder, _world: Manifest.read(folder))
+    monkeypatch.setattr(resume, "restore", lambda *_: None)
+    candidates = look(chosen, RunDirectory(tmp_path), STORED).candidates
+    mesh, progress = SimpleNamespace(world=None), Progress()
+    resume.restore_first(candidates, chosen, None, None, mesh, progress, Told())  # type: ignore[arg-type]
+    assert (progress.step, progress.samples, progress.tokens) == (100, 800, 25_600)
+    assert progress.position == position
+
+
+def test_other_data_are_refused(tmp_path: Path) -> None:
+    manifest = Manifest.read(write_checkpoint(tmp_path, 100))
+    resume.require_same_data(manifest, replace(make_data(), fingerprint="tiny"))
+    with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
+        resume.require_same_data(manifest, replace(make_data(), fingerprint="other"))
+
+
+def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
+    chosen = make_config(train={"steps": 20, "stop_after": 5})
+    assert [end_of_run(chosen, before) for before in (0, 10, 18)] == [5, 15, 20]
+    assert end_of_run(config(), 10) == 20
 
 
 class Told:

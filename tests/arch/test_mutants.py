@@ -1,0 +1,86 @@
+"""The faults of tests/mutants fit the source as it is, and the tests notice each of them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from scripts.check_mutants import PACKAGE, Mutant, Result, load_mutants, table
+from tests.arch.source import ROOT
+
+LEAST = 150
+"""Faults, so that none are lost when the source is moved about."""
+
+
+def is_there(test: str) -> bool:
+    """Whether a file of tests, or a function in it, exists."""
+    path, _, name = test.partition("::")
+    file = ROOT / path
+    return file.exists() and (not name or f"def {name.partition('[')[0]}(" in file.read_text(encoding="utf-8"))
+
+
+def test_each_fault_fits_the_source() -> None:
+    """A stale one, whose text is gone or there twice, is to be mended with the change that moved it."""
+    problems = []
+    for mutant in load_mutants():
+        path = ROOT / PACKAGE / mutant.file
+        try:
+            compile(mutant.applied(path.read_text(encoding="utf-8")), str(path), "exec")
+        except (OSError, ValueError, SyntaxError) as error:
+            problems.append(f"{mutant.id}: {error}")
+    assert not problems, "\n".join(problems)
+
+
+def test_each_fault_has_a_name_of_its_own_a_sentence_and_tests() -> None:
+    mutants = load_mutants()
+    names = [mutant.id for mutant in mutants]
+    assert len(set(names)) == len(names) >= LEAST
+    for mutant in mutants:
+        assert mutant.breaks.endswith("."), f"{mutant.id} says in a sentence what breaks"
+        assert "|" not in mutant.breaks, f"{mutant.id} is shown in a table"
+        assert mutant.find != mutant.replace, f"{mutant.id} changes nothing"
+        assert mutant.tests, f"{mutant.id} names the tests that must fail"
+        missing = [test for test in mutant.tests if not is_there(test)]
+        assert not missing, f"{mutant.id} names tests that are not there: {missing}"
+
+
+def test_a_stale_fault_is_an_error() -> None:
+    mutant = Mutant("id", "a.py", "b = 1", "b = 2", "It breaks.", ("tests/unit",))
+    assert mutant.applied("a\nb = 1\n") == "a\nb = 2\n"
+    for text in ("a\n", "b = 1\nb = 1\n"):
+        with pytest.raises(ValueError, match=r"mutant id: its text must occur once in a\.py, and does"):
+            mutant.applied(text)
+
+
+def test_a_time_out_is_noticed_only_where_the_fault_may_hang() -> None:
+    plain = Mutant("plain", "a.py", "b", "c", "It breaks.", ("tests/unit",))
+    hanging = Mutant("hanging", "a.py", "b", "c", "It hangs.", ("tests/unit",), hangs=True)
+    assert not Result(plain, "timed out", 1.0, "", "").is_caught
+    assert Result(hanging, "timed out", 1.0, "", "").is_caught
+    assert not Result(plain, "broken", 1.0, "", "").is_caught
+
+
+def test_a_part_of_the_faults_updates_the_table() -> None:
+    plain = Mutant("plain", "a.py", "b", "c", "It breaks.", ("tests/unit",))
+    other = Mutant("other", "a.py", "b", "c", "It fails.", ("tests/unit",))
+    first = table(
+        [Result(plain, "survived", 1.0, "", ""), Result(other, "caught", 2.0, "t::a", "")], [plain, other], ""
+    )
+    assert "**1 of 2 are caught.**" in first
+    second = table([Result(plain, "caught", 1.0, "t::b", "")], [plain, other], first)
+    assert "**2 of 2 are caught.**" in second
+    assert second.index("`plain`") < second.index("`other`")
+    assert "`other`" not in table([], [plain], second), "a fault that is no more has no row"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_the_tests_notice_each_fault() -> None:
+    found = subprocess.run(
+        [sys.executable, "scripts/check_mutants.py"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout

@@ -1,0 +1,55 @@
+"""When a run saves, and what a checkpoint says of its place."""
+
+from typing import Any
+
+from shardwise.mesh import Mesh
+from shardwise.train.record import Progress
+from shardwise.train.saving import Checkpoints
+from tests.dist.training import make_config
+
+
+class Saves:
+    """In place of a `Saver`."""
+
+    def __init__(self) -> None:
+        self.saved: dict[int, Any] = {}
+
+    def save(self, step: int, described: Any) -> None:
+        self.saved[step] = described
+
+    def finished(self) -> list[Any]:
+        return []
+
+
+def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], str | None]:
+    """What a run of 5 steps saves, and who stopped it; three batches of 8 were left out before it."""
+    config = make_config(checkpoint={"every": every}, train={"steps": 5})
+    made: Any = Saves()
+    progress, stop = Progress(), None
+    checkpoints = Checkpoints(
+        made, config, None, Mesh(), lambda: "somebody" if progress.step == stopped_at else None, {}
+    )  # type: ignore[arg-type]
+    for step in range(1, 6):
+        progress.step, progress.samples, progress.position = step, 8 * step, 8 * step + 24
+        stop = checkpoints.after_step(progress, step == 5)
+        if stop is not None:
+            break
+    return made.saved, stop
+
+
+def test_every_few_steps_and_at_the_last() -> None:
+    found, stop = saved(2)
+    assert list(found) == [2, 4, 5]
+    assert stop is None
+    assert list(saved(0)[0]) == [5]
+
+
+def test_a_stop_is_saved_and_told() -> None:
+    found, stop = saved(0, stopped_at=3)
+    assert list(found) == [3]
+    assert stop == "somebody"
+
+
+def test_the_place_in_the_data_is_ahead_of_the_samples() -> None:
+    found, _ = saved(0)
+    assert (found[5]["samples"], found[5]["position"]) == (40, 64)
