@@ -1,6 +1,6 @@
 """Apply small faults to a copy of the package, one at a time, and see whether the tests notice: mutation testing.
 
-The faults ("mutants") are data: `tests/mutants/*.yaml`. Each names a text in a file of the package, the text that
+The faults ("mutants") are data: `tests/mutants/*.yaml`. Each names a text that occurs once in the package, the text that
 replaces it, and the tests that must fail then. A mutant that no test notices has survived: a guard is missing.
 
     .venv/bin/python scripts/check_mutants.py [--only ID ...] [--write-table]
@@ -52,14 +52,13 @@ class Mutant:
     """One fault.
 
     Attributes:
-        file: relative to the package. find: a text that occurs exactly once in it. replace: what takes its place.
-        breaks: what goes wrong then, in a sentence.
+        find: a text that occurs exactly once in the package, whichever file it is moved to. replace: what takes its
+        place. breaks: what goes wrong then, in a sentence.
         tests: files or node ids of the tests that must notice. slow: tests that are marked `slow` are run too.
         hangs: the fault may make the tests wait for ever, so that a time-out counts as noticed.
     """
 
     id: str
-    file: str
     find: str
     replace: str
     breaks: str
@@ -67,18 +66,23 @@ class Mutant:
     slow: bool = False
     hangs: bool = False
 
-    def applied(self, text: str) -> str:
-        """The file's text with the fault; ValueError where the mutant is stale."""
-        if (found := text.count(self.find)) != 1:
-            raise ValueError(f"mutant {self.id}: its text must occur once in {self.file}, and does {found} times")
-        return text.replace(self.find, self.replace)
+    def file(self, sources: Mapping[Path, str]) -> Path:
+        """Which of these files, given with their texts, has the fault's place; ValueError where the mutant is stale."""
+        counts = {path: text.count(self.find) for path, text in sources.items() if self.find in text}
+        if (total := sum(counts.values())) != 1:
+            where = "".join(f", {path}" for path in sorted(counts))
+            raise ValueError(
+                f"mutant {self.id}: its text must occur once in the package, and does {total} times{where}"
+            )
+        return next(iter(counts))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests said of a mutant. by: the first that failed. output: pytest's."""
+    """What the tests said of a mutant in a file of the package. by: the first that failed. output: pytest's."""
 
     mutant: Mutant
+    file: Path
     verdict: Verdict
     seconds: float = 0.0
     by: str = ""
@@ -92,6 +96,12 @@ class Result:
 def load_mutants() -> list[Mutant]:
     texts = [path.read_text("utf-8") for path in sorted((ROOT / "tests/mutants").glob("*.yaml"))]
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for text in texts for entry in yaml.safe_load(text)]
+
+
+def sources(root: Path = ROOT) -> dict[Path, str]:
+    """The text of every file of the package, by its path below the package."""
+    package = root / PACKAGE
+    return {path.relative_to(package): path.read_text("utf-8") for path in sorted(package.rglob("*.py"))}
 
 
 def copy_tracked_files(target: Path) -> None:
@@ -124,9 +134,10 @@ def run_tests(copy: Path, tests: Iterable[str], slow: bool, timeout: float | Non
 
 def check(copy: Path, mutant: Mutant, timeout: float) -> Result:
     """Run a mutant's tests in a copy that has the fault, which is taken out again."""
-    path, start = copy / PACKAGE / mutant.file, time.monotonic()
-    sound, compiled = path.read_text("utf-8"), Path(importlib.util.cache_from_source(str(path)))
-    path.write_text(mutant.applied(sound), "utf-8")
+    file, start = mutant.file(texts := sources(copy)), time.monotonic()
+    sound, path = texts[file], copy / PACKAGE / file
+    compiled = Path(importlib.util.cache_from_source(str(path)))
+    path.write_text(sound.replace(mutant.find, mutant.replace), "utf-8")
     compiled.unlink(missing_ok=True)  # Python would not see a change within a second that keeps the length
     try:
         code, output = run_tests(copy, mutant.tests, mutant.slow, timeout)
@@ -134,7 +145,7 @@ def check(copy: Path, mutant: Mutant, timeout: float) -> Result:
         path.write_text(sound, "utf-8")
         compiled.unlink(missing_ok=True)
     by = _FAILED.search(output)
-    return Result(mutant, _VERDICTS.get(code, "broken"), time.monotonic() - start, by[1] if by else "", output)
+    return Result(mutant, file, _VERDICTS.get(code, "broken"), time.monotonic() - start, by[1] if by else "", output)
 
 
 def require_sound_tests(copy: Path, mutants: Sequence[Mutant]) -> None:
@@ -152,7 +163,7 @@ def table(results: Sequence[Result], mutants: Sequence[Mutant], before: str) -> 
     for each in results:
         one, by = each.mutant, f"`{each.by}`" if each.by else ""
         verdict = each.verdict if each.is_caught else f"**{each.verdict}**"
-        rows[one.id] = f"| `{one.id}` | `{one.file}` | {one.breaks} | {verdict} | {by} | {each.seconds:.0f} |"
+        rows[one.id] = f"| `{one.id}` | `{each.file}` | {one.breaks} | {verdict} | {by} | {each.seconds:.0f} |"
     kept = [rows[mutant.id] for mutant in mutants if mutant.id in rows]
     caught = sum("| **" not in row for row in kept)
     return _HEAD.format(caught=caught, all=len(kept)) + "".join(f"{row}\n" for row in kept)
