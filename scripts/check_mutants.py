@@ -1,7 +1,7 @@
 """Apply small faults to a copy of the package, one at a time, and see whether the tests notice: mutation testing.
 
-The faults ("mutants") are data: `tests/mutants/*.yaml`. Each names a text that occurs once in the package, the text that
-replaces it, and the tests that must fail then. A mutant that no test notices has survived: a guard is missing.
+The faults ("mutants") are data: `tests/mutants/*.yaml`. Each names a text that occurs once in the package, the text
+that replaces it, and the tests that must fail then. A mutant that no test notices has survived: a guard is missing.
 
     .venv/bin/python scripts/check_mutants.py [--only ID ...] [--write-table]
 """
