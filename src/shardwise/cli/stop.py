@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from shardwise.cli import output
-from shardwise.cli.ending import how_it_ended
 from shardwise.errors import ConfigError, RunError
 from shardwise.launch import stopping
+from shardwise.launch.ending import how_it_ended
 from shardwise.runlog import RUNS, RunDirectory, RunLock
 
 _POLL_SECONDS = 0.2

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,6 +87,24 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
         raise LaunchError(failure.text, failure.exit_code)
     ending = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     raise LaunchError(f"the process that starts the ranks {ending}; its log: {logs / 'launcher.log'}")
+
+
+def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
+    """`shardwise ARGUMENTS` on `nproc` local ranks; their logs are kept where the text of a failure names them.
+
+    Raises:
+        LaunchError: with the cause.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
+    is_named = False
+    try:
+        launch([sys.executable, "-P", "-m", "shardwise", *arguments], nproc, folder)
+    except LaunchError as error:
+        is_named = str(folder) in str(error)
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _taken(record: Path) -> str:
