@@ -1,4 +1,4 @@
-"""Going on where an earlier run of the same folder was saved."""
+"""Resuming a training where an earlier run of the same folder was saved."""
 
 from __future__ import annotations
 
@@ -38,20 +38,30 @@ _WENT_BACK = "went_back"
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What lies where a run saves: all its checkpoints, newest first, and those to try, in this order."""
+class FoundCheckpoints:
+    """What lies where a run saves.
+
+    Attributes:
+        root: where it saves.
+        found: all checkpoints, newest first.
+        candidates: those to restore from: the first that is intact.
+    """
 
     root: Root
     found: tuple[Found, ...]
     candidates: tuple[Found, ...]
 
 
-def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None) -> Standing:
-    """See which checkpoints there are and that new ones can be written, on one rank, before anything is trained.
+def find_checkpoints(
+    config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None
+) -> FoundCheckpoints:
+    """The checkpoints that there are, once it is clear that new ones can be written; on one rank, before the training.
 
     Args:
-        directory: of the run. stored: the configuration of the run that its folder held before, if any. run: the id of
-        that run; None takes it from the folder.
+        config: of the run.
+        directory: of the run.
+        stored: the configuration of the run that its folder held before, if any.
+        run: the id of that run; None takes it from the folder.
 
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to go on with.
@@ -70,7 +80,7 @@ def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | No
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
     chosen = {each.step for each in candidates}
-    return Standing(root, found, tuple(each for each in found if each.step in chosen))
+    return FoundCheckpoints(root, found, tuple(each for each in found if each.step in chosen))
 
 
 def _named(found: Found, root: Root) -> Found:
