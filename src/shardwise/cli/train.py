@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(recipe: str, config: Config, layout: Layout) -> int:
     """The dry run. What is wrong with the data comes last: the numbers are of use on a machine that has no data."""
     from shardwise.cli.inputs import look_at_inputs
-    from shardwise.cli.summary import dry_run
+    from shardwise.train.summary import dry_run
 
     found, (device, count) = look_at_inputs(config), accelerators()
     output.line(dry_run(recipe, config, layout, device, count > 0, [] if found is None else found.rows))

@@ -30,7 +30,7 @@ from shardwise.store.folders import is_damage
 from shardwise.store.manifest import MANIFEST, ManifestError
 from shardwise.store.root import Root, StoreError
 from shardwise.train.opening import Run, versions
-from shardwise.train.own import StateMemory, count_parameters
+from shardwise.train.own import count_parameters, state_memory
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.resume import Resumed, went_back
@@ -92,10 +92,10 @@ def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
     if reporter.parameters is not None:
         return trainer
     reporter.parameters = count_parameters(trainer.model)
-    reporter.memory = memory = StateMemory.of(trainer.model, trainer.optimizer)
+    reporter.memory = memory = state_memory(trainer.model, trainer.optimizer)
     problems: list[str] = []
     if run.mesh.world.rank == 0:
-        size = next(trainer.model.parameters()).itemsize + memory.optimizer // max(memory.parameters, 1)
+        size = next(trainer.model.parameters()).itemsize + memory["optimizer"] // max(memory["parameters"], 1)
         try:
             run.folder.require_room(run.config, reporter.parameters * size)
         except ConfigError as error:
@@ -107,6 +107,7 @@ def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
 def build_reporter(run: Run) -> Reporter:
     """What prints and records the run on this rank."""
     has_accelerator = run.mesh.device.type != "cpu"
+    memory = expected_memory(run.config, run.layout, has_accelerator)
     return Reporter(
         run.folder.directory,
         run.config,
@@ -115,7 +116,7 @@ def build_reporter(run: Run) -> Reporter:
         device_name=devices.name(run.mesh.device),
         precision=run.config.precision.resolved(has_accelerator),
         parameters=parameter_count(run.config.model),
-        memory=expected_memory(run.config, run.layout, has_accelerator),
+        memory=None if memory is None else dict(memory.rows()),
     )
 
 

@@ -21,16 +21,16 @@ from rich.text import Text
 from shardwise import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
-from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization, neediest_rank
+from shardwise.cost import flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.store.manifest import Manifest
 from shardwise.train.console import open_log, plain, print_summary, result_line
-from shardwise.train.own import StateMemory
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
 from shardwise.train.record import StepRecord, Throughput, end_of_run
+from shardwise.train.summary import start_rows
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -40,10 +40,14 @@ class Reporter:
     """Prints and records one run, as seen by one rank. A context manager: leaving it closes every file.
 
     Args:
-        run: the run's folder. rank: of this process in the world; rank 0 prints and writes the shared files.
-        device_name: product name of a rank's device, from which its peak is looked up. precision: as resolved.
-        parameters: of the whole model. memory: expected on the rank that needs most. Both are set before `start` where
-        they are None here, as for a model of the user's own, which is counted when it is built.
+        run: the run's folder.
+        config: of the run.
+        layout: of its ranks.
+        rank: of this process in the world; rank 0 prints and writes the shared files.
+        device_name: product name of a rank's device, from which its peak is looked up.
+        precision: as resolved.
+        parameters: of the whole model. Of a model of the user's own it is None, until it is set before `start`.
+        memory: bytes by kind, expected on the rank that needs most; None likewise.
         stream: where rank 0 prints; default: standard output.
     """
 
@@ -57,13 +61,12 @@ class Reporter:
         device_name: str,
         precision: Precision,
         parameters: int | None,
-        memory: MemoryEstimate | None,
+        memory: Mapping[str, int] | None,
         stream: IO[str] | None = None,
     ) -> None:
         self.run, self.config, self.layout, self.rank = run, config, layout, rank
         self.device_name, self.precision = device_name, precision
-        self.parameters = parameters
-        self.memory: MemoryEstimate | StateMemory | None = memory
+        self.parameters, self.memory = parameters, memory
         train = config.train
         self._before, self._end = 0, end_of_run(config, 0)
         length = train.sequence_length
@@ -103,14 +106,26 @@ class Reporter:
             layout=self._layout(),
             device=self.device_name,
             precision=asdict(self.precision),
-            memory_expected_bytes=dict(self.memory.rows()) if self.memory else None,
+            memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             loaded=loaded,
         )
+        assert self.parameters is not None
+        assert self.memory is not None
+        rows = start_rows(
+            self.config,
+            self.layout,
+            device_name=self.device_name,
+            precision=self.precision,
+            parameters=self.parameters,
+            memory=self.memory,
+            steps=(steps_before, self._end),
+            run_path=self.run.path,
+        )
         for console in self._consoles:
-            print_summary(console, self._summary())
+            print_summary(console, rows)
             if self.layout.pipeline > 1:
-                print_pipeline(console, self.config, self.layout, self._on_accelerator)
+                print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             progress = ProgressLine(console, steps_before, self._end)
             progress.start(self._started)
             self._progress.append(progress)
@@ -360,68 +375,6 @@ class Reporter:
             return {}
         found = [each for each in self.run.events(event) if each.get("step") == self._step]
         return found[-1] if found else {}
-
-    def _summary(self) -> list[tuple[str, str]]:
-        config, layout, train = self.config, self.layout, self.config.train
-        assert self.parameters is not None
-        samples = train.steps * train.global_batch
-        begin = f", {self._before:,} of them done" if self._before else ""
-        stop = "" if self._end == train.steps else f", this run stops at {self._end:,}"
-        sequence = " + sequence" if layout.sequence else ""
-        ranks = f"{layout.world} rank{'s' if layout.world > 1 else ''}"
-        precision = self.precision
-        dtypes = {role: dtype for role, dtype in asdict(precision).items() if dtype != precision.parameter}
-        finer = "".join(f", {role} {dtype}" for role, dtype in dtypes.items())
-        return [
-            ("model", f"{config.model.family}, {units.count(self.parameters)} parameters ({self.parameters:,})"),
-            ("steps", f"{train.steps:,}{begin}{stop}"),
-            ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {samples * train.sequence_length:,} tokens"),
-            (
-                "batch",
-                f"{train.micro_batch} micro batch × {layout.accumulation(train)} accumulation × {layout.data} DP"
-                f" = {train.global_batch} global batch",
-            ),
-            (
-                "layout",
-                f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = {ranks}, "
-                f"ZeRO-{config.optimizer.zero}",
-            ),
-            ("device", f"{self.device_name}, {precision.parameter}{finer}"),
-            ("memory", self._memory_text()),
-            *self._dropout(),
-            ("run", str(self.run.path)),
-        ]
-
-    @property
-    def _on_accelerator(self) -> bool:
-        return not self.device_name.startswith("cpu")
-
-    @property
-    def _neediest_rank(self) -> int:
-        return neediest_rank(self.config, self.layout, self._on_accelerator)
-
-    def _dropout(self) -> list[tuple[str, str]]:
-        """What layout-invariant masks cost, where there are any."""
-        rank = self._neediest_rank
-        masks = invariant_dropout(self.config, self.layout, self._on_accelerator, pipeline_rank=rank)
-        if masks is None:
-            return []
-        same = f"pipeline rank {rank}" if self.layout.pipeline > 1 else "each rank"
-        return [
-            (
-                "dropout",
-                f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {same}, "
-                f"{units.count(masks.elements_hashed)} elements hashed by {same} per step",
-            )
-        ]
-
-    def _memory_text(self) -> str:
-        assert self.memory is not None
-        parts = ", ".join(f"{name} {units.size(size)}" for name, size in self.memory.rows() if size)
-        if isinstance(self.memory, StateMemory):
-            return f"{parts} on each rank; activations are not known for a model of your own"
-        most = f"pipeline rank {self._neediest_rank}, which needs most" if self.layout.pipeline > 1 else "each rank"
-        return f"{units.size(self.memory.total)} expected on {most}, beside Python and torch: {parts}"
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
