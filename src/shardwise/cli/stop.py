@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not path.is_dir():
         raise ConfigError(f"there is no run {path}: name its folder")
     is_here, holder = RunLock.is_held(path), RunLock.holder(path)
-    # Some cluster file systems keep locks within a host: of a run on another one they tell nothing.
+    # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
     is_elsewhere = holder is not None and holder["host"] != platform.node()
     if not is_here and not is_elsewhere:
         raise ConfigError(f"no run is under way in {path}{how_it_ended(directory)}")

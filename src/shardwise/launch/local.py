@@ -108,7 +108,7 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
 
 
 def _taken(record: Path) -> str:
-    """The text of a stop, whose record is of no use once it is told."""
+    """The text of a stop; its record is removed, as it is of no use once the text is shown."""
     text = str(json.loads(record.read_text(encoding="utf-8"))["text"])
     record.unlink()
     return text
@@ -160,7 +160,7 @@ def _hearing(stop: _Stop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Whoever had a signal ignored, as nohup does, meant it.
+    # A signal that was ignored on purpose, as nohup does, stays ignored.
     heard = [number for number in stopping.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, stop.handle) for number in heard}
     try:

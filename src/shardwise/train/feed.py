@@ -82,7 +82,7 @@ class Feed:
             yield self._shared(batches, found, [np.arange(row.start, row.stop) for row in here])
 
     def close(self) -> None:
-        """Let the threads go; what they are reading is thrown away."""
+        """End the reading threads; what they are reading is dropped."""
         self._ahead.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

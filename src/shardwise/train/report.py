@@ -1,4 +1,4 @@
-"""What a run tells: the summary at its start, one progress line, and its files.
+"""What a run prints and records: the summary at its start, one progress line, and its files.
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
 ranks/rank-NNNN.jsonl. On a terminal progress is one line that is redrawn; elsewhere it is about twenty lines a run,
@@ -83,13 +83,14 @@ class Reporter:
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
-        self._stopped = self._told_of_trace = False
+        self._stopped = self._has_reported_trace = False
 
     def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
         """Print the summary and begin the progress line.
 
-        `loaded`: where weights came from that were not drawn. `steps_before`: steps that earlier runs of this training
-        took.
+        Args:
+            loaded: the folder of the weights; None where they were drawn.
+            steps_before: steps that earlier runs of this training took.
         """
         self._started = time.perf_counter()
         self._before, self._end = steps_before, end_of_run(self.config, steps_before)
@@ -135,13 +136,13 @@ class Reporter:
             self.message(f"no trace: log.trace ({self.config.log.trace}) has no step of this run, which takes {end}")
 
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str]) -> None:
-        """Record that the training goes on from a checkpoint, and what of the configuration is new."""
+        """Record that the training continues from a checkpoint, and what of the configuration is new."""
         self._event("resume", step=manifest.step, checkpoint=folder, written_by=manifest.layout, changes=list(changes))
         self.message(f"resumed after step {manifest.step:,} from {folder}")
         self.changed(changes)
 
     def changed(self, changes: Sequence[str]) -> None:
-        """Tell what of the configuration is new since the earlier run of this folder."""
+        """Print what of the configuration is new since the earlier run of this folder."""
         for change in changes:
             self.message(f"changed: {change}")
 
@@ -178,7 +179,7 @@ class Reporter:
         self._last = record
         steps = self.config.log.trace_steps
         if steps is not None and record.step == steps[-1]:
-            self._tell_of_trace()
+            self._report_trace()
         if not self.is_logged(record.step):
             return
         timing = record.timing
@@ -212,7 +213,7 @@ class Reporter:
         scalars = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "param_norm": record.param_norm}
         scalars |= _by_objective(record.losses)
         self._scalars("train", record.step, {**scalars, **rates, **bubble, "step_seconds": record.seconds})
-        now = time.perf_counter()  # one for all: log and standard output tell the same
+        now = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)
 
@@ -258,7 +259,7 @@ class Reporter:
         self._stopped = True
         for progress in self._progress:
             progress.stop()
-        self._tell_of_trace()
+        self._report_trace()
         self._event("stop", step=self._step, reason=reason)
 
     def __enter__(self) -> Reporter:
@@ -291,12 +292,12 @@ class Reporter:
         steps = self.config.log.trace_steps or range(0)
         return range(max(steps.start, self._before + 1), min(steps.stop, last + 1))
 
-    def _tell_of_trace(self) -> None:
-        """Where the trace is that was written with the last step; once."""
+    def _report_trace(self) -> None:
+        """Print, once, where the trace is that was written with the last step."""
         steps = self._traced(self._step)
-        if self._told_of_trace or not steps:
+        if self._has_reported_trace or not steps:
             return
-        self._told_of_trace = True
+        self._has_reported_trace = True
         named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
         others = f" and so on for each of {self.layout.world:,} ranks" if self.layout.world > 1 else ""
         self.message(f"trace of {named}: {self.run.trace(0)}{others}; ui.perfetto.dev shows it")
@@ -332,15 +333,15 @@ class Reporter:
         }
 
     def _time_to_train(self, until: float) -> float | None:
-        """Over all runs of this training; None where an earlier one told no time."""
+        """Over all runs of this training; None where an earlier one recorded no time."""
         return None if self._seconds_before is None else self._seconds_before + until - self._started
 
     def _seconds_until(self, step: int) -> float | None:
         """What training took up to the checkpoint of `step`, as the run that saved it wrote; without what was lost."""
         if not step or self._metrics is None:
             return None if step else 0.0
-        told = [each for each in self.run.events("checkpoint") if each.get("step") == step]
-        return told[-1].get("time_to_train_seconds") if told else None
+        saved = [event for event in self.run.events("checkpoint") if event.get("step") == step]
+        return saved[-1].get("time_to_train_seconds") if saved else None
 
     def _results(self, now: float) -> dict[str, Any]:
         last, throughput = self._last, self._throughput
@@ -373,8 +374,8 @@ class Reporter:
         """Where this run had no step to take, what an earlier one of the folder wrote of the last; else nothing."""
         if self._last is not None or self._metrics is None:
             return {}
-        found = [each for each in self.run.events(event) if each.get("step") == self._step]
-        return found[-1] if found else {}
+        recorded = [found for found in self.run.events(event) if found.get("step") == self._step]
+        return recorded[-1] if recorded else {}
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:

@@ -64,7 +64,7 @@ def find_checkpoints(
         run: the id of that run; None takes it from the folder.
 
     Raises:
-        ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to go on with.
+        ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to continue from.
     """
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
@@ -94,10 +94,10 @@ def _named(found: Found, root: Root) -> Found:
 
 
 def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
-    """ConfigError where the run has saved checkpoints, and there is none in `root`: it would begin once more."""
-    told = list(directory.events("checkpoint"))[-1:]
-    if told:
-        step, place = int(told[0]["step"]), str(told[0]["path"])
+    """Raises ConfigError where the run has saved checkpoints and `root` holds none: it would begin once more."""
+    recorded = list(directory.events("checkpoint"))[-1:]
+    if recorded:
+        step, place = int(recorded[0]["step"]), str(recorded[0]["path"])
     else:
         before = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
         saved = survey(before) if str(before) != str(root) else []
@@ -113,7 +113,7 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
 def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:
     """The checkpoints to try, in this order; none where the training begins.
 
-    Where the newest intact one was saved after going back as `checkpoint.resume` asks, the run goes on from there:
+    Where the newest intact one was saved after going back as `checkpoint.resume` asks, the run continues from there:
     the same command, given again after a stop, must not take back what it has done.
 
     Args:
@@ -163,7 +163,9 @@ class Resumed:
     """The checkpoint that a run continues from.
 
     Attributes:
-        manifest: without its files and tensors, which take much memory. damage: in what the training does not need.
+        manifest: without its files and tensors, which take much memory.
+        folder: of the checkpoint.
+        damage: in what the training does not need.
     """
 
     manifest: Manifest
@@ -185,7 +187,8 @@ def restore_first(
     One that is damaged only where its training does not need it (weights beside intact masters, `config.json`, the
     tokenizer) is taken too, with a warning: to take an older one would undo steps that are not lost.
 
-    Returns: None where there is no candidate.
+    Returns:
+        None where there is no candidate.
 
     Raises:
         ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact; or one
@@ -229,7 +232,14 @@ def restore_first(
 def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
     """Set the checkpoints after `step` aside, whose training is taken back; returns their new names; collective.
 
-    `damaged`: they were left out as that. What a killed save left is no checkpoint, and stays for the next save.
+    What a killed save left is no checkpoint, and stays for the next save.
+
+    Args:
+        root: where the checkpoints lie.
+        found: all of them.
+        step: of the checkpoint that was restored.
+        mesh: of the run.
+        damaged: the later ones were left out because they are damaged.
 
     Raises:
         RunError: on every rank, one of them cannot be renamed.
