@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise import device as devices
 from shardwise.config import ParallelConfig
 from shardwise.data import Batches
 from shardwise.inference.micro_batch import MicroBatch
@@ -32,87 +31,16 @@ def perplexity(loss: float) -> float:
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What the micro-batches of all ranks add up to.
-
-    Attributes:
-        losses: of each objective.
-        counted: targets of each objective.
-        correct: of each objective the targets that the model finds likeliest; empty where this was not asked.
-        tokens: that were read, without padding; 0 where this was not asked.
-    """
-
-    losses: list[float]
-    counted: list[float]
-    correct: list[float]
-    tokens: float
-
-    def means(self, sums: Sequence[float]) -> list[float]:
-        """`sums`, each divided by the targets of its objective."""
-        return [total / max(count, 1.0) for total, count in zip(sums, self.counted, strict=True)]
-
-
-@torch.no_grad()
-def sum_losses(
-    model: nn.Module,
-    rounds: Iterable[Sequence[MicroBatch]],
-    objectives: int,
-    mesh: Mesh,
-    parallel: ParallelConfig | None = None,
-    *,
-    is_scored: bool = False,
-) -> Sums:
-    """Losses over micro-batches, without dropout; collective, equal on every rank.
-
-    Sums are kept in float64: how samples are cut into micro-batches and over ranks changes no more than float32's own
-    rounding inside of one.
-
-    Args:
-        rounds: micro-batches that go through the model together; as many on every rank.
-        objectives: of the loss.
-        parallel: how a model in pipeline stages is cut.
-        is_scored: count right answers, where the model gives them, and tokens too.
-    """
-    model.eval()
-    passes, cut = Passes(model, parallel, mesh), mesh.tp.size if parallel is not None and parallel.sequence else 1
-    # Losses and numbers of targets; then right answers and the number of tokens.
-    total = torch.zeros(3 * objectives + 1 if is_scored else 2 * objectives, dtype=torch.float64, device=mesh.device)
-    for at_once in rounds:
-
-        def compute(part: nn.Module, x: Tensor | None, number: int, at_once: Sequence[MicroBatch] = at_once) -> Tensor:
-            batch, correct_K = at_once[number], None
-            if is_scored and isinstance(part, Bert) and part.part.is_last:
-                found, correct_K = part.scores(**batch.inputs, x=x)
-            else:
-                found = batch.result(part, part(**batch.arguments(part, x)))
-            if gives_losses(part):
-                total[:objectives] += found
-                total[objectives : 2 * objectives] += batch.counts_K
-                if is_scored:
-                    total[-1] += batch.tokens()
-                if correct_K is not None:
-                    total[2 * objectives : -1] += correct_K
-            return found
-
-        shapes = [batch.inputs["ids_SB"].shape for batch in at_once]
-        passes.run(compute, [(length // cut, samples) for length, samples in shapes])
-    # The last stage of a pipeline alone has some.
-    found: list[float] = comm.all_reduce_(comm.all_reduce_(total, mesh.dp), mesh.pp).tolist()
-    losses, counted, correct = (found[row * objectives : (row + 1) * objectives] for row in range(3))
-    knows_likeliest = is_scored and isinstance(passes.parts[0], Bert)
-    return Sums(losses, counted, correct if knows_likeliest else [], tokens=found[-1] if is_scored else 0.0)
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """What a model makes of a text.
 
     Attributes:
         losses: mean loss in nats of each objective's targets.
         counted: the number of these targets.
-        accuracies: of objectives with a few right answers, the part of the targets that the model finds likeliest.
-        tokens: that were read, without padding.
-        sequences: samples that they came in.
+        accuracies: of objectives with a few right answers, the part of the targets that the model finds likeliest;
+            empty where it was not measured.
+        tokens: that were read, without padding; 0 where they were not counted.
+        sequences: samples that they came in, likewise.
         seconds: without the start.
     """
 
@@ -120,8 +48,8 @@ class Evaluation:
     counted: dict[str, int]
     accuracies: dict[str, float]
     tokens: int
-    sequences: int
     seconds: float
+    sequences: int = 0
 
     @property
     def loss(self) -> float:
@@ -133,6 +61,64 @@ class Evaluation:
         """That of the next token; None where that is not what the model predicts."""
         loss = self.losses.get("lm")
         return None if loss is None else perplexity(loss)
+
+
+@torch.no_grad()
+def evaluate_rounds(
+    model: nn.Module,
+    rounds: Iterable[Sequence[MicroBatch]],
+    objectives: Sequence[str],
+    mesh: Mesh,
+    parallel: ParallelConfig | None = None,
+    *,
+    is_scored: bool = False,
+) -> Evaluation:
+    """Mean losses over micro-batches, without dropout; collective, equal on every rank.
+
+    Sums are kept in float64: how samples are cut into micro-batches and over ranks changes no more than float32's own
+    rounding inside of one.
+
+    Args:
+        rounds: micro-batches that go through the model together; as many on every rank.
+        objectives: names of those of the loss.
+        parallel: how a model in pipeline stages is cut.
+        is_scored: count right answers, where the model gives them, and tokens too.
+    """
+    model.eval()
+    start, K = time.perf_counter(), len(objectives)
+    passes, cut = Passes(model, parallel, mesh), mesh.tp.size if parallel is not None and parallel.sequence else 1
+    # Losses and numbers of targets; then right answers and the number of tokens.
+    total = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=torch.float64, device=mesh.device)
+    for at_once in rounds:
+
+        def compute(part: nn.Module, x: Tensor | None, number: int, at_once: Sequence[MicroBatch] = at_once) -> Tensor:
+            batch, correct_K = at_once[number], None
+            if is_scored and isinstance(part, Bert) and part.part.is_last:
+                found, correct_K = part.scores(**batch.inputs, x=x)
+            else:
+                found = batch.result(part, part(**batch.arguments(part, x)))
+            if gives_losses(part):
+                total[:K] += found
+                total[K : 2 * K] += batch.counts_K
+                if is_scored:
+                    total[-1] += batch.tokens()
+                if correct_K is not None:
+                    total[2 * K : -1] += correct_K
+            return found
+
+        shapes = [batch.inputs["ids_SB"].shape for batch in at_once]
+        passes.run(compute, [(length // cut, samples) for length, samples in shapes])
+    # The last stage of a pipeline alone has some.
+    found: list[float] = comm.all_reduce_(comm.all_reduce_(total, mesh.dp), mesh.pp).tolist()
+    losses, counted, correct = (dict(zip(objectives, found[row * K :], strict=False)) for row in range(3))
+    knows_likeliest = is_scored and isinstance(passes.parts[0], Bert)
+    return Evaluation(
+        losses={name: losses[name] / max(counted[name], 1.0) for name in objectives},
+        counted={name: int(counted[name]) for name in objectives},
+        accuracies={name: correct[name] / max(counted[name], 1.0) for name in objectives if knows_likeliest},
+        tokens=int(found[-1]) if is_scored else 0,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def evaluate(
@@ -149,18 +135,9 @@ def evaluate(
         progress: called now and then with the samples done and all samples.
         parallel: how a model in pipeline stages is cut.
     """
-    start, names = time.perf_counter(), batches.objectives
     rounds = _rounds(batches, mesh, micro_batch, progress or _ignore)
-    sums = sum_losses(model, rounds, len(names), mesh, parallel, is_scored=True)
-    devices.synchronize(mesh.device)
-    return Evaluation(
-        losses=dict(zip(names, sums.means(sums.losses), strict=True)),
-        counted=dict(zip(names, map(int, sums.counted), strict=True)),
-        accuracies=dict(zip(names, sums.means(sums.correct), strict=True)) if sums.correct else {},
-        tokens=int(sums.tokens),
-        sequences=batches.num_samples,
-        seconds=time.perf_counter() - start,
-    )
+    found = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True)
+    return replace(found, sequences=batches.num_samples)
 
 
 def _rounds(

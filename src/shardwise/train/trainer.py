@@ -18,7 +18,7 @@ from shardwise import device as devices
 from shardwise.config import Config, Layout, OwnConfig
 from shardwise.data import Batches
 from shardwise.errors import RunError
-from shardwise.inference.evaluation import perplexity, sum_losses
+from shardwise.inference.evaluation import evaluate_rounds, perplexity
 from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
 from shardwise.models import Stages, gives_losses
@@ -227,14 +227,13 @@ class Trainer:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
         rounds = self.feed.evaluation(self.layout.accumulation(self.config.train))
-        objectives, parallel = len(self.evaluation.objectives), self.config.parallel
-        sums = sum_losses(self.model, rounds, objectives, self.mesh, parallel)
+        found = evaluate_rounds(self.model, rounds, self.evaluation.objectives, self.mesh, self.config.parallel)
         self.model.train()
-        by_objective = sums.means(sums.losses)
-        loss, of_tokens = sum(by_objective), perplexity(by_objective[0])
+        of_tokens, *others = found.losses.values()
         if self.reporter is not None:
-            self.reporter.evaluation(self.progress.step, loss, of_tokens, self._named(by_objective))
-        return loss, of_tokens
+            shown = found.losses if others else {}
+            self.reporter.evaluation(self.progress.step, found.loss, perplexity(of_tokens), shown)
+        return found.loss, perplexity(of_tokens)
 
     def _stop_non_finite(
         self, step: int, loss: float, gradient_norm: float, micro_batches: list[MicroBatch], counted_K: Tensor
