@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from shardwise.config import Config
 from shardwise.data import Batch, TokenBatches, make_batches
 from shardwise.errors import DataError
+from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
-from shardwise.train.feed import Feed, MicroBatch
+from shardwise.train.feed import Feed
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from shardwise.config import Config, Schedule, check_layout
 from shardwise.optim.buckets import Bucket
 from shardwise.train.build import build_trainer
-from shardwise.train.execution import Pipelined
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 
@@ -56,7 +55,7 @@ def step(config: Config, folder: Path) -> Found:
     mesh = shared_mesh(1, PIPELINE)
     layout = check_layout(config, mesh.world.size)
     trainer = build_trainer(config, mesh, make_data())
-    assert isinstance(trainer.execution, Pipelined)
+    assert trainer.pipeline is not None
     found = Found(mesh.pp.rank, len(trainer.optimizer.buckets))
 
     def wait() -> None:

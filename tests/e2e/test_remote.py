@@ -214,7 +214,7 @@ from shardwise.config import load_config
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunDirectory
 from shardwise.store.places import newest_of
-from shardwise.train.resume import look
+from shardwise.train.resume import find_checkpoints
 said = []
 for key, address, url in json.loads(sys.argv[2]):
     os.environ["AWS_ENDPOINT_URL"] = address
@@ -223,7 +223,7 @@ for key, address, url in json.loads(sys.argv[2]):
         if key == "load":
             said.append(newest_of(url))
         else:
-            look(load_config(sys.argv[1], [f"checkpoint.path={url}"]), RunDirectory("none"), None)
+            find_checkpoints(load_config(sys.argv[1], [f"checkpoint.path={url}"]), RunDirectory("none"), None)
     except ConfigError as error:
         said.append(str(error))
 print(json.dumps(said))

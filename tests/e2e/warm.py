@@ -36,7 +36,7 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local",
     "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.prepare",
-    "shardwise.train", "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.cli.rank",
+    "shardwise.train.run", "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.launch.rank",
     *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "data", "recipes")),
 )  # fmt: skip
 

@@ -27,7 +27,6 @@ from shardwise.mesh import Mesh
 from shardwise.models import gives_losses
 from shardwise.plan import stage_plan
 from shardwise.train.build import build_trainer
-from shardwise.train.execution import Pipelined
 from tests.dist.cells import sent
 from tests.dist.test_cells import compare
 
@@ -95,9 +94,8 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
     data = PreparedText(Path(), row, row[:0], row[:0], "zeros", config.model.vocab_size, "zeros")
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer = build_trainer(config, mesh, data)
-        execution = trainer.execution
-        assert isinstance(execution, Pipelined)
-        skip_pipeline_warm_up(execution.pipeline.schedule, execution.pipeline.stages)
+        assert trainer.pipeline is not None
+        skip_pipeline_warm_up(trainer.pipeline.schedule, trainer.pipeline.stages)
         forward = _counting(trainer)
         sent(mesh)
         trainer.step()
@@ -110,7 +108,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
     expected = cost.bytes_per_step(config, layout, pipeline_rank=rank)
     assert expected is not None
     compare(found, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
-    losses = [gives_losses(part) for part in trainer._parts]
+    losses = [gives_losses(part) for part in trainer.model]
     assert any(losses) == any(each.is_last for each in plan)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < MOST_BYTES
 
@@ -118,7 +116,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
 def _counting(trainer: Any) -> dict[tuple[int, int], int]:
     """How often each stage works on each micro-batch, from now on."""
     found: dict[tuple[int, int], int] = {}
-    pipeline, plain = trainer.execution.pipeline, trainer.execution.pipeline.step
+    pipeline, plain = trainer.pipeline, trainer.pipeline.step
     index = {id(model): stage.index for stage, model in trainer.model.pairs()}
 
     def step(compute: Any, *rest: Any) -> None:

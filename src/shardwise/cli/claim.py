@@ -1,4 +1,4 @@
-"""A run's folder, claimed by the process that runs there, once it is clear that the run may begin or go on."""
+"""A run's folder, claimed by the process that runs there, and what the run reads, made ready."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shardwise.cli import output
+from shardwise.cli.inputs import prepare_inputs
 from shardwise.config import Config
 from shardwise.launch import stopping
-from shardwise.runlog import RunDirectory, RunLock
+from shardwise.launch.environment import Rank
+from shardwise.runlog import RunDirectory, RunLock, new_run_path
 from shardwise.store.earlier_run import earlier_run
 
 
@@ -26,22 +28,43 @@ def claim(held: ExitStack, run_path: Path) -> None:
     stopping.clear(run_path)
 
 
-def finished(config: Config, run_path: Path) -> str | None:
-    """What to say of a run in this folder that has taken all its steps; None where there is something left to do.
+def is_finished(held: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
+    """Claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
 
-    Where `checkpoint.resume` names a step there may be: its checkpoints tell whether the run went back already.
+    Where `checkpoint.resume` names a step it is False: the checkpoints alone tell whether the run went back already.
 
     Raises:
-        ConfigError: the run that is there cannot go on with this configuration.
+        ConfigError: the run that is there cannot continue with this configuration, or another process runs there.
     """
-    directory = RunDirectory(run_path)
+    leads, directory = place is None or place.rank == 0, RunDirectory(run_path)
+    if leads and run_path.is_dir():
+        claim(held, run_path)
     directory.require_folder()
     if earlier_run(directory, config) is None:
-        return None
+        return False
     done, steps = directory.finished_steps(), config.train.steps
     if config.checkpoint.resume != "auto" or done is None or done < steps:
-        return None
-    return (
-        f"the run in {run_path} is finished: {done:,} of {steps:,} steps, results in {directory.results}; to go on, "
-        "raise train.steps"
-    )
+        return False
+    if leads:
+        output.line(
+            f"the run in {run_path} is finished: {done:,} of {steps:,} steps, results in {directory.results}; to go "
+            "on, raise train.steps"
+        )
+    return True
+
+
+def prepare_run(held: ExitStack, config: Config, recipe: str, run_path: Path | None, place: Rank | None) -> Path | None:
+    """Prepare what the run reads, then make and claim its folder where that is new.
+
+    Returns:
+        the folder; None where a rank other than 0 does not know it yet.
+    """
+    prepare_inputs(config, output.progress if place is None or place.local_rank == 0 else None)
+    if place is not None and place.rank != 0:
+        return run_path
+    is_new = run_path is None or not run_path.is_dir()
+    run_path = run_path or new_run_path(recipe)
+    RunDirectory(run_path).create()
+    if is_new:
+        claim(held, run_path)
+    return run_path

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.cli import output
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.launch.environment import keep_own
+from shardwise.launch.environment import joined, keep_own
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
@@ -45,13 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ShardwiseError as error:
-        return output.fail(error)
+        return _fail(error)
     except KeyboardInterrupt:
-        return output.fail(ShardwiseError("stopped by Ctrl-C (SIGINT)"))
+        return _fail(ShardwiseError("stopped by Ctrl-C (SIGINT)"))
     except BrokenPipeError:
         # The reader, such as `head`, has gone; Python's own flush at exit must not complain about it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _fail(error: ShardwiseError) -> int:
+    """Show an error and return its exit code."""
+    from shardwise.launch.failure import Failure, error_text, show_failure  # costly to import, for a failure alone
+
+    place = joined()
+    show_failure(Failure(place.rank if place is not None else 0, error_text(error), error.exit_code), place)
+    return error.exit_code
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -16,7 +16,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardwise.cli import job, output
+from shardwise.cli import output
 from shardwise.cli.folder import (
     HELP,
     ModelFolder,
@@ -30,6 +30,9 @@ from shardwise.config import Config, Layout, check_layout
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import Rank, is_launched
+from shardwise.launch.job import check_accelerators, enter_job
+from shardwise.launch.local import launch_without_run
+from shardwise.launch.rank import as_rank
 from shardwise.units import count
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    place = job.place_in_job(arguments.nproc)
+    place = enter_job(arguments.nproc)
     given = split_overrides(arguments.overrides, _KEYS, "evaluate")
     announce = output.progress if place is None or place.local_rank == 0 else None
     with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
@@ -82,27 +85,29 @@ def _evaluate(
     if not is_launched():
         _prepare(config, folder, announce)
 
-    def work() -> None:
-        from shardwise.inference import run_evaluation
+    if place is None:
+        check_accelerators(world, accelerated)
+        if world > 1:
+            return _launch(arguments, folder, part, world)
+    leads = place is None or place.rank == 0
+    with as_rank(place) as ending:
+        from shardwise.inference.jobs import run_evaluation
 
-        talks = place is None or place.rank == 0
         with folder, argument_named():
             found = run_evaluation(
-                config, folder.weights, "train" if part == "all" else part, _progress if talks else None
+                config, folder.weights, "train" if part == "all" else part, _progress if leads else None
             )
-        if talks:
+        if leads:
             facts = _facts(folder, config, layout, part, found)
             output.line(json.dumps(facts, ensure_ascii=False) if arguments.json else _text(facts))
+    return ending.code
 
-    if place is not None:
-        return job.take_part(place, work)
-    job.check_accelerators(world, accelerated)
-    if world == 1:
-        work()
-        return 0
+
+def _launch(arguments: argparse.Namespace, folder: ModelFolder, part: str, world: int) -> int:
+    """Evaluate on several local ranks, with the folder that was found."""
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
     command = ["evaluate", folder.location, *kept, "--part", part, "--nproc", str(world)]
-    job.start([*command, *(["--json"] if arguments.json else [])], world)
+    launch_without_run([*command, *(["--json"] if arguments.json else [])], world)
     return 0
 
 

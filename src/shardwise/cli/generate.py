@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import job, output
+from shardwise.cli import output
 from shardwise.cli.folder import (
     HELP,
     ModelFolder,
@@ -32,6 +32,9 @@ from shardwise.errors import ConfigError
 from shardwise.files import reason_of
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import Rank, is_launched
+from shardwise.launch.job import check_accelerators, enter_job
+from shardwise.launch.local import launch_without_run
+from shardwise.launch.rank import as_rank
 from shardwise.units import count
 
 if TYPE_CHECKING:
@@ -68,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    place = job.place_in_job(arguments.nproc)
+    place = enter_job(arguments.nproc)
     given = split_overrides(arguments.overrides, _KEYS, "generate")
     announce = output.progress if place is None or place.local_rank == 0 else None
     text = _prompt_text(arguments)
@@ -101,30 +104,25 @@ def _generate(
     ids, room = _fit(config, folder, tokenizer, text)
     wanted = min(arguments.max_tokens, room)
 
-    def work() -> None:
-        from shardwise.inference import Prompt, run_generation
+    if place is None:
+        check_accelerators(world, accelerators()[1])
+        if world > 1:
+            launch_without_run(_command(arguments, folder, world), world)
+            return 0
+    leads = place is None or place.rank == 0
+    with as_rank(place) as ending:
+        from shardwise.inference.jobs import Prompt, run_generation
 
-        talks = place is None or place.rank == 0
         prompt = Prompt(
             tuple(ids), wanted, folder.stops(tokenizer), arguments.temperature, arguments.top_p, arguments.seed
         )
-        if talks and not arguments.json:
-            _show(text)
+        show = _show if leads and not arguments.json else _nothing
+        show(text)
         with folder, argument_named():
-            answer = run_generation(
-                config, folder.weights, tokenizer, prompt, _show if talks and not arguments.json else _nothing
-            )
-        if talks:
+            answer = run_generation(config, folder.weights, tokenizer, prompt, show)
+        if leads:
             _finish(folder, text, len(ids), wanted < arguments.max_tokens, answer, arguments)
-
-    if place is not None:
-        return job.take_part(place, work)
-    job.check_accelerators(world, accelerators()[1])
-    if world == 1:
-        work()
-        return 0
-    job.start(_command(arguments, folder, world), world)
-    return 0
+    return ending.code
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:

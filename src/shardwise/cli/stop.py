@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from shardwise.cli import output
-from shardwise.cli.ending import how_it_ended
 from shardwise.errors import ConfigError, RunError
 from shardwise.files import reason_of
 from shardwise.launch import stopping
+from shardwise.launch.ending import how_it_ended
 from shardwise.runlog import RUNS, RunDirectory, RunLock
 
 _POLL_SECONDS = 0.2
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not path.is_dir():
         raise ConfigError(f"there is no run {path}: name its folder")
     is_here, holder = RunLock.is_held(path), RunLock.holder(path)
-    # Some cluster file systems keep locks within a host: of a run on another one they tell nothing.
+    # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
     is_elsewhere = holder is not None and holder["host"] != platform.node()
     if not is_here and not is_elsewhere:
         raise ConfigError(f"no run is under way in {path}{how_it_ended(directory)}")

@@ -19,7 +19,9 @@ from shardwise.cli import output
 from shardwise.config import Config, Layout, OwnConfig, check_layout, load_config, recipe_name
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import joined, unjoined
+from shardwise.launch import stdio
+from shardwise.launch.environment import is_launched, joined
+from shardwise.launch.job import check_accelerators, enter_job
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,35 +46,43 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
-    nproc: int | None = arguments.nproc
+    run_path: Path | None = arguments.run_dir
     config = load_config(recipe, arguments.overrides)
-    place, problem = joined(), unjoined()
-    if problem is not None and not arguments.dry_run:
-        raise ConfigError(problem)
-    if place is not None and not arguments.dry_run:
-        from shardwise.cli.rank import run_rank
-
-        if nproc is not None and nproc != place.world:
-            raise ConfigError(f"--nproc ({nproc}) must be left out inside torchrun: the world size is {place.world}")
-        _check(config, place.world, arguments.run_dir)
-        return run_rank(config, recipe_name(recipe), arguments.run_dir, place)
-    kind, count = accelerators()
-    world = place.world if place is not None else _default_nproc(config, count) if nproc is None else nproc
-    layout = _check(config, world, arguments.run_dir)
+    place = joined() if arguments.dry_run else enter_job(arguments.nproc)
+    world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
+    layout = _check(config, world, run_path)
     if arguments.dry_run:
-        return _show(recipe_name(recipe), config, layout, kind, count > 0)
-    if 0 < count < world:
-        raise ConfigError(f"--nproc ({world}) must be at most the number of accelerators ({count})")
-    return _start(config, recipe, arguments.overrides, world, arguments.run_dir)
+        return _show(recipe_name(recipe), config, layout)
+    if place is None:
+        check_accelerators(world, accelerators()[1])
+    if place is None or place.rank == 0:
+        stdio.survive_hangup()
+    with ExitStack() as held:
+        if not is_launched():  # the launcher has done this
+            from shardwise.cli.claim import is_finished, prepare_run
+
+            if run_path is not None and is_finished(held, config, run_path, place):
+                return 0
+            run_path = prepare_run(held, config, recipe, run_path, place)
+        if place is None and world > 1:
+            assert run_path is not None
+            return _launch(recipe, arguments.overrides, world, run_path)
+        from shardwise.launch.rank import as_rank
+
+        with as_rank(place, run_path) as ending:
+            from shardwise.train.run import run as train
+
+            train(config, run_path, recipe_name(recipe))
+        return ending.code
 
 
-def _show(recipe: str, config: Config, layout: Layout, device: str, accelerator: bool) -> int:
+def _show(recipe: str, config: Config, layout: Layout) -> int:
     """The dry run. What is wrong with the data comes last: the numbers are of use on a machine that has no data."""
     from shardwise.cli.inputs import look_at_inputs
-    from shardwise.cli.summary import dry_run
+    from shardwise.train.summary import dry_run
 
-    found = look_at_inputs(config)
-    output.line(dry_run(recipe, config, layout, device, accelerator, [] if found is None else found.rows))
+    found, (device, count) = look_at_inputs(config), accelerators()
+    output.line(dry_run(recipe, config, layout, device, count > 0, [] if found is None else found.rows))
     if found is not None and found.problems:
         raise ConfigError(found.problems)
     return 0
@@ -88,9 +98,11 @@ def _check(config: Config, world: int, run_dir: Path | None) -> Layout:
     return layout
 
 
-def _default_nproc(config: Config, count: int) -> int:
-    """One rank per accelerator, rounded down to whole copies of the model; on CPU one copy."""
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+def _number_of_ranks(config: Config, nproc: int | None) -> int:
+    """`--nproc`; else one rank per accelerator, rounded down to whole copies of the model, or on CPU one copy."""
+    if nproc is not None:
+        return nproc
+    count, tensor, pipeline = accelerators()[1], config.parallel.tensor, config.parallel.pipeline
     degree = tensor * pipeline
     if count == 0:
         return degree
@@ -103,36 +115,14 @@ def _default_nproc(config: Config, count: int) -> int:
     return count // degree * degree
 
 
-def _start(config: Config, recipe: str, overrides: list[str], nproc: int, run_dir: Path | None) -> int:
-    """Claim the run directory and prepare inputs, then train: here on one rank, through torchrun on several."""
-    from shardwise.cli.claim import claim, finished
-    from shardwise.cli.ending import what_is_saved
-    from shardwise.cli.inputs import prepare_inputs
-    from shardwise.launch import stdio
+def _launch(recipe: str, overrides: list[str], world: int, run_path: Path) -> int:
+    """Train on several local ranks."""
+    from shardwise.launch.ending import what_is_saved
     from shardwise.launch.local import EndedError, launch
-    from shardwise.runlog import RunDirectory, new_run_path
 
-    stdio.survive_hangup()
-    with ExitStack() as held:
-        is_there = run_dir is not None and run_dir.is_dir()
-        if run_dir is not None and is_there:
-            claim(held, run_dir)
-        said = finished(config, run_dir) if run_dir is not None else None
-        if said is not None:
-            output.line(said)
-            return 0
-        prepare_inputs(config, output.progress)
-        run_path = run_dir if run_dir is not None else new_run_path(recipe)
-        RunDirectory(run_path).create()
-        if not is_there:
-            claim(held, run_path)
-        if nproc == 1:
-            from shardwise.cli.rank import run_alone
-
-            return run_alone(config, recipe_name(recipe), run_path)
-        command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
-        try:
-            launch([*command, "--nproc", str(nproc), "--run-dir", str(run_path)], nproc, run_path)
-        except EndedError as error:
-            raise EndedError(f"{error}; {what_is_saved(run_path)}") from None
+    command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
+    try:
+        launch([*command, "--nproc", str(world), "--run-dir", str(run_path)], world, run_path)
+    except EndedError as error:
+        raise EndedError(f"{error}; {what_is_saved(run_path)}") from None
     return 0

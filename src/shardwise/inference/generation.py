@@ -75,7 +75,7 @@ def generate(
 
 
 class _Cached:
-    """Reads what is new of a growing row of tokens; each stage of a pipeline knows its own layers' keys and values."""
+    """Reads the new tokens of a growing row; each stage of a pipeline keeps its own layers' keys and values."""
 
     def __init__(
         self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None
@@ -110,7 +110,7 @@ class _Cached:
 
 
 class _Anew:
-    """Reads all tokens each time."""
+    """Reads all tokens again for each new one."""
 
     def __init__(self, model: Generator, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh

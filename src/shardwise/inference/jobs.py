@@ -1,4 +1,4 @@
-"""What one rank of a job does, from joining to the answer."""
+"""What one rank of an evaluation or a generation does, from joining the job to the answer."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ from shardwise.store.root import Root
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is to be continued, and how.
+    """A text to continue, and how.
 
     Attributes:
-        ids: its tokens. max_tokens: new ones, at most. stop: ids after which nothing follows.
+        ids: tokens of the text.
+        max_tokens: new tokens at most.
+        stop: ids that end the continuation.
+        temperature: as `Sampler` has it.
+        top_p: as `Sampler` has it.
+        seed: of the draws.
     """
 
     ids: tuple[int, ...]
@@ -49,9 +54,11 @@ class Answer:
     """A continuation.
 
     Attributes:
-        text: what follows the prompt, without the token that ends it. tokens: all new ids, that one included.
-        ended: whether one of `Prompt.stop` ended it. prefill_seconds: until the first token. decode_seconds: for the
-        other ones.
+        text: what follows the prompt, without the token that ends it.
+        tokens: all new ids, with the one that ends it.
+        ended: whether one of `Prompt.stop` ended it.
+        prefill_seconds: until the first token.
+        decode_seconds: for the other tokens.
     """
 
     text: str
@@ -123,7 +130,7 @@ def run_generation(
 
 @contextmanager
 def _joined(config: Config) -> Iterator[Mesh]:
-    """The job's mesh; a lack of memory inside becomes a sentence."""
+    """The job's mesh; inside, an error of lacking memory becomes a sentence."""
     join()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     try:

@@ -18,10 +18,12 @@ class Passes:
     """Brings micro-batches through all parts of a model.
 
     Args:
-        model: whole, or this rank's stages. parallel: how it is cut into these.
+        model: whole, or this rank's stages.
+        parallel: how the model is cut into stages.
+        mesh: of the job.
 
     Attributes:
-        parts: of the model, on this rank.
+        parts: those of the model that are on this rank.
     """
 
     def __init__(self, model: nn.Module, parallel: ParallelConfig | None, mesh: Mesh) -> None:
@@ -39,7 +41,7 @@ class Passes:
             for number in range(len(lengths_and_sizes)):
                 compute(self._model, None, number)
             return
-        assert self._parallel is not None, "who cuts a model into stages knows how"
+        assert self._parallel is not None, "stages come with the configuration that cut them"
         like, hidden = next(self._model.parameters()), self._hidden_size()
 
         def empty(number: int) -> Tensor:

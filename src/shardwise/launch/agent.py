@@ -3,7 +3,7 @@
 `python -m shardwise.launch.agent --nproc N --logs DIR -- COMMAND …` runs COMMAND on N local ranks. The only module of
 this package that imports torch, and only inside `main`. What torch prints about ranks that failed goes to
 DIR/launcher.log; the cause goes to the run's error file, which `local.launch` reads. Ranks inherit this process's own
-standard output and error, so rank 0 still writes to the terminal. Signals are the launcher's to judge: where SLURM
+standard output and error, so rank 0 still writes to the terminal. The launcher alone decides on signals: where SLURM
 sends one to every process of a job, torch would give the ranks 30 s, and a checkpoint may take longer. Only SIGKILL
 ends this process before its ranks.
 """
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     log_path = arguments.logs / "launcher.log"
-    # Never closed: torch's loggers hold it, and Python's own last words belong there too.
+    # Never closed: torch's loggers hold it, and what Python prints as it exits belongs there too.
     sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", buffering=1)
     code = _run(arguments.command, arguments.nproc, arguments.logs)
     if log_path.stat().st_size == 0:

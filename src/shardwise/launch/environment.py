@@ -74,7 +74,7 @@ def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
-    """Whether `local.launch` started this process, and will tell the user why it failed."""
+    """Whether `local.launch` started this process, and will show the user why it failed."""
     return ERROR_FILE in variables
 
 

@@ -1,4 +1,4 @@
-"""The first failure of a run, kept in one file: the user sees its cause, not the errors that followed from it."""
+"""The first failure of a job, kept in one file: the user sees its cause, not the errors that followed from it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import contextlib
 import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.files import write_atomic
-from shardwise.launch.environment import ERROR_FILE
+from shardwise.launch.environment import ERROR_FILE, Rank
+from shardwise.redaction import redacted
+
+_TURN_SECONDS = 2.0
 
 # No error of another rank ends a process by one of these: such a death is the cause, whoever reported first.
 _OWN_DEATHS: dict[int, str] = {
@@ -25,15 +31,51 @@ _OWN_DEATHS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed: the rank at fault, the text for the user, and the exit code.
+    """Why a job failed.
 
-    waited: the text says only what this rank was doing when it lost another.
+    Attributes:
+        rank: the one at fault.
+        text: for the user.
+        exit_code: of the command.
+        waited: the text says only what this rank was doing when it lost another.
     """
 
     rank: int
     text: str
     exit_code: int
     waited: bool = False
+
+
+def complain(text: str) -> None:
+    """Print an error for the user."""
+    sys.stdout.flush()
+    sys.stderr.write(f"shardwise: {redacted(text)}\n")
+    sys.stderr.flush()
+
+
+def error_text(error: ShardwiseError) -> str:
+    """One problem as it is; several under their number."""
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return f"{len(error.problems)} errors\n{error}"
+    return str(error)
+
+
+def show_failure(failure: Failure, place: Rank | None) -> None:
+    """Show a failure once for the whole job: through the launcher, else from the first rank that meets it.
+
+    Args:
+        place: of this process in a job; None where it is alone.
+    """
+    text = failure.text
+    if place is not None:
+        if report_failure(place.rank, redacted(text), failure.exit_code, waited=failure.waited):
+            return
+        if failure.exit_code == ConfigError.exit_code and place.rank != 0:
+            # torchrun ends every rank when the first one exits. Rank 0 speaks for all where it meets the error too;
+            # what only another node meets, its first rank reports, and what only this rank meets is still reported.
+            time.sleep(_TURN_SECONDS * (2 if place.local_rank else 1))
+            text = f"rank {place.rank}: {text}"
+    complain(text)
 
 
 def report_failure(rank: int, text: str, exit_code: int = 1, *, waited: bool = False) -> bool:

@@ -19,7 +19,7 @@ def die_with_parent() -> None:
     """Have this process killed as soon as its parent is gone.
 
     On Linux the kernel does it; elsewhere a thread watches. The parent is the process that `SHARDWISE_PARENT_PID`
-    names, so that one which died before this call is noticed too; without the variable, whoever is the parent now.
+    names, so that a parent which died before this call is noticed too; without the variable it is the present one.
     The kernel counts the parent gone when the thread that started this process ends: start children from the main one.
     """
     parent = int(os.environ.get(PARENT_PID) or os.getppid())

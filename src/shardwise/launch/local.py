@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,8 +90,26 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
     raise LaunchError(f"the process that starts the ranks {ending}; its log: {logs / 'launcher.log'}")
 
 
+def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
+    """`shardwise ARGUMENTS` on `nproc` local ranks; their logs are kept where the text of a failure names them.
+
+    Raises:
+        LaunchError: with the cause.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
+    is_named = False
+    try:
+        launch([sys.executable, "-P", "-m", "shardwise", *arguments], nproc, folder)
+    except LaunchError as error:
+        is_named = str(folder) in str(error)
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _taken(record: Path) -> str:
-    """The text of a stop, whose record is of no use once it is told."""
+    """The text of a stop; its record is removed, as it is of no use once the text is shown."""
     text = str(json.loads(record.read_text(encoding="utf-8"))["text"])
     record.unlink()
     return text
@@ -141,7 +161,7 @@ def _hearing(stop: _Stop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Whoever had a signal ignored, as nohup does, meant it.
+    # A signal that was ignored on purpose, as nohup does, stays ignored.
     heard = [number for number in stopping.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, stop.handle) for number in heard}
     try:

@@ -28,7 +28,7 @@ def redirect(rank: int, log_path: Path) -> None:
 
 
 def survive_hangup() -> None:
-    """Let stdout and stderr go on when their terminal is closed: what is left to do, a checkpoint, matters more."""
+    """Keep stdout and stderr usable when their terminal is closed: a checkpoint may still have to be saved."""
     sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
 
 

@@ -50,7 +50,7 @@ class Requests:
         self._numbers = itertools.count()
 
     def is_first(self) -> bool:
-        """Whether nobody asked this before: of handlers that interrupt one another, one is told so."""
+        """Whether this is the first call: of handlers that interrupt one another, one alone gets True."""
         return next(self._numbers) == 0
 
     def hear(self, number: int) -> bool:
@@ -83,7 +83,7 @@ def end_at_once() -> None:
 
 
 def ignore() -> None:
-    """Hear no signal any more: the process is leaving because of one, with all saved."""
+    """Ignore all signals from here on: the process is leaving because of one, with all saved."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -111,12 +111,12 @@ def request(run_path: Path, by: str) -> None:
 
 
 def clear(run_path: Path) -> None:
-    """Forget what was asked of an earlier run in this folder. Only who holds its lock may."""
+    """Remove a request to an earlier run in this folder. Only the holder of the folder's lock may call this."""
     (run_path / STOP_FILE).unlink(missing_ok=True)
 
 
 def training_mark(logs: Path) -> Path:
-    """The file by which rank 0 tells its launcher that steps have begun: from then on a stop waits for a checkpoint."""
+    """The file by which rank 0 shows its launcher that steps have begun: from then on a stop waits for a checkpoint."""
     return logs / "training"
 
 
@@ -126,7 +126,7 @@ def called(number: int) -> str:
 
 
 def say(text: str) -> None:
-    """Tell the user on standard error, from inside a signal handler; a terminal that is gone hears nothing."""
+    """Print on standard error, from inside a signal handler; a terminal that is gone is no error."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
@@ -135,7 +135,7 @@ def _hear_signals(handler: Callable[[int, FrameType | None], None]) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     for number in SIGNALS:
-        # Whoever had a signal ignored, as nohup does, meant it.
+        # A signal that was ignored on purpose, as nohup does, stays ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 

@@ -1,5 +1,1 @@
-"""Training: from a configuration to a finished run directory."""
-
-from shardwise.train.run import run
-
-__all__ = ["run"]
+"""Training: from a configuration to a finished run directory (`run.run`)."""

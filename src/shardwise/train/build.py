@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,23 +12,33 @@ from torch import nn
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint import load_hugging_face
-from shardwise.checkpoint.agreement import require_model
+from shardwise.checkpoint.agreement import agree, require_model
 from shardwise.checkpoint.load import require_finite
 from shardwise.checkpoint.restore import read_manifest, restore
-from shardwise.config import Config, Precision, check_layout
-from shardwise.data import PreparedData, make_batches
+from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.config import Config, Layout, OwnConfig, Precision, check_layout
+from shardwise.cost.memory import expected_memory
+from shardwise.data import PreparedData, StreamBatches, make_batches
 from shardwise.errors import ConfigError, DataError
 from shardwise.mesh import Mesh
-from shardwise.models import build_stages
+from shardwise.models import Stages, build_stages
 from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
+from shardwise.plan.parameters import parameter_count
+from shardwise.plan.partition import stage_plan
 from shardwise.store.folders import is_damage
 from shardwise.store.manifest import MANIFEST, ManifestError
 from shardwise.store.root import Root, StoreError
-from shardwise.train.execution import make_execution
+from shardwise.train.opening import Run, versions
+from shardwise.train.own import count_parameters, state_memory
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
+from shardwise.train.resume import Resumed, went_back
+from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from shardwise.pipeline.schedule import Pipeline
 
 
 def build_trainer(
@@ -71,8 +82,89 @@ def build_trainer(
         evaluation=make_batches(config, data, "eval"),
         reporter=reporter,
         progress=progress,
-        execution=make_execution(config, layout, mesh, model, dtype),
+        pipeline=build_pipeline(config, layout, mesh, model, dtype),
     )
+
+
+def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
+    """The trainer of a run, and in the reporter what only the model itself knows of a class of the user's own."""
+    trainer = build_trainer(run.config, run.mesh, run.data, reporter, run.progress, run.weights)
+    if reporter.parameters is not None:
+        return trainer
+    reporter.parameters = count_parameters(trainer.model)
+    reporter.memory = memory = state_memory(trainer.model, trainer.optimizer)
+    problems: list[str] = []
+    if run.mesh.world.rank == 0:
+        size = next(trainer.model.parameters()).itemsize + memory["optimizer"] // max(memory["parameters"], 1)
+        try:
+            run.folder.require_room(run.config, reporter.parameters * size)
+        except ConfigError as error:
+            problems = error.problems
+    agree(problems, run.mesh.world)
+    return trainer
+
+
+def build_reporter(run: Run) -> Reporter:
+    """What prints and records the run on this rank."""
+    has_accelerator = run.mesh.device.type != "cpu"
+    memory = expected_memory(run.config, run.layout, has_accelerator)
+    return Reporter(
+        run.folder.directory,
+        run.config,
+        run.layout,
+        run.mesh.world.rank,
+        device_name=devices.name(run.mesh.device),
+        precision=run.config.precision.resolved(has_accelerator),
+        parameters=parameter_count(run.config.model),
+        memory=None if memory is None else dict(memory.rows()),
+    )
+
+
+def build_checkpoints(run: Run, trainer: Trainer, reporter: Reporter, resumed: Resumed | None) -> Checkpoints:
+    """What saves the run. Collective over the mesh."""
+    config, mesh, data, settings = run.config, run.mesh, run.data, run.config.checkpoint
+    saver = Saver(
+        run.folder.checkpoints.root,
+        trainer.model,
+        trainer.optimizer,
+        config,
+        mesh,
+        mesh.host_group("checkpoint"),
+        described={
+            "layout": _layout_facts(run.layout, config),
+            "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": run.folder.id},
+            "versions": versions(),
+        },
+        tokenizer=data.tokenizer_path,
+        buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
+        keeping=Keeping(settings.keep, settings.keep_every),
+    )
+    how = went_back(config, None if resumed is None else resumed.manifest)
+    stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
+    return Checkpoints(saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream)
+
+
+def _layout_facts(layout: Layout, config: Config) -> dict[str, Any]:
+    """What the manifests of a run say of the layout that wrote them; of a pipeline the blocks of its stages too."""
+    facts = {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero}
+    if layout.pipeline == 1:
+        del facts["virtual"]
+        return facts
+    blocks = [len(stage.layers) for stage in stage_plan(config, layout)]
+    return facts | {"schedule": config.parallel.schedule, "blocks": blocks}
+
+
+def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> Pipeline | None:
+    """The schedule over the stages of this rank; None where the model is in one piece."""
+    if not isinstance(model, Stages):
+        return None
+    assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
+    from shardwise.pipeline.schedule import Pipeline  # and torch's compiler, which others do without
+
+    train = config.train
+    length = train.sequence_length // (layout.tensor if layout.sequence else 1)
+    x = torch.empty(length, train.micro_batch, config.model.hidden_size, dtype=dtype, device="meta")
+    return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:

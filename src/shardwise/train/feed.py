@@ -10,36 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from shardwise import comm
 from shardwise.config import Config
 from shardwise.data import Batch, Batches, StreamBatches
 from shardwise.data.batch import eval_micro_batches, rows_of_rank
+from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
 
 _IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A `Batch` on this rank's device.
-
-    Attributes:
-        inputs: by the keywords of the model's forward. counts_K: counted targets of each objective, [K].
-        samples: each sample's number in the run, [B], on the host.
-    """
-
-    inputs: dict[str, Tensor]
-    counts_K: Tensor
-    samples: _IntArray
 
 
 class Feed:
@@ -97,7 +82,7 @@ class Feed:
             yield self._shared(batches, found, [np.arange(row.start, row.stop) for row in here])
 
     def close(self) -> None:
-        """Let the threads go; what they are reading is thrown away."""
+        """End the reading threads; what they are reading is dropped."""
         self._ahead.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

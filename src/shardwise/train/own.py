@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
 
 from torch import nn
 
@@ -13,37 +12,19 @@ from shardwise.placement import placements
 _MOMENTS = 2
 
 
-@dataclass(frozen=True)
-class StateMemory:
-    """Bytes on one rank of what stays from step to step; what a micro-batch needs beside it is not known.
+def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
+    """Bytes on this rank of what stays from step to step, by kind; a micro-batch needs more, which is not known.
 
-    Attributes:
-        parameters: the local shards, with the padding of the flat buckets they lie in. gradients: one for each of these
-        elements, in the gradient dtype.
-        optimizer: AdamW's or LAMB's two moments, and a master where the optimizer's dtype is not the parameters'.
+    `parameters` are the local shards with the padding of their flat buckets, `gradients` one for each of these
+    elements, `optimizer` the two moments of AdamW or LAMB, which the first step makes, and a master copy where the
+    optimizer's dtype is not the parameters'.
     """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @staticmethod
-    def of(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> StateMemory:
-        """Of a model and its optimizer, whose moments the first step makes."""
-        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-        return StateMemory(
-            parameters=frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
-            gradients=sum(bucket.gradients.nbytes for bucket in optimizer.buckets),
-            optimizer=sum((_MOMENTS + bucket.separate) * bucket.master.nbytes for bucket in optimizer.buckets),
-        )
-
-    @property
-    def total(self) -> int:
-        return sum(size for _, size in self.rows())
-
-    def rows(self) -> list[tuple[str, int]]:
-        """(kind, bytes), in the order in which they are shown."""
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    return {
+        "parameters": frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
+        "gradients": sum(bucket.gradients.nbytes for bucket in optimizer.buckets),
+        "optimizer": sum((_MOMENTS + bucket.separate) * bucket.master.nbytes for bucket in optimizer.buckets),
+    }
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -18,9 +18,8 @@ from shardwise.config import Config, Layout
 from shardwise.cost.memory import memory_by_rank
 from shardwise.cost.simulation import Simulation, simulate
 from shardwise.plan.order import Kind
-from shardwise.plan.parameters import local_parameter_count
-from shardwise.plan.partition import stage_plan
 from shardwise.plan.stage import Stage
+from shardwise.train.summary import stages_of_ranks
 
 _LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
 _MEANING: dict[Kind, str] = {
@@ -67,23 +66,17 @@ def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
 
 def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str, str]]:
     """For each pipeline rank its name, which ranks it is, its blocks by stages, its parameters, its activations."""
-    memory = memory_by_rank(config, layout, accelerator) or []
-    plan = stage_plan(config, layout)
-    rows = []
-    for rank, estimate in enumerate(memory):
-        stages = [stage for stage in plan if stage.rank == rank]
-        parameters = local_parameter_count(
-            config.model, layout.tensor, vocab_multiple=config.parallel.vocab_multiple, stages=stages
+    memory, stages_of = memory_by_rank(config, layout, accelerator) or [], stages_of_ranks(config, layout)
+    rows = [
+        (
+            f"pp {rank}",
+            layout.ranks_of(rank),
+            "blocks " + " and ".join(map(_blocks, stages)),
+            f"{units.count(parameters or 0)} parameters",
+            f"{units.size(estimate.activations)} activations",
         )
-        rows.append(
-            (
-                f"pp {rank}",
-                layout.ranks_of(rank),
-                "blocks " + " and ".join(map(_blocks, stages)),
-                f"{units.count(parameters or 0)} parameters",
-                f"{units.size(estimate.activations)} activations",
-            )
-        )
+        for rank, (estimate, (stages, parameters)) in enumerate(zip(memory, stages_of, strict=True))
+    ]
     shown, omitted = _ends(rows, _MOST_ROWS)
     if omitted:
         shown.insert(_MOST_ROWS // 2, (f"… {omitted} pipeline ranks left out", "", "", "", ""))

@@ -18,8 +18,12 @@ class Progress:
     """Where a training is, over all its runs, and what it was doing when something went wrong.
 
     Attributes:
-        step: optimizer steps done, `before` of them by earlier runs. samples, tokens: trained on. position: in the
-        order of the data, which is ahead of `samples` where batches were left out.
+        step: optimizer steps done.
+        before: those of them that earlier runs did.
+        samples: trained on.
+        tokens: trained on.
+        position: in the order of the data; it is ahead of `samples` where batches were left out.
+        phase: what the run is doing.
     """
 
     step: int = 0
@@ -41,12 +45,14 @@ class StepRecord:
     """One finished optimizer step.
 
     Attributes:
-        step: number of the step, from 1, over the whole training (a resumed run goes on counting).
-        loss: of the global batch, before the update. lr: with which the update was made.
-        grad_norm: of the whole model, before clipping. param_norm: of the whole model, after the update.
+        step: number of the step, from 1, over the whole training (a resumed run continues to count).
+        loss: of the global batch, before the update.
+        lr: with which the update was made.
+        grad_norm: of the whole model, before clipping.
+        param_norm: of the whole model, after the update.
         tokens, samples: consumed since step 0 by all ranks, this step's included.
         seconds: wall time of this step on this rank, evaluation excluded.
-        input_seconds: of them, waited for data to be read.
+        input_seconds: the part of them in which this rank waited for data.
         peak_memory_bytes: of this rank, since it began.
         losses: of each objective, where there are several; `loss` is their sum.
         timing: of a pipeline, in steps that are logged.

@@ -1,4 +1,4 @@
-"""What a run tells: the summary at its start, one progress line, and its files.
+"""What a run prints and records: the summary at its start, one progress line, and its files.
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
 ranks/rank-NNNN.jsonl. On a terminal progress is one line that is redrawn; elsewhere it is about twenty lines a run,
@@ -21,16 +21,16 @@ from rich.text import Text
 from shardwise import units
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, Precision
-from shardwise.cost import MemoryEstimate, flops_per_token, invariant_dropout, model_flops_utilization, neediest_rank
+from shardwise.cost import flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.store.manifest import Manifest
 from shardwise.train.console import open_log, plain, print_summary, result_line
-from shardwise.train.own import StateMemory
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
 from shardwise.train.record import StepRecord, Throughput, end_of_run
+from shardwise.train.summary import start_rows
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -40,10 +40,14 @@ class Reporter:
     """Prints and records one run, as seen by one rank. A context manager: leaving it closes every file.
 
     Args:
-        run: the run's folder. rank: of this process in the world; rank 0 prints and writes the shared files.
-        device_name: product name of a rank's device, from which its peak is looked up. precision: as resolved.
-        parameters: of the whole model. memory: expected on the rank that needs most. Both are set before `start` where
-        they are None here, as for a model of the user's own, which is counted when it is built.
+        run: the run's folder.
+        config: of the run.
+        layout: of its ranks.
+        rank: of this process in the world; rank 0 prints and writes the shared files.
+        device_name: product name of a rank's device, from which its peak is looked up.
+        precision: as resolved.
+        parameters: of the whole model. Of a model of the user's own it is None, until it is set before `start`.
+        memory: bytes by kind, expected on the rank that needs most; None likewise.
         stream: where rank 0 prints; default: standard output.
     """
 
@@ -57,13 +61,12 @@ class Reporter:
         device_name: str,
         precision: Precision,
         parameters: int | None,
-        memory: MemoryEstimate | None,
+        memory: Mapping[str, int] | None,
         stream: IO[str] | None = None,
     ) -> None:
         self.run, self.config, self.layout, self.rank = run, config, layout, rank
         self.device_name, self.precision = device_name, precision
-        self.parameters = parameters
-        self.memory: MemoryEstimate | StateMemory | None = memory
+        self.parameters, self.memory = parameters, memory
         train = config.train
         self._before, self._end = 0, end_of_run(config, 0)
         length = train.sequence_length
@@ -80,13 +83,14 @@ class Reporter:
         self._evaluation: tuple[float, float] | None = None
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
-        self._stopped = self._told_of_trace = False
+        self._stopped = self._has_reported_trace = False
 
     def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
         """Print the summary and begin the progress line.
 
-        `loaded`: where weights came from that were not drawn. `steps_before`: steps that earlier runs of this training
-        took.
+        Args:
+            loaded: the folder of the weights; None where they were drawn.
+            steps_before: steps that earlier runs of this training took.
         """
         self._started = time.perf_counter()
         self._before, self._end = steps_before, end_of_run(self.config, steps_before)
@@ -103,14 +107,26 @@ class Reporter:
             layout=self._layout(),
             device=self.device_name,
             precision=asdict(self.precision),
-            memory_expected_bytes=dict(self.memory.rows()) if self.memory else None,
+            memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             loaded=loaded,
         )
+        assert self.parameters is not None
+        assert self.memory is not None
+        rows = start_rows(
+            self.config,
+            self.layout,
+            device_name=self.device_name,
+            precision=self.precision,
+            parameters=self.parameters,
+            memory=self.memory,
+            steps=(steps_before, self._end),
+            run_path=self.run.path,
+        )
         for console in self._consoles:
-            print_summary(console, self._summary())
+            print_summary(console, rows)
             if self.layout.pipeline > 1:
-                print_pipeline(console, self.config, self.layout, self._on_accelerator)
+                print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             progress = ProgressLine(console, steps_before, self._end)
             progress.start(self._started)
             self._progress.append(progress)
@@ -120,13 +136,13 @@ class Reporter:
             self.message(f"no trace: log.trace ({self.config.log.trace}) has no step of this run, which takes {end}")
 
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str]) -> None:
-        """Record that the training goes on from a checkpoint, and what of the configuration is new."""
+        """Record that the training continues from a checkpoint, and what of the configuration is new."""
         self._event("resume", step=manifest.step, checkpoint=folder, written_by=manifest.layout, changes=list(changes))
         self.message(f"resumed after step {manifest.step:,} from {folder}")
         self.changed(changes)
 
     def changed(self, changes: Sequence[str]) -> None:
-        """Tell what of the configuration is new since the earlier run of this folder."""
+        """Print what of the configuration is new since the earlier run of this folder."""
         for change in changes:
             self.message(f"changed: {change}")
 
@@ -163,7 +179,7 @@ class Reporter:
         self._last = record
         steps = self.config.log.trace_steps
         if steps is not None and record.step == steps[-1]:
-            self._tell_of_trace()
+            self._report_trace()
         if not self.is_logged(record.step):
             return
         timing = record.timing
@@ -197,7 +213,7 @@ class Reporter:
         scalars = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "param_norm": record.param_norm}
         scalars |= _by_objective(record.losses)
         self._scalars("train", record.step, {**scalars, **rates, **bubble, "step_seconds": record.seconds})
-        now = time.perf_counter()  # one for all: log and standard output tell the same
+        now = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)
 
@@ -243,7 +259,7 @@ class Reporter:
         self._stopped = True
         for progress in self._progress:
             progress.stop()
-        self._tell_of_trace()
+        self._report_trace()
         self._event("stop", step=self._step, reason=reason)
 
     def __enter__(self) -> Reporter:
@@ -276,12 +292,12 @@ class Reporter:
         steps = self.config.log.trace_steps or range(0)
         return range(max(steps.start, self._before + 1), min(steps.stop, last + 1))
 
-    def _tell_of_trace(self) -> None:
-        """Where the trace is that was written with the last step; once."""
+    def _report_trace(self) -> None:
+        """Print, once, where the trace is that was written with the last step."""
         steps = self._traced(self._step)
-        if self._told_of_trace or not steps:
+        if self._has_reported_trace or not steps:
             return
-        self._told_of_trace = True
+        self._has_reported_trace = True
         named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
         others = f" and so on for each of {self.layout.world:,} ranks" if self.layout.world > 1 else ""
         self.message(f"trace of {named}: {self.run.trace(0)}{others}; ui.perfetto.dev shows it")
@@ -317,15 +333,15 @@ class Reporter:
         }
 
     def _time_to_train(self, until: float) -> float | None:
-        """Over all runs of this training; None where an earlier one told no time."""
+        """Over all runs of this training; None where an earlier one recorded no time."""
         return None if self._seconds_before is None else self._seconds_before + until - self._started
 
     def _seconds_until(self, step: int) -> float | None:
         """What training took up to the checkpoint of `step`, as the run that saved it wrote; without what was lost."""
         if not step or self._metrics is None:
             return None if step else 0.0
-        told = [each for each in self.run.events("checkpoint") if each.get("step") == step]
-        return told[-1].get("time_to_train_seconds") if told else None
+        saved = [event for event in self.run.events("checkpoint") if event.get("step") == step]
+        return saved[-1].get("time_to_train_seconds") if saved else None
 
     def _results(self, now: float) -> dict[str, Any]:
         last, throughput = self._last, self._throughput
@@ -358,70 +374,8 @@ class Reporter:
         """Where this run had no step to take, what an earlier one of the folder wrote of the last; else nothing."""
         if self._last is not None or self._metrics is None:
             return {}
-        found = [each for each in self.run.events(event) if each.get("step") == self._step]
-        return found[-1] if found else {}
-
-    def _summary(self) -> list[tuple[str, str]]:
-        config, layout, train = self.config, self.layout, self.config.train
-        assert self.parameters is not None
-        samples = train.steps * train.global_batch
-        begin = f", {self._before:,} of them done" if self._before else ""
-        stop = "" if self._end == train.steps else f", this run stops at {self._end:,}"
-        sequence = " + sequence" if layout.sequence else ""
-        ranks = f"{layout.world} rank{'s' if layout.world > 1 else ''}"
-        precision = self.precision
-        dtypes = {role: dtype for role, dtype in asdict(precision).items() if dtype != precision.parameter}
-        finer = "".join(f", {role} {dtype}" for role, dtype in dtypes.items())
-        return [
-            ("model", f"{config.model.family}, {units.count(self.parameters)} parameters ({self.parameters:,})"),
-            ("steps", f"{train.steps:,}{begin}{stop}"),
-            ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {samples * train.sequence_length:,} tokens"),
-            (
-                "batch",
-                f"{train.micro_batch} micro batch × {layout.accumulation(train)} accumulation × {layout.data} DP"
-                f" = {train.global_batch} global batch",
-            ),
-            (
-                "layout",
-                f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = {ranks}, "
-                f"ZeRO-{config.optimizer.zero}",
-            ),
-            ("device", f"{self.device_name}, {precision.parameter}{finer}"),
-            ("memory", self._memory_text()),
-            *self._dropout(),
-            ("run", str(self.run.path)),
-        ]
-
-    @property
-    def _on_accelerator(self) -> bool:
-        return not self.device_name.startswith("cpu")
-
-    @property
-    def _neediest_rank(self) -> int:
-        return neediest_rank(self.config, self.layout, self._on_accelerator)
-
-    def _dropout(self) -> list[tuple[str, str]]:
-        """What layout-invariant masks cost, where there are any."""
-        rank = self._neediest_rank
-        masks = invariant_dropout(self.config, self.layout, self._on_accelerator, pipeline_rank=rank)
-        if masks is None:
-            return []
-        same = f"pipeline rank {rank}" if self.layout.pipeline > 1 else "each rank"
-        return [
-            (
-                "dropout",
-                f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {same}, "
-                f"{units.count(masks.elements_hashed)} elements hashed by {same} per step",
-            )
-        ]
-
-    def _memory_text(self) -> str:
-        assert self.memory is not None
-        parts = ", ".join(f"{name} {units.size(size)}" for name, size in self.memory.rows() if size)
-        if isinstance(self.memory, StateMemory):
-            return f"{parts} on each rank; activations are not known for a model of your own"
-        most = f"pipeline rank {self._neediest_rank}, which needs most" if self.layout.pipeline > 1 else "each rank"
-        return f"{units.size(self.memory.total)} expected on {most}, beside Python and torch: {parts}"
+        recorded = [found for found in self.run.events(event) if found.get("step") == self._step]
+        return recorded[-1] if recorded else {}
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Going on where an earlier run of the same folder was saved."""
+"""Resuming a training where an earlier run of the same folder was saved."""
 
 from __future__ import annotations
 
@@ -38,23 +38,33 @@ _WENT_BACK = "went_back"
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What lies where a run saves: all its checkpoints, newest first, and those to try, in this order."""
+class FoundCheckpoints:
+    """What lies where a run saves.
+
+    Attributes:
+        root: where it saves.
+        found: all checkpoints, newest first.
+        candidates: those to restore from: the first that is intact.
+    """
 
     root: Root
     found: tuple[Found, ...]
     candidates: tuple[Found, ...]
 
 
-def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None) -> Standing:
-    """See which checkpoints there are and that new ones can be written, on one rank, before anything is trained.
+def find_checkpoints(
+    config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None
+) -> FoundCheckpoints:
+    """The checkpoints that there are, once it is clear that new ones can be written; on one rank, before the training.
 
     Args:
-        directory: of the run. stored: the configuration of the run that its folder held before, if any. run: the id of
-        that run; None takes it from the folder.
+        config: of the run.
+        directory: of the run.
+        stored: the configuration of the run that its folder held before, if any.
+        run: the id of that run; None takes it from the folder.
 
     Raises:
-        ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to go on with.
+        ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to continue from.
     """
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
@@ -70,7 +80,7 @@ def look(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | No
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
     chosen = {each.step for each in candidates}
-    return Standing(root, found, tuple(each for each in found if each.step in chosen))
+    return FoundCheckpoints(root, found, tuple(each for each in found if each.step in chosen))
 
 
 def _named(found: Found, root: Root) -> Found:
@@ -84,10 +94,10 @@ def _named(found: Found, root: Root) -> Found:
 
 
 def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
-    """ConfigError where the run has saved checkpoints, and there is none in `root`: it would begin once more."""
-    told = list(directory.events("checkpoint"))[-1:]
-    if told:
-        step, place = int(told[0]["step"]), str(told[0]["path"])
+    """Raises ConfigError where the run has saved checkpoints and `root` holds none: it would begin once more."""
+    recorded = list(directory.events("checkpoint"))[-1:]
+    if recorded:
+        step, place = int(recorded[0]["step"]), str(recorded[0]["path"])
     else:
         before = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
         saved = survey(before) if str(before) != str(root) else []
@@ -103,7 +113,7 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
 def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:
     """The checkpoints to try, in this order; none where the training begins.
 
-    Where the newest intact one was saved after going back as `checkpoint.resume` asks, the run goes on from there:
+    Where the newest intact one was saved after going back as `checkpoint.resume` asks, the run continues from there:
     the same command, given again after a stop, must not take back what it has done.
 
     Args:
@@ -153,7 +163,9 @@ class Resumed:
     """The checkpoint that a run continues from.
 
     Attributes:
-        manifest: without its files and tensors, which take much memory. damage: in what the training does not need.
+        manifest: without its files and tensors, which take much memory.
+        folder: of the checkpoint.
+        damage: in what the training does not need.
     """
 
     manifest: Manifest
@@ -175,7 +187,8 @@ def restore_first(
     One that is damaged only where its training does not need it (weights beside intact masters, `config.json`, the
     tokenizer) is taken too, with a warning: to take an older one would undo steps that are not lost.
 
-    Returns: None where there is no candidate.
+    Returns:
+        None where there is no candidate.
 
     Raises:
         ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact; or one
@@ -219,7 +232,14 @@ def restore_first(
 def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
     """Set the checkpoints after `step` aside, whose training is taken back; returns their new names; collective.
 
-    `damaged`: they were left out as that. What a killed save left is no checkpoint, and stays for the next save.
+    What a killed save left is no checkpoint, and stays for the next save.
+
+    Args:
+        root: where the checkpoints lie.
+        found: all of them.
+        step: of the checkpoint that was restored.
+        mesh: of the run.
+        damaged: the later ones were left out because they are damaged.
 
     Raises:
         RunError: on every rank, one of them cannot be renamed.

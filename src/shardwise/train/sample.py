@@ -24,8 +24,8 @@ class Sample:
     """What was drawn at the end of a run.
 
     Attributes:
-        text: a prompt and its continuation; None off replica 0, and where there is none. stopped_by: who asked the run
-        to stop before the text was complete.
+        text: a prompt and its continuation; None where there is none, and on the ranks of other replicas than 0.
+        stopped_by: who asked the run to stop before the text was complete.
     """
 
     text: str | None = None
@@ -51,7 +51,7 @@ def draw_sample(
         stopped_by, is_complete = agreed_stop(asked_to_stop(), mesh, is_complete)
         return stopped_by is None and not is_complete
 
-    if mesh.dp.rank:  # replica 0 draws; the others hear of a stop, and are heard
+    if mesh.dp.rank:  # replica 0 draws; the others only agree on whether to stop
         while continues():
             pass
         return Sample(None, stopped_by)
@@ -87,9 +87,11 @@ def continue_text(
 ) -> list[int]:
     """`count` tokens drawn after `prompt`; collective over the ranks of one replica, which all return the same.
 
-    The model reads at most `window` tokens, the length that it was trained on: once they are full, it goes on from the
-    last half of them. `parallel` says how a model in pipeline stages is cut. `continues` is asked after each token; at
-    its first False there are no more.
+    Args:
+        window: tokens that the model reads at most, as in its training; once they are full, it continues from the last
+            half of them.
+        parallel: how a model in pipeline stages is cut.
+        continues: is asked after each token; after its first False there are no more.
     """
     sampler = Sampler(temperature, seed=seed)
     tokens, kept = list(prompt), window

@@ -14,8 +14,11 @@ from shardwise.checkpoint.save import Saver
 from shardwise.config import Config
 from shardwise.data import StreamBatches
 from shardwise.errors import LostPeerError, RunError
+from shardwise.launch import stopping
+from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
+from shardwise.runlog import RunDirectory
 from shardwise.store.manifest import Manifest
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
@@ -32,13 +35,27 @@ def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None,
     return next((each for each in reasons if each is not None), None), bool(flagged)
 
 
+def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
+    """A function that says why this rank thinks that the run shall stop, or None.
+
+    Of each machine one rank looks into the run's folder for a request; the others hear signals alone.
+    """
+    place = joined()
+    folder = directory.path if place is None or place.local_rank == 0 else None
+    return lambda: stopping.requested(folder)
+
+
 class Checkpoints:
-    """Saves by steps, by minutes, at the end, and before a stop; tells the user how each save ended.
+    """Saves by steps, by minutes, at the end, and before a stop; reports how each save ended.
 
     Args:
-        mesh: its world exchanges two numbers after each step. asked_to_stop: why this rank thinks that the run shall
-        stop, or None: what one rank heard, all do. went_back: what the manifests' `schedule` says of that. stream: the
-        batches whose state a manifest has, where they have one.
+        saver: writes the checkpoints.
+        config: of the run.
+        reporter: reports the saves.
+        mesh: its world exchanges two numbers after each step.
+        asked_to_stop: why this rank thinks that the run shall stop, or None; what one rank heard, all obey.
+        went_back: what the manifests' `schedule` says of how the run last went back.
+        stream: the batches whose state a manifest has, where they have one.
     """
 
     def __init__(

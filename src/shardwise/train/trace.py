@@ -17,8 +17,9 @@ class Trace:
     """Records the steps of `log.trace` by torch's profiler, kernels included where there are any.
 
     Args:
-        steps: which; None: none. path: of the file. pipelined: whether the model is cut into stages, whose messages
-        are then named.
+        steps: those to record; None: none.
+        path: of the file.
+        pipelined: whether the model is cut into stages; their messages are then named.
     """
 
     def __init__(self, steps: range | None, path: Path, *, pipelined: bool) -> None:
@@ -27,7 +28,7 @@ class Trace:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around a step: the first that is wanted begins the recording, the last one ends it."""
+        """Around each step: the first of those to record begins the recording, and the last one ends it."""
         if step not in self._steps:
             yield
             return

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,22 @@ from shardwise import comm
 from shardwise import device as devices
 from shardwise.config import Config, Layout, OwnConfig
 from shardwise.data import Batches
-from shardwise.errors import ConfigError, RunError
+from shardwise.errors import RunError
+from shardwise.inference.evaluation import evaluate_rounds, perplexity
+from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
 from shardwise.models import Stages, gives_losses
 from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
 from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
-from shardwise.train.execution import Execution, Whole
-from shardwise.train.feed import Feed, MicroBatch
+from shardwise.train.feed import Feed
 from shardwise.train.record import Progress, StepRecord, end_of_run
 from shardwise.train.report import Reporter
 from shardwise.train.trace import Trace
+
+if TYPE_CHECKING:
+    from shardwise.pipeline.schedule import Pipeline
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
@@ -44,7 +47,11 @@ class Saving(Protocol):
 
 
 class Trainer:
-    """Trains one model on one rank of a mesh; every rank runs the same steps."""
+    """Trains one model on one rank of a mesh; every rank runs the same steps.
+
+    Args:
+        pipeline: runs the stages of this rank, where the model is cut into stages.
+    """
 
     def __init__(
         self,
@@ -58,28 +65,32 @@ class Trainer:
         evaluation: Batches | None,
         reporter: Reporter | None = None,
         progress: Progress | None = None,
-        saving: Saving | None = None,
-        execution: Execution | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.config, self.layout, self.mesh = config, layout, mesh
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self.pipeline = model, optimizer, pipeline
         self.batches, self.evaluation = batches, evaluation
         self.feed = Feed(config, mesh, batches, evaluation)
         self.reporter = reporter
         self.progress = progress or Progress()
-        self.saving = saving
-        self.execution = execution or Whole(model)
-        self._parts = list(model) if isinstance(model, Stages) else [model]
-        self._draws_masks = "dropout" in inspect.signature(self._parts[0].forward).parameters
 
-    def run(self) -> str | None:
+    def run(self, saving: Saving | None = None) -> str | None:
         """Train to the last step, with evaluations, drift checks and checkpoints on the way.
 
         Returns:
             why the run was asked to stop before its last step; None where it was not.
         """
+        first, last = self.progress.step + 1, end_of_run(self.config, self.progress.step)
         with closing(self.feed), closing(self._trace()) as trace:
-            return self._run(trace)
+            if self.config.train.eval_every and not self.progress.step:
+                self.evaluate()
+            for step in range(first, last + 1):
+                with trace.step(step):
+                    record = self.step()
+                stopped_by = self._after_step(record, saving, is_last=step == last)
+                if stopped_by is not None and step < last:
+                    return stopped_by
+        return None
 
     def _trace(self) -> Trace:
         steps = self.config.log.trace_steps
@@ -87,31 +98,23 @@ class Trainer:
             return Trace(None, Path(), pipelined=False)
         return Trace(steps, self.reporter.run.trace(self.mesh.world.rank), pipelined=self.mesh.pp.size > 1)
 
-    def _run(self, trace: Trace) -> str | None:
-        every = self.config.train.eval_every
-        drift_every = self.config.log.drift_every
-        last_step = end_of_run(self.config, self.progress.step)
-        if every and not self.progress.step:
+    def _after_step(self, record: StepRecord, saving: Saving | None, *, is_last: bool) -> str | None:
+        """Report a step, and do what is due after it; returns why the run shall stop."""
+        step, eval_every, drift_every = record.step, self.config.train.eval_every, self.config.log.drift_every
+        if self.reporter is not None:
+            if self.pipeline is not None and self.reporter.is_logged(step):
+                record = replace(record, timing=self.pipeline.timing())
+            self.reporter.step(record)
+            self._warn_of_a_mean(record)
+        if drift_every and (is_last or step % drift_every == 0):
+            self.progress.phase = "comparison of replicas"
+            check_replicas(self.model, self.mesh, step)
+        if eval_every and (is_last or step % eval_every == 0):
             self.evaluate()
-        for step in range(self.progress.step + 1, last_step + 1):
-            with trace.step(step):
-                record = self.step()
-            if self.reporter is not None:
-                if self.reporter.is_logged(step):
-                    record = replace(record, timing=self.execution.timing())
-                self.reporter.step(record)
-                self._warn_of_a_mean(record)
-            if drift_every and (step % drift_every == 0 or step == last_step):
-                self.progress.phase = "comparison of replicas"
-                check_replicas(self.model, self.mesh, step)
-            if every and (step % every == 0 or step == last_step):
-                self.evaluate()
-            if self.saving is not None:
-                self.progress.phase = "checkpoint"
-                stop = self.saving.after_step(self.progress, step == last_step)
-                if stop is not None and step < last_step:
-                    return stop
-        return None
+        if saving is None:
+            return None
+        self.progress.phase = "checkpoint"
+        return saving.after_step(self.progress, is_last)
 
     def _warn_of_a_mean(self, record: StepRecord) -> None:
         """Tell the user of a model of their own whose first loss is far below that of a guess."""
@@ -134,7 +137,8 @@ class Trainer:
         counted_K = self._counted(micro_batches)
         losses_K = self._forward_backward(micro_batches, counted_K)
         self.progress.phase = "gradient reduction"
-        global_losses_K = self._summed(losses_K)
+        # Of all micro-batches, whichever stage and replica has their losses.
+        global_losses_K = comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
         # The step's one wait for the device.
         gradient_norm, parameter_norm, *by_objective = torch.cat(
             (torch.stack(self.optimizer.norms()), global_losses_K)
@@ -177,54 +181,43 @@ class Trainer:
         here_K = torch.stack([batch.counts_K for batch in micro_batches]).sum(dim=0).double()
         return comm.all_reduce_(here_K, self.mesh.dp).clamp(min=1.0)
 
-    def _summed(self, losses_K: Tensor) -> Tensor:
-        """Of all micro-batches, whichever stage and replica has their losses."""
-        return comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
-
     def _forward_backward(self, micro_batches: list[MicroBatch], counted_K: Tensor, *, last: bool = True) -> Tensor:
         """Gradients of the global mean loss, accumulated; returns this rank's share of each objective's mean.
 
-        last: the gradients are then complete.
+        last: the gradients are then complete, and their reduction begins as they are.
         """
         shares = [torch.zeros_like(counted_K, dtype=torch.float32)]
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
-            found = self._compute(part, x, micro_batches[number], self.progress.step + 1)
+            batch = micro_batches[number]
+            dropout = self._dropout_key(batch)
+            # Whatever a model draws beside our layers is a function of step and samples too.
+            with dropout.seeded(self.mesh.device, *_WHOLE_MODEL):
+                found = batch.result(part, part(**batch.arguments(part, x, dropout)))
             if not gives_losses(part):
                 return found
             losses_K = found / counted_K.float()
             shares.append(losses_K.detach())
             return losses_K
 
-        self.execution.step(compute, len(micro_batches), self.optimizer, last=last)
+        if self.pipeline is not None:
+            # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
+            with self.optimizer.accumulate():
+                self.pipeline.step(compute, self.optimizer.gradient_ready if last else None)
+            return torch.stack(shares).sum(dim=0)
+        for number in range(len(micro_batches)):
+            with self.optimizer.accumulate(last=last and number == len(micro_batches) - 1):
+                with record_function(f"forward, micro-batch {number}"):
+                    loss = compute(self.model, None, number).sum()
+                with record_function(f"backward, micro-batch {number}"):
+                    loss.backward()
         return torch.stack(shares).sum(dim=0)
 
-    def _compute(self, part: nn.Module, x: Tensor | None, batch: MicroBatch, step: int | None = None) -> Tensor:
-        """What a part of the model gives: the next part's x, or sums of the losses of the counted targets `[K]`.
+    def _dropout_key(self, batch: MicroBatch) -> DropoutKey:
+        train = self.config.train
+        samples_B = torch.from_numpy(batch.samples).to(self.mesh.device)
+        return DropoutKey(train.seed, self.progress.step + 1, samples_B, int(batch.samples[0]), train.dropout_mode)
 
-        x: what the part before gave. step: with that step's dropout.
-        """
-        device, train, inputs = self.mesh.device, self.config.train, batch.inputs
-        key = None
-        if step is not None:
-            samples_B = torch.from_numpy(batch.samples).to(device)
-            key = DropoutKey(train.seed, step, samples_B, int(batch.samples[0]), train.dropout_mode)
-        keyword = {"dropout": key} if self._draws_masks else {}
-        # Whatever a model draws beside our layers is a function of step and samples too.
-        with nullcontext() if key is None else key.seeded(device, *_WHOLE_MODEL):
-            sums: object = part(**inputs, **keyword) if x is None else part(**inputs, **keyword, x=x)
-        if not gives_losses(part):
-            assert isinstance(sums, Tensor), "only a family's model is cut into parts"
-            return sums
-        if not isinstance(sums, Tensor) or sums.numel() != len(batch.counts_K):
-            found = f"a tensor of shape {tuple(sums.shape)}" if isinstance(sums, Tensor) else f"a {type(sums).__name__}"
-            raise ConfigError(
-                f"model.family ({self.config.model.family}): forward must return the sum of its targets' losses "
-                f"({len(batch.counts_K)} in all), not {found}"
-            )
-        return sums.reshape(-1)
-
-    @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
         """Mean loss and perplexity over the first `eval_batches` global batches held out, on every rank.
 
@@ -233,31 +226,14 @@ class Trainer:
         if self.evaluation is None:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
-        self.model.eval()
-        objectives = len(self.evaluation.objectives)
-        total = torch.zeros(2, objectives, dtype=torch.float64, device=self.mesh.device)
-        for at_once in self.feed.evaluation(self.layout.accumulation(self.config.train)):
-            self._evaluate(at_once, total)
+        rounds = self.feed.evaluation(self.layout.accumulation(self.config.train))
+        found = evaluate_rounds(self.model, rounds, self.evaluation.objectives, self.mesh, self.config.parallel)
         self.model.train()
-        sums_K, counted_K = self._summed(total)
-        by_objective = (sums_K / counted_K.clamp(min=1.0)).tolist()
-        loss = sum(by_objective)
-        perplexity = math.exp(by_objective[0]) if by_objective[0] < 700 else math.inf
+        of_tokens, *others = found.losses.values()
         if self.reporter is not None:
-            self.reporter.evaluation(self.progress.step, loss, perplexity, self._named(by_objective))
-        return loss, perplexity
-
-    def _evaluate(self, batches: list[MicroBatch], total: Tensor) -> None:
-        """Add these micro-batches' sums of losses and counts to `total`, [2, K]."""
-
-        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
-            found = self._compute(part, x, batches[number])
-            if gives_losses(part):
-                total[0] += found
-                total[1] += batches[number].counts_K
-            return found
-
-        self.execution.evaluate(compute, len(batches))
+            shown = found.losses if others else {}
+            self.reporter.evaluation(self.progress.step, found.loss, perplexity(of_tokens), shown)
+        return found.loss, perplexity(of_tokens)
 
     def _stop_non_finite(
         self, step: int, loss: float, gradient_norm: float, micro_batches: list[MicroBatch], counted_K: Tensor
@@ -279,10 +255,12 @@ class Trainer:
         A weight (0) before the loss (1) before a gradient (2); then the earlier in forward's or backward's order, which
         is that of the stages, and within one that of its parameters.
         """
-        stages = [stage.index for stage in self.model.plan] if isinstance(self.model, Stages) else [0]
+        parts = [(0, self.model)]
+        if isinstance(self.model, Stages):
+            parts = [(stage.index, part) for stage, part in self.model.pairs()]
         pieces = [
             (stage, order, p, piece.name, piece.local.slices)
-            for stage, part in zip(stages, self._parts, strict=True)
+            for stage, part in parts
             for order, (_, p, record) in enumerate(placements(part))
             for piece in record.pieces
         ]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__
-from shardwise.cli import main, output
+from shardwise.cli import main
+from shardwise.launch import failure
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.failure import read_failure
 
@@ -67,7 +68,7 @@ def test_inside_torchrun_rank_0_speaks_first(
 ) -> None:
     """torchrun ends the others once it has spoken and exited; one that lives on met what rank 0 did not."""
     waited: list[float] = []
-    monkeypatch.setattr(output.time, "sleep", waited.append)
+    monkeypatch.setattr(failure.time, "sleep", waited.append)
     rank(monkeypatch, 0)
     assert main(arguments) == 2
     assert waited == []
@@ -85,10 +86,10 @@ def test_a_launched_rank_leaves_the_text_to_the_launcher(
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     assert main(["train", "quickstart", "a=b"]) == 2
     assert capsys.readouterr().err == ""
-    failure = read_failure(tmp_path / "error.json")
-    assert failure is not None
-    assert failure.exit_code == 2
-    assert failure.text.startswith("a: unknown key")
+    found = read_failure(tmp_path / "error.json")
+    assert found is not None
+    assert found.exit_code == 2
+    assert found.text.startswith("a: unknown key")
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

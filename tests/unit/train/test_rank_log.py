@@ -29,7 +29,7 @@ def reporter(path: Path, rank: int = 0) -> tuple[Reporter, io.StringIO]:
         device_name="cpu",
         precision=CONFIG.precision.resolved(False),
         parameters=parameter_count(CONFIG.model),
-        memory=expected_memory(CONFIG, Layout(1)),
+        memory=dict(expected_memory(CONFIG, Layout(1)).rows()),
         stream=stream,
     )
     return made, stream

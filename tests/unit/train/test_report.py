@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise import units
 from shardwise.checkpoint.save import Saved
-from shardwise.cli.summary import dry_run
 from shardwise.config import Config, Layout, check_layout, config_from
 from shardwise.cost import expected_memory, flops_per_token, invariant_dropout, neediest_rank
 from shardwise.pipeline import StageSeconds, StepTiming
@@ -22,6 +21,7 @@ from shardwise.runlog import RunDirectory
 from shardwise.train import report
 from shardwise.train.record import StepRecord, Throughput
 from shardwise.train.report import Reporter
+from shardwise.train.summary import dry_run
 
 MODEL_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 STEP_FIELDS = [
@@ -85,7 +85,7 @@ def reporter(
         device_name=device_name,
         precision=chosen.precision.resolved(False),
         parameters=parameter_count(chosen.model),
-        memory=expected_memory(chosen, layout),
+        memory=dict(expected_memory(chosen, layout).rows()),
         stream=stream,
         **options,
     )

@@ -16,7 +16,7 @@ from shardwise.store.root import Root, StoreError
 from shardwise.store.verify import verify
 from shardwise.train import resume
 from shardwise.train.record import Progress, end_of_run
-from shardwise.train.resume import goes_back, look, went_back
+from shardwise.train.resume import find_checkpoints, goes_back, went_back
 from tests.dist.training import make_config, make_data
 from tests.stored import small_tensors, write_checkpoint
 
@@ -37,50 +37,50 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_new_run_has_an_empty_place(tmp_path: Path) -> None:
-    standing = look(config(), RunDirectory(tmp_path / "none"), None)
-    assert (standing.found, standing.candidates) == ((), ())
+    checkpoints = find_checkpoints(config(), RunDirectory(tmp_path / "none"), None)
+    assert (checkpoints.found, checkpoints.candidates) == ((), ())
     assert not (tmp_path / "none").exists(), "the folder is made by the first save"
 
 
 def test_a_place_of_its_own_is_tried_at_once(tmp_path: Path) -> None:
-    look(config(path=str(tmp_path / "far/run")), RunDirectory(tmp_path / "none"), None)
+    find_checkpoints(config(path=str(tmp_path / "far/run")), RunDirectory(tmp_path / "none"), None)
     assert list((tmp_path / "far/run").iterdir()) == []
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"checkpoint.path: .*/file/run cannot be "):
-        look(config(path=str(tmp_path / "file/run")), RunDirectory(tmp_path / "none"), None)
+        find_checkpoints(config(path=str(tmp_path / "file/run")), RunDirectory(tmp_path / "none"), None)
 
 
 def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"checkpoint.path .* must be empty for a new run, .* of step 200: give --run-dir"
     ):
-        look(config(path=str(folder)), RunDirectory(tmp_path / "none"), None)
+        find_checkpoints(config(path=str(folder)), RunDirectory(tmp_path / "none"), None)
     with pytest.raises(
         ConfigError, match=r"--run-dir .* must be empty for a new run, .*checkpoint.load=.*/checkpoints/step-00000200"
     ):
-        look(config(), RunDirectory(folder.parent), None)
+        find_checkpoints(config(), RunDirectory(folder.parent), None)
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path, folder: Path) -> None:
     run, other = RunDirectory(folder.parent), tmp_path / "other"
     with pytest.raises(ConfigError, match=rf"checkpoint.path \({other}\) has no .* step 200 as {folder}/step-00000200"):
-        look(config(path=str(other)), run, STORED)
+        find_checkpoints(config(path=str(other)), run, STORED)
     folder.rename(tmp_path / "moved")
-    assert look(config(path=str(other)), run, STORED).candidates == ()
+    assert find_checkpoints(config(path=str(other)), run, STORED).candidates == ()
     run.metrics.write_text('{"event": "checkpoint", "step": 200, "path": "s3://b/step-00000200"}\n{"event": "ch')
     with pytest.raises(ConfigError, match=rf"\({other}\) has no .* step 200 as s3://b/step-00000200: set"):
-        look(config(path=str(other)), run, STORED)
+        find_checkpoints(config(path=str(other)), run, STORED)
 
 
 def test_what_is_tried_and_in_which_order(folder: Path) -> None:
-    standing = look(config(), RunDirectory(folder.parent), STORED)
-    assert [each.step for each in standing.candidates] == [200, 100]
-    assert all(each.manifest is None for each in standing.found), "manifests are large, and each rank reads the one"
-    standing = look(config(resume=100), RunDirectory(folder.parent), STORED)
-    assert [each.step for each in standing.candidates] == [100]
-    assert [each.step for each in standing.found] == [200, 100]
+    checkpoints = find_checkpoints(config(), RunDirectory(folder.parent), STORED)
+    assert [each.step for each in checkpoints.candidates] == [200, 100]
+    assert all(each.manifest is None for each in checkpoints.found), "manifests are large, and each rank reads the one"
+    checkpoints = find_checkpoints(config(resume=100), RunDirectory(folder.parent), STORED)
+    assert [each.step for each in checkpoints.candidates] == [100]
+    assert [each.step for each in checkpoints.found] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
-        look(config(resume=200), RunDirectory(folder.parent), STORED)
+        find_checkpoints(config(resume=200), RunDirectory(folder.parent), STORED)
 
 
 def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folder: Path) -> None:
@@ -88,12 +88,12 @@ def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folde
     name, partial = folder / "step-00000100", folder / ".step-00000100.partial"
     name.rename(partial)
     with pytest.raises(ConfigError, match=r"must be empty for a new run"):
-        look(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
+        find_checkpoints(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
     (folder / "step-00000200").rename(folder / "notes")
     with pytest.raises(ConfigError, match=rf"has a checkpoint of step 100: .* checkpoint.load={partial} for"):
-        look(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
+        find_checkpoints(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
     assert partial.is_dir()
-    (found,) = look(config(), RunDirectory(folder.parent), STORED).candidates
+    (found,) = find_checkpoints(config(), RunDirectory(folder.parent), STORED).candidates
     assert (found.step, found.folder.local(), found.problem) == (100, name, None)
     assert verify(found.folder).sound
     assert not partial.exists()
@@ -111,9 +111,9 @@ def test_no_manifest_is_read_to_see_what_is_there(folder: Path, monkeypatch: pyt
         return plain(where)
 
     monkeypatch.setattr(Manifest, "read", counted)
-    look(config(), RunDirectory(folder.parent), STORED)
+    find_checkpoints(config(), RunDirectory(folder.parent), STORED)
     assert not read
-    look(config(resume=300), RunDirectory(folder.parent), STORED)
+    find_checkpoints(config(resume=300), RunDirectory(folder.parent), STORED)
     assert read == ["step-00000500", "step-00000300"]
 
 
@@ -125,11 +125,11 @@ def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
     schedule = {"name": "linear", **went_back(asked, first)}
     for step in (200, 300):
         after = Manifest.read(write_checkpoint(tmp_path / "checkpoints", step, schedule=schedule))
-    assert [each.step for each in look(asked, RunDirectory(tmp_path), STORED).candidates] == [300, 200, 100]
+    assert [each.step for each in find_checkpoints(asked, RunDirectory(tmp_path), STORED).candidates] == [300, 200, 100]
     assert not goes_back(asked, after)
     assert went_back(config(), after) == went_back(asked, after), "a run that goes on forgets that it went back"
     another = make_config(checkpoint={"resume": 100}, train={"skip_batches": 3})
-    assert [each.step for each in look(another, RunDirectory(tmp_path), STORED).candidates] == [100]
+    assert [each.step for each in find_checkpoints(another, RunDirectory(tmp_path), STORED).candidates] == [100]
     assert goes_back(another, after)
     assert went_back(config(), first) == {}
 
@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_it_was(
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)
     monkeypatch.setattr(resume, "read_manifest", lambda folder, _world: Manifest.read(folder))
     monkeypatch.setattr(resume, "restore", lambda *_: None)
-    candidates = look(chosen, RunDirectory(tmp_path), STORED).candidates
+    candidates = find_checkpoints(chosen, RunDirectory(tmp_path), STORED).candidates
     mesh, progress = SimpleNamespace(world=None), Progress()
     resume.restore_first(candidates, chosen, None, None, mesh, progress, Told())  # type: ignore[arg-type]
     assert (progress.step, progress.samples, progress.tokens) == (100, 800, 25_600)
@@ -174,7 +174,7 @@ class Told:
 @pytest.mark.parametrize("seen", ["at a glance", "on the way"])
 def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that does not answer holds what it holds."""
-    found = look(config(), RunDirectory(folder.parent), STORED).candidates
+    found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).candidates
     if seen == "at a glance":
         found = (found[0], replace(found[1], problem="no answer", unreadable=True))
 
@@ -193,18 +193,18 @@ def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: py
 def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (RunDirectory(tmp_path / name).create() for name in ("ours", "theirs"))
     at = config(path=str(tmp_path / "place"))
-    root = look(at, theirs, None).root
+    root = find_checkpoints(at, theirs, None).root
     take(root, Owner.here(theirs.id(), theirs.path))
     with RunLock(theirs.path), pytest.raises(ConfigError, match=rf"must be a run's own, .* that of {theirs.path} on "):
-        look(at, ours, None)
-    look(at, ours, None)  # the other has saved nothing, and is gone
+        find_checkpoints(at, ours, None)
+    find_checkpoints(at, ours, None)  # the other has saved nothing, and is gone
     write_checkpoint(root, 100)
     with pytest.raises(ConfigError, match=rf"must be a run's own.*, or remove {root}/run.json if that run is gone"):
-        look(at, ours, STORED)
-    assert [each.step for each in look(at, RunDirectory(theirs.path), STORED).candidates] == [100]
+        find_checkpoints(at, ours, STORED)
+    assert [each.step for each in find_checkpoints(at, RunDirectory(theirs.path), STORED).candidates] == [100]
     (root / "run.json").remove()
     take(root, Owner.here(ours.id(), ours.path))
-    assert look(at, ours, STORED).candidates, "a place of an older version is nobody's"
+    assert find_checkpoints(at, ours, STORED).candidates, "a place of an older version is nobody's"
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(ConfigError, match=r"must be a run's own"):
-        look(at, theirs, STORED)
+        find_checkpoints(at, theirs, STORED)

@@ -1,4 +1,4 @@
-"""How a run ended and what it saved, as far as the events in its folder tell."""
+"""How a run ended and what it saved, as its folder's events record it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.runlog import RunDirectory
 
 
 def how_it_ended(directory: RunDirectory) -> str:
-    """What to add to a message on a run that is over; empty where no event tells."""
+    """What to add to a message on a run that is over; empty where no event says how it ended."""
     stop, saved = _last(directory.metrics, "stop"), _newest_checkpoint(directory.metrics)
     ending = f": {stop.get('reason')} after step {stop.get('step', 0):,}" if stop is not None else ""
     return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
@@ -23,7 +23,7 @@ def what_is_saved(run_path: Path) -> str:
 
 
 def _newest_checkpoint(metrics: Path) -> str | None:
-    """Of a run that went on from a checkpoint that one, until it saves the next."""
+    """For a run that was resumed from a checkpoint it is that one, until the run saves the next."""
     found = _last(metrics, "checkpoint", "resume")
     return None if found is None else f"its newest checkpoint is of step {found.get('step', 0):,}"
 
@@ -44,7 +44,7 @@ def _last(metrics: Path, *kinds: str) -> dict[str, Any] | None:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """None of a line that a crash cut short."""
+    """The event of a line; None where a crash cut the line short."""
     try:
         event: dict[str, Any] = json.loads(line)
     except ValueError:

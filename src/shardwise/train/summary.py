@@ -1,12 +1,17 @@
-"""What a run would be and cost, as text: the closed forms of `cost` for one configuration and layout."""
+"""What a run is and costs, as rows of text: by the closed forms of `cost`, in a dry run and at a run's start.
+
+Imports no torch: a dry run starts without it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 from shardwise import cost, units
-from shardwise.config import Config, Layout, dump_yaml
+from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
 from shardwise.errors import listing
 from shardwise.plan import (
     Stage,
@@ -44,28 +49,23 @@ def dry_run(
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
-    parameters, local = parameter_count(config.model), _held_by_ranks(config, layout)
+    parameters, local = parameter_count(config.model), [count for _, count in stages_of_ranks(config, layout) if count]
     held = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
     return [
         (
             "layout",
-            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {layout.world} "
-            f"rank{'s' if layout.world > 1 else ''} ({device}), "
+            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {_ranks(layout)} ({device}), "
             f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
-        (
-            "batch",
-            f"{train.micro_batch} micro batch × {layout.accumulation(train)} accumulation × {layout.data} DP "
-            f"= {train.global_batch} global batch",
-        ),
+        _batch(config, layout),
         ("steps", f"{train.steps:,}{stop}"),
         ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),
         (
             "parameters",
             _UNKNOWN
-            if parameters is None or local is None
+            if parameters is None
             else f"{units.count(parameters)} ({parameters:,}), {units.count(max(local))} {held}",
         ),
         (
@@ -77,34 +77,42 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     ]
 
 
-def _held_by_ranks(config: Config, layout: Layout) -> list[int] | None:
-    """Elements of the parameters of each pipeline rank, padding included."""
-    plan, multiple = stage_plan(config, layout), config.parallel.vocab_multiple
-    counts = [
-        local_parameter_count(
-            config.model,
-            layout.tensor,
-            vocab_multiple=multiple,
-            stages=[stage for stage in plan if stage.rank == rank],
-        )
-        for rank in range(layout.pipeline)
+def _batch(config: Config, layout: Layout) -> tuple[str, str]:
+    train = config.train
+    return (
+        "batch",
+        f"{train.micro_batch} micro batch × {layout.accumulation(train)} accumulation × {layout.data} DP "
+        f"= {train.global_batch} global batch",
+    )
+
+
+def _ranks(layout: Layout) -> str:
+    return f"{layout.world} rank{'s' if layout.world > 1 else ''}"
+
+
+def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+    """The stages of each pipeline rank, and elements of their parameters, padding included; None if not known."""
+    plan = stage_plan(config, layout)
+    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
+    multiple = config.parallel.vocab_multiple
+    return [
+        (stages, local_parameter_count(config.model, layout.tensor, vocab_multiple=multiple, stages=stages))
+        for stages in by_rank
     ]
-    return [count for count in counts if count is not None] or None
 
 
 def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The schedule with its bubble, and what each pipeline rank has of the model; nothing without a pipeline."""
-    memory, counts = cost.memory_by_rank(config, layout, accelerator), _held_by_ranks(config, layout)
-    if layout.pipeline == 1 or memory is None or counts is None:
+    memory = cost.memory_by_rank(config, layout, accelerator)
+    if layout.pipeline == 1 or memory is None:
         return []
-    plan, shares = stage_plan(config, layout), compute_shares(config, layout)
+    shares = compute_shares(config, layout)
     rows = [("pipeline", _schedule(config, layout))]
-    for rank, (needed, count) in enumerate(zip(memory, counts, strict=True)):
-        stages = [stage for stage in plan if stage.rank == rank]
+    for rank, (needed, (stages, count)) in enumerate(zip(memory, stages_of_ranks(config, layout), strict=True)):
         rows.append(
             (
                 f"  pp {rank}",
-                f"{layout.ranks_of(rank)}, {_named(stages)}: {units.count(count)} parameters, "
+                f"{layout.ranks_of(rank)}, {_named(stages)}: {units.count(count or 0)} parameters, "
                 f"{sum(shares[stage.index] for stage in stages):.1%} of the compute, "
                 f"{units.size(needed.activations)} of activations, {units.size(needed.total)} in all",
             )
@@ -164,8 +172,7 @@ def _compute(config: Config) -> _Rows:
 
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """The price of masks that no layout changes, where there are any."""
-    rank = cost.neediest_rank(config, layout, accelerator)
-    same = f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
+    rank, same = _neediest(config, layout, accelerator)
     masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is None:
         return []
@@ -186,18 +193,26 @@ def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     ]
 
 
+def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, str]:
+    """The pipeline rank that needs most memory, and its name."""
+    rank = cost.neediest_rank(config, layout, accelerator)
+    return rank, f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
+
+
+def _memory(total: int, layout: Layout, rank: str) -> str:
+    most = f"{rank}, which needs most" if layout.pipeline > 1 else rank
+    return f"{units.size(total)} expected on {most}, beside Python and torch"
+
+
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """Memory, disk and communication; in a pipeline those of the ranks that need most memory."""
-    rank = cost.neediest_rank(config, layout, accelerator)
+    rank, same = _neediest(config, layout, accelerator)
     memory = cost.expected_memory(config, layout, accelerator, pipeline_rank=rank)
     wire = cost.bytes_per_step(config, layout, accelerator, pipeline_rank=rank)
     checkpoint = cost.checkpoint_bytes(config, accelerator)
     if memory is None or wire is None or checkpoint is None:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]
-    most = same = "each rank"
-    if layout.pipeline > 1:
-        most, same = f"pipeline rank {rank}, which needs most", f"pipeline rank {rank}"
-    rows = [("memory", f"{units.size(memory.total)} expected on {most}, beside Python and torch")]
+    rows = [("memory", _memory(memory.total, layout, same))]
     rows += [(f"  {kind}", units.size(size)) for kind, size in memory.rows()]
     rows.append(("disk", _disk(config, checkpoint)))
     rows.append(("communication", f"{units.size(sum(wire.values()))} sent by {same} per step"))
@@ -229,3 +244,62 @@ def _checkpoints_at_once(config: Config) -> int | None:
         stay = steps // math.lcm(every, keep_every) + ending if made is not None else steps // keep_every
     most = settings.keep + stay + 1
     return most if made is None else min(made, most)
+
+
+def start_rows(
+    config: Config,
+    layout: Layout,
+    *,
+    device_name: str,
+    precision: Precision,
+    parameters: int,
+    memory: Mapping[str, int],
+    steps: tuple[int, int],
+    run_path: Path,
+) -> _Rows:
+    """What a run prints at its start.
+
+    Args:
+        config: of the run.
+        layout: of its ranks.
+        device_name: product name of a rank's device.
+        precision: as resolved.
+        parameters: of the whole model.
+        memory: bytes by kind, expected on the rank that needs most; of a model of the user's own those that stay.
+        steps: those done by earlier runs, and the last one of this run.
+        run_path: the run's folder.
+    """
+    train, (before, end) = config.train, steps
+    samples = train.steps * train.global_batch
+    begin = f", {before:,} of them done" if before else ""
+    stop = "" if end == train.steps else f", this run stops at {end:,}"
+    sequence = " + sequence" if layout.sequence else ""
+    dtypes = {role: dtype for role, dtype in asdict(precision).items() if dtype != precision.parameter}
+    finer = "".join(f", {role} {dtype}" for role, dtype in dtypes.items())
+    accelerator = not device_name.startswith("cpu")
+    rank, same = _neediest(config, layout, accelerator)
+    parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
+    known = f"{_memory(sum(memory.values()), layout, same)}: {parts}"
+    if isinstance(config.model, OwnConfig):
+        known = f"{parts} on each rank; activations are not known for a model of your own"
+    rows = [
+        ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
+        ("steps", f"{train.steps:,}{begin}{stop}"),
+        ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {samples * train.sequence_length:,} tokens"),
+        _batch(config, layout),
+        (
+            "layout",
+            f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = {_ranks(layout)}, "
+            f"ZeRO-{config.optimizer.zero}",
+        ),
+        ("device", f"{device_name}, {precision.parameter}{finer}"),
+        ("memory", known),
+    ]
+    masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
+    if masks is not None:
+        price = (
+            f"layout-invariant: {units.size(masks.bytes_held)} of probabilities and masks on {same}, "
+            f"{units.count(masks.elements_hashed)} elements hashed by {same} per step"
+        )
+        rows.append(("dropout", price))
+    return [*rows, ("run", str(run_path))]

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from shardwise import cost, units
-from shardwise.cli.summary import dry_run
 from shardwise.config import CheckpointConfig, Config, Layout, check_layout, config_from
 from shardwise.plan import compute_shares, local_parameter_count, parameter_count, stage_plan
 from shardwise.train.picture import schedule_picture
+from shardwise.train.summary import dry_run
 
 SIZES: dict[str, Any] = {
     "vocab_size": 500,

@@ -13,23 +13,20 @@ from shardwise.launch.failure import Failure, read_failure, stop_record
 from shardwise.launch.stopping import NOTICE, training_mark
 
 SCRIPT = """
-import os, signal, sys, types
+import os, signal, sys
 from pathlib import Path
-from shardwise.cli import rank
-from shardwise.config import load_config
 from shardwise.errors import ConfigError, RunError, StoppedError
 from shardwise.launch import stopping
 from shardwise.launch.environment import joined
+from shardwise.launch.rank import as_rank
 
-def run(*arguments):
+def run():
 {body}
-    return 0
 
-sys.modules["shardwise.train"] = types.SimpleNamespace(run=run)
-config, path = load_config("llama2-tiny"), Path(sys.argv[1])
-rank.prepare_inputs = lambda *arguments: None
-place = joined()
-sys.exit(rank.run_alone(config, "r", path) if place is None else rank.run_rank(config, "r", path, place))
+path = Path(sys.argv[1])
+with as_rank(joined(), path) as ending:
+    run()
+sys.exit(ending.code)
 """
 COMMAND_INSIDE = """
 import json, os, subprocess, sys, types
@@ -40,9 +37,8 @@ def run(config, path, recipe):
     inside = subprocess.run([sys.executable, "-m", "shardwise", "stop", "nowhere"], capture_output=True, text=True)
     place = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     (path / "inside.json").write_text(json.dumps([inside.returncode, inside.stderr, place]))
-    return 0
 
-sys.modules["shardwise.train"] = types.SimpleNamespace(run=run)
+sys.modules["shardwise.train.run"] = types.SimpleNamespace(run=run)
 sys.exit(main())
 """
 PLACE = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

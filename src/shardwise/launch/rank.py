@@ -1,0 +1,118 @@
+"""One rank's work: whatever ends it becomes a text for the user and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from shardwise.errors import LostPeerError, RunError, ShardwiseError, StoppedError
+from shardwise.launch import stdio, stopping
+from shardwise.launch.ending import what_is_saved
+from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, may_restart
+from shardwise.launch.failure import Failure, complain, error_text, report_stop, show_failure
+from shardwise.redaction import redacted
+from shardwise.runlog import RunDirectory
+
+
+@dataclass
+class Ending:
+    """How a rank's work ended.
+
+    Attributes:
+        code: the exit code of its process.
+    """
+
+    code: int = 0
+
+
+@contextmanager
+def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending]:
+    """Run the body of the `with` statement as the work of one rank, and catch whatever it raises.
+
+    The user reads why the work failed, once for all ranks. In a job a rank that fails leaves its process here, at once:
+    its peers may never answer again.
+
+    Args:
+        place: of this process in a launched job; None where it is the only rank.
+        run_path: the folder of the run that is trained. Its logs get the traceback of an unexpected error.
+    """
+    log = _log(place, run_path)
+    if place is None and run_path is not None:
+        stopping.end_at_once()
+    if place is not None and log is not None and is_launched():
+        stdio.redirect(place.rank, log)
+    ending, rank = Ending(), 0 if place is None else place.rank
+    try:
+        yield ending
+    except StoppedError as error:
+        stopping.ignore()
+        ending.code = _report_stop(place, str(error))
+        if place is not None:
+            _leave(ending.code)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and place is None and run_path is None:
+            raise  # the reader of the output, such as `head`, has what it wanted
+        failure = _failure(error, rank, run_path, log)
+        show_failure(failure, place)
+        ending.code = failure.exit_code
+        if place is not None or isinstance(error, KeyboardInterrupt):
+            _leave(ending.code)  # without waiting for threads that still write
+
+
+def _log(place: Rank | None, run_path: Path | None) -> Path | None:
+    """The file for what a rank prints; None where neither a run nor a launcher has a folder for it."""
+    rank = 0 if place is None else place.rank
+    if run_path is not None:
+        return RunDirectory(run_path).log(rank)
+    return Path(os.environ[ERROR_FILE]).parent / f"rank-{rank:04d}.log" if is_launched() else None
+
+
+def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
+    """What the user reads of an error; of one that no code of ours explains the log gets the traceback."""
+    if isinstance(error, ShardwiseError):
+        waited = isinstance(error, LostPeerError)
+        if waited:
+            _write_traceback(error, log)
+        return Failure(rank, error_text(error), error.exit_code, waited)
+    if isinstance(error, KeyboardInterrupt):
+        stopped = f"stopped by {str(error) or 'Ctrl-C (SIGINT)'}"
+        text = stopped if run_path is None else f"the run was {stopped}; {what_is_saved(run_path)}"
+    elif isinstance(error, BrokenPipeError) and run_path is None:
+        text = "nobody reads the output any more"
+    else:
+        where = f"traceback: {log}" if _write_traceback(error, log) else "".join(traceback.format_exception(error))
+        text = f"rank {rank} failed: {type(error).__name__}: {error}\n{where}"
+    return Failure(rank, text, RunError.exit_code)
+
+
+def _write_traceback(error: BaseException, log: Path | None) -> bool:
+    """Add a traceback to the rank's log; False where it has none."""
+    if log is None:
+        return False
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(redacted("".join(traceback.format_exception(error))))
+    return True
+
+
+def _report_stop(place: Rank | None, text: str) -> int:
+    """Report, once for all ranks, that the run stopped with all saved; returns the exit code of this rank."""
+    rank = 0 if place is None else place.rank
+    if report_stop(rank, text):
+        return 0  # torchrun's agent takes anything else for a failure; the launcher ends with 75
+    if rank == 0:
+        complain(text)
+    # torchrun would start a rank that failed once more, and the run that was asked to stop would continue.
+    return 0 if place is not None and may_restart() else StoppedError.exit_code
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,181 @@
+"""What a run begins with: its data, its folder, the checkpoints that it may resume from, and other weights."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise import __version__, comm, cost, hub
+from shardwise import device as devices
+from shardwise.checkpoint.agreement import agree
+from shardwise.config import Config, Layout, dump_yaml, resume_changes
+from shardwise.data import PreparedData, prepare
+from shardwise.errors import ConfigError
+from shardwise.hardware import cpu_count
+from shardwise.launch import stdio
+from shardwise.mesh import Mesh
+from shardwise.runlog import RunDirectory, new_run_path
+from shardwise.store.earlier_run import earlier_run
+from shardwise.store.manifest import MANIFEST
+from shardwise.store.owner import Owner, take
+from shardwise.store.places import newest_of
+from shardwise.store.reach import in_time
+from shardwise.store.root import Root, StoreError
+from shardwise.train.record import Progress
+from shardwise.train.resume import FoundCheckpoints, find_checkpoints
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A run's folder.
+
+    Attributes:
+        directory: the folder itself.
+        id: of the run.
+        checkpoints: that the run can continue from.
+        changes: of the configuration, since the earlier run of this folder.
+        notes: what was rebuilt of the earlier run's files.
+    """
+
+    directory: RunDirectory
+    id: str
+    checkpoints: FoundCheckpoints
+    changes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def require_room(self, config: Config, needed: int | None) -> None:
+        """Refuse a run whose checkpoints, which are to lie in this folder, find too little space there.
+
+        Args:
+            needed: bytes of a checkpoint; None where no formula knows them.
+
+        Raises:
+            ConfigError: with both sizes.
+        """
+        if needed is not None and config.checkpoint.path is None:
+            self.directory.require_room(needed)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the phases of a run share, on one rank.
+
+    Attributes:
+        config: of the run.
+        layout: of its ranks.
+        mesh: of its ranks, with this rank's place.
+        progress: how far it is.
+        data: the prepared text.
+        folder: all ranks have the same.
+        weights: a folder with other weights to begin from; None where they are drawn or a checkpoint has them.
+    """
+
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    progress: Progress
+    data: PreparedData
+    folder: Folder
+    weights: Root | None
+
+
+def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run_path: Path | None, recipe: str) -> Run:
+    """Prepare the data, find the weights and make or open the folder; collective.
+
+    Raises:
+        ConfigError: one of them is wrong; on every rank.
+    """
+    data = prepare(config)
+    weights = _find_weights(config, mesh)
+    folder = _open_folder(config, run_path, recipe, mesh)
+    return Run(config, layout, mesh, progress, data, folder, None if folder.checkpoints.candidates else weights)
+
+
+def _find_weights(config: Config, mesh: Mesh) -> Root | None:
+    """The folder of `checkpoint.load`, which lies here by now or behind a URL; all ranks have the same, or all fail."""
+    load, folder, problems = config.checkpoint.load, Path(), []
+    if load is None:
+        return None
+    try:
+        if mesh.world.rank == 0:
+            load = newest_of(load)
+            if hub.is_url(load):
+                _require_checkpoint(Root.of(load))
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, mesh.world)
+    load = comm.broadcast_object(load, mesh.world)
+    if hub.is_url(load):
+        return Root.of(load)
+    try:
+        folder = hub.resolve(load, config.checkpoint.revision, cached=True)
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, mesh.world)
+    commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
+    if len(commits) > 1:
+        raise ConfigError(
+            f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
+        )
+    return Root.of(folder)
+
+
+def _require_checkpoint(folder: Root) -> None:
+    """Raises ConfigError where a URL names no checkpoint."""
+    try:
+        if in_time(folder, (folder / MANIFEST).exists):
+            return
+    except StoreError as error:
+        raise ConfigError(f"checkpoint.load: {error}") from None
+    raise ConfigError(
+        f"checkpoint.load ({folder}) must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a "
+        "Hugging Face folder to this machine first"
+    )
+
+
+def _open_folder(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> Folder:
+    """Rank 0 names and makes the folder, or opens that of an earlier run; all ranks agree, or all fail."""
+    problems: list[str] = []
+    folder: Folder | None = None
+    if mesh.world.rank == 0:
+        try:
+            folder = _open(config, run_path or new_run_path(recipe), mesh)
+        except ConfigError as error:
+            problems = error.problems
+    agree(problems, mesh.world)
+    folder = comm.broadcast_object(folder, mesh.world)
+    assert folder is not None
+    stdio.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
+    return folder
+
+
+def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
+    directory = RunDirectory(run_path)
+    resolved = config.model_dump(mode="json")
+    earlier = earlier_run(directory, config)
+    stored = None if earlier is None else earlier.config
+    changes = () if stored is None else tuple(resume_changes(stored, resolved))
+    # Before anything is written: a folder that is refused must not look like that of a run.
+    checkpoints = find_checkpoints(config, directory, stored, None if earlier is None else earlier.id)
+    directory.create()
+    run = directory.id(None if earlier is None else earlier.id)
+    folder = Folder(directory, run, checkpoints, changes, () if earlier is None else earlier.notes)
+    folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
+    directory.set_results_aside()
+    directory.write_config(dump_yaml(resolved))
+    directory.write_environment(versions(), [devices.name(mesh.device)], cpu_count())
+    directory.mark_latest()
+    try:
+        take(checkpoints.root, Owner.here(run, directory.path))
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    return folder
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that decide what a run computes and writes."""
+    found: dict[str, str | None] = {"shardwise": __version__}
+    for package in ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic"):
+        found[package] = importlib.metadata.version(package)
+    return found
