@@ -142,7 +142,7 @@ def test_a_run_goes_on_where_it_was(
     chosen = make_config(checkpoint={"resume": asked or "auto"}, train={"skip_batches": 2 if asked else 0})
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)
     monkeypatch.setattr(resume, "read_manifest", lambda folder, _world: Manifest.read(folder))
-    monkeypatch.setattr(resume, "restore", lambda *_: None)
+    monkeypatch.setattr(resume, "restore", lambda *_: SimpleNamespace(damage=()))
     candidates = find_checkpoints(chosen, RunDirectory(tmp_path), STORED).candidates
     mesh, progress = SimpleNamespace(world=None), Progress()
     resume.restore_first(candidates, chosen, None, None, mesh, progress, Told())  # type: ignore[arg-type]
