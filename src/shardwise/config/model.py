@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from shardwise.config.base import Section
-from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig, Objective
+from shardwise.config.decoders import Decoder
+from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, Objective
 
 
 class OwnConfig(Section):
@@ -51,16 +52,14 @@ class OwnConfig(Section):
         return False
 
 
-FamilyConfig: TypeAlias = LlamaConfig | GPTConfig | GPTNeoXConfig | BertConfig
+FamilyConfig: TypeAlias = Decoder | GPTConfig | GPTNeoXConfig | BertConfig
 ModelConfig: TypeAlias = FamilyConfig | OwnConfig
 
 OWN = "own"
 FAMILIES: dict[str, type[FamilyConfig]] = {
-    "llama": LlamaConfig,
-    "gpt": GPTConfig,
-    "gpt_neox": GPTNeoXConfig,
-    "bert": BertConfig,
+    get_args(family.model_fields["family"].annotation)[0]: family for family in get_args(FamilyConfig)
 }
+"""By the values of `model.family`."""
 
 
 def _family_tag(value: Any) -> str | None:
@@ -72,11 +71,8 @@ def _family_tag(value: Any) -> str | None:
 
 
 # What a `model` section is read as: the class is chosen first, so that only its own errors are told.
-AnyModel = Annotated[
-    Annotated[LlamaConfig, Tag("llama")]
-    | Annotated[GPTConfig, Tag("gpt")]
-    | Annotated[GPTNeoXConfig, Tag("gpt_neox")]
-    | Annotated[BertConfig, Tag("bert")]
-    | Annotated[OwnConfig, Tag(OWN)],
-    Discriminator(_family_tag),
-]
+if TYPE_CHECKING:
+    AnyModel: TypeAlias = ModelConfig
+else:
+    _TAGGED = [Annotated[family, Tag(name)] for name, family in [*FAMILIES.items(), (OWN, OwnConfig)]]
+    AnyModel = Annotated[Union[tuple(_TAGGED)], Discriminator(_family_tag)]  # noqa: UP007

@@ -29,6 +29,7 @@ from shardwise.parallel import (
     LayerNorm,
     ParallelEmbedding,
     ParallelLMHead,
+    QueryKeyNorm,
     ReplicatedEmbedding,
     RMSNorm,
     RowParallelLinear,
@@ -128,6 +129,20 @@ class Maker:
             names=names,
             sequence_parallel_enabled=self.sequence_parallel,
             **LinearOptions(**self.options, transposed=transposed),
+        )
+
+    def query_key_norm(self, config: FamilyConfig, names: tuple[str, str]) -> QueryKeyNorm | None:
+        """q and k → both normalised, in the families that do so."""
+        if config.query_key_norm is None:
+            return None
+        heads = config.num_attention_heads, config.num_key_value_heads
+        return QueryKeyNorm(
+            (heads[0] * config.head_dim, heads[1] * config.head_dim),
+            config.norm_eps,
+            head_dim=config.head_dim,
+            over=config.query_key_norm,
+            names=names,
+            **self.options,
         )
 
     def norm(self, config: FamilyConfig, name: str, kind: type[_Norm] = LayerNorm) -> _Norm:
@@ -242,7 +257,8 @@ class AttentionCore(nn.Module):
 class Attention(nn.Module):
     """Self-attention: each rank computes its own heads, between a column-parallel layer and a row-parallel one.
 
-    qkv: x → Q, K and V, in one matmul. out: canonical name of the output projection.
+    qkv: x → Q, K and V, in one matmul. out: canonical name of the output projection. norm: of q and k.
+    rotary: None where positions are learned, or the block has none.
     """
 
     def __init__(
@@ -256,12 +272,13 @@ class Attention(nn.Module):
         bias: bool = True,
         transposed: bool = False,
         rotary: Rotary | None = None,
+        norm: QueryKeyNorm | None = None,
         out_init: Init | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, self.rotary = config.head_dim, rotary
         options = LinearOptions(**make.options, transposed=transposed)
-        self.qkv = qkv
+        self.qkv, self.norm = qkv, norm
         self.core = AttentionCore(config, layer, make)
         out_options = LinearOptions(**{**options, "init": out_init}) if out_init is not None else options
         self.out = RowParallelLinear(
@@ -282,6 +299,8 @@ class Attention(nn.Module):
     def inner(self, x: Tensor, context: Context) -> Tensor:
         """What the output projection takes: `[S, B, n·d]`."""
         q, k, v = self.heads(x)
+        if self.norm is not None:
+            q, k = self.norm(q, k)
         if self.rotary is not None:
             cos, sin = context.turns or self.rotary.tables(context.first + q.shape[0], q, context.first)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
