@@ -130,7 +130,7 @@ def train(variant: str, tp: int, sequence: bool) -> tuple[Tensor, float, dict[st
 
 
 def train_stages(variant: str, tp: int, schedule: str) -> tuple[list[Tensor], list[float], dict[str, Tensor]]:
-    """Of each micro-batch, which is one sequence, on the last stage's ranks; gradients of the stages that a rank has."""
+    """Of each micro-batch, one sequence, on the last stage's ranks; gradients of the stages that a rank has."""
     from shardwise.pipeline.schedule import Pipeline
 
     config = configuration(variant, pipeline=2, tensor=tp, sequence=tp > 1, schedule=schedule)

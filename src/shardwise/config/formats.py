@@ -15,7 +15,7 @@ class Format:
         fields: our key → Hugging Face's field and its default. `None` is a default that the family derives.
         spellings: another spelling that Hugging Face reads → field.
         only: field → its one supported value. acts: supported activations.
-        absent: field → what an absent one means, where that is not the supported value.
+        absent: field → what an absent one means to transformers, where a file of ours says null.
         inert: fields of this family, beside those of every one, that change nothing that is trained.
         rope_theta: the default base of the rotary frequencies; None: the family has no rotary positions.
         partly_rotary: whether a part of each head may be rotary.
@@ -156,6 +156,7 @@ _QWEN3 = replace(
 )
 _OLMO2 = replace(
     _like_llama("olmo2", "Olmo2ForCausalLM", without=("mlp_bias",), vocab_size=50304, rms_norm_eps=1e-5),
+    absent={"pad_token_id": 1},
     writes_derived_heads=False,
 )
 _SMOLLM3 = replace(
@@ -171,6 +172,7 @@ _SMOLLM3 = replace(
         tie_word_embeddings=True,
         no_rope_layers=None,
     ),
+    absent={"pad_token_id": 128004},
     inert=_LLAMA.inert | _UNUSED_WINDOW | {"pretraining_tp"},
     rope_theta=2000000.0,
     writes_derived_heads=False,

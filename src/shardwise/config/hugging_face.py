@@ -115,7 +115,7 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
     kind, form = next((kind, form) for kind, form in FORMATS.items() if form.family == model.family)
     fields: dict[str, Any] = {"architectures": [form.architecture], "model_type": kind}
     fields |= {name: getattr(model, key) for key, (name, _) in form.fields.items()}
-    fields |= {name: _only(form)[name] for name in form.absent}
+    fields |= dict.fromkeys(form.absent)
     if isinstance(model, GPTConfig) and model.intermediate_size == 4 * model.hidden_size:
         fields["n_inner"] = None
     if not form.writes_derived_heads and model.head_dim * model.num_attention_heads == model.hidden_size:
@@ -228,7 +228,7 @@ def _leftover(given: Mapping[str, Any], form: Format) -> list[str]:
     problems = [
         f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
         for name, value in form.absent.items()
-        if name not in given
+        if name not in given and name in only
     ]
     for name, value in given.items():
         if value is None or name in INERT or name in form.inert:
