@@ -29,6 +29,8 @@ SIZES: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "shared": {"family": "llama", "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
+    "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
     "gpt": {"family": "gpt"},
     "untied": {"family": "gpt", "tie_word_embeddings": False},
     "neox": {"family": "gpt_neox"},
@@ -36,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert"},
 }
 DROPOUT: dict[str, tuple[str, ...]] = {
-    "llama": ("attention_dropout",),
+    **dict.fromkeys(("llama", "qwen3", "olmo2"), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -74,6 +76,12 @@ CASES: list[Case] = [
     ("bert", 2, True, 1, "float32", "full", "adamw", "fast"),
     ("bert", 4, True, 1, "float32", "full", "lamb", None),
     ("bert", 4, False, 0, "float32", "none", "adamw", "invariant"),
+    ("qwen3", 2, True, 1, "mixed", "selective", "adamw", "fast"),
+    ("qwen3", 4, False, 0, "float32", "full", "lamb", None),
+    ("qwen3", 1, False, 1, "float32", "none", "adamw", "invariant"),
+    ("olmo2", 4, True, 0, "mixed", "full", "adamw", None),
+    ("olmo2", 2, False, 1, "float32", "selective", "adamw", "invariant"),
+    ("olmo2", 1, False, 0, "float32", "none", "lamb", "fast"),
 ]
 
 

@@ -38,10 +38,11 @@ CASES: list[Case] = [
     ("llama", "zbv", 2, 2, 0, "full", "adamw"),
     ("gpt", "interleaved_zero_bubble", 2, 2, 0, "full", "adamw"),
     ("neox", "dualpipev", 2, 2, 0, "full", "adamw"),
+    ("olmo2", "zbv", 2, 2, 0, "none", "adamw"),
 ]
 
-ALWAYS = (0, 2, 4, 6, 8, 10, 18)
-"""Rows that every run of the tests has: each schedule."""
+ALWAYS = (0, 2, 4, 6, 8, 10, 18, 20)
+"""Rows that every run of the tests has: each schedule, and a backward pass in two parts with norms of q and k."""
 UNEQUAL: dict[Case, list[int]] = {("untied", "1f1b", 4, 1, 0, "selective", "lamb"): [3, 1, 2, 2]}
 """Blocks of the stages, where these are named."""
 

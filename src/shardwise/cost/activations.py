@@ -203,19 +203,26 @@ def norm_bytes(case: Case) -> int:
 def _head_norms(case: Case) -> int:
     """What norms of q and k save beside their input, which v keeps alive.
 
-    1/rms in float32, [T] of each, or for each head where they are apart. A norm over heads of several ranks saves the
-    norm as well. In bfloat16 on a CPU, single operations save what `norm_bytes` has of them; not of several ranks'.
+    1/rms in float32, [T] of each, or for each head where they are apart; over the heads of several ranks, the norm
+    itself as well.
     """
-    model, local = case.model, case.local
+    model, width = case.model, case.local.query + case.local.key_value
     if model.query_key_norm is None:
         return 0
-    width = local.query + local.key_value
-    together = model.query_key_norm == "all_heads"
-    statistics = 2 if together else width // model.head_dim
-    if together and case.layout.tensor > 1:
-        return case.tokens * 2 * statistics * _FLOAT32
-    copies = 0 if case.accelerator or case.a == _FLOAT32 else 2 * width
-    return case.tokens * (copies + statistics) * _FLOAT32
+    statistics = width // model.head_dim if model.query_key_norm == "head" else 2
+    if _norms_together(case):
+        statistics *= 2
+    return case.tokens * (statistics + (2 * width if _norms_copies(case) else 0)) * _FLOAT32
+
+
+def _norms_together(case: Case) -> bool:
+    """Whether norms of q and k are over heads of several ranks."""
+    return case.model.query_key_norm == "all_heads" and case.layout.tensor > 1
+
+
+def _norms_copies(case: Case) -> bool:
+    """Whether norms of q and k save float32 copies in place of their input: by the operations of `norm_bytes`."""
+    return not (case.accelerator or case.a == _FLOAT32 or _norms_together(case))
 
 
 def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
@@ -235,7 +242,7 @@ def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
     | k and v, copied or as they are in the core's input | 2·T·q/t             |
 
     Copied are those that several queries share, and those whose batches and heads do not lie behind one another. Where
-    they are not, all of the QKV output stays.
+    they are not, or norms of q and k save their input, all of the QKV output stays.
     """
     model, local, a = case.model, case.local, case.a
     query, key_value = (a * case.tokens * width for width in (local.query, local.key_value))
@@ -249,11 +256,12 @@ def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
         masks = 0  # of all blocks one, which is added
     inside = (_FLOAT32 + 1 + a) * case.probabilities + masks + query
     made_key = key_value if copied else 0
+    norm_inputs = qkv if model.query_key_norm is not None and not _norms_copies(case) else 0
     if local.query != local.key_value:
-        return qkv + made, 0, inside + 2 * query
+        return qkv + made, norm_inputs, inside + 2 * query
     if case.config.train.micro_batch == 1 or model.interleaved_heads:
         return qkv + made, qkv + made_key, inside
-    return qkv + made, made_key, inside + 2 * key_value - made_key
+    return qkv + made, norm_inputs + made_key, inside + 2 * key_value - made_key
 
 
 # ---- gradients, beyond what was saved and is not free yet
@@ -264,7 +272,7 @@ def _mlp_gradients(case: Case) -> int:
 
     At the last layer: the gradient of its input, [T·F/t], that of its weight, [H·F/t], and that of its output where it
     is not x's, [T·H] gathered or [T·H/s] behind dropout, whose mask is free, or behind a norm of the output.
-    At silu(gate)·up of a gated MLP and at ReLU: two gradients, [2·T·F/t].
+    At silu(gate)·up of a gated MLP and at ReLU: two gradients, [2·T·F/t]. A norm behind the MLP is free by then.
     """
     model, layout, a = case.model, case.layout, case.a
     x, feed = a * case.tokens_between * model.hidden_size, a * case.tokens * case.local.intermediate
@@ -276,10 +284,9 @@ def _mlp_gradients(case: Case) -> int:
         last += (0 if layout.sequence else x) - x // a
     if model.norm_place == "output":
         last += 0 if layout.sequence else x
-    if model.norm_place != "input":
-        last -= norm_bytes(case)
     behind_product = model.gated or model.activation == "relu"
-    return x + (max(last, 2 * feed) if behind_product else last)
+    free = 0 if model.norm_place == "input" else norm_bytes(case)
+    return x + (max(last, 2 * feed) if behind_product else last) - free
 
 
 def _core_gradients(case: Case) -> int:
