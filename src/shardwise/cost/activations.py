@@ -196,8 +196,13 @@ def norm_bytes(case: Case) -> int:
     if case.model.norm_kind == "layer_norm":
         statistic = _FLOAT32 if case.accelerator else case.a
         return case.tokens_between * (case.a * hidden + 2 * statistic)
-    element = case.a if case.accelerator or case.a == _FLOAT32 else 2 * _FLOAT32
+    element = 2 * _FLOAT32 if _norms_by_operations(case) else case.a
     return case.tokens_between * (element * hidden + _FLOAT32)
+
+
+def _norms_by_operations(case: Case) -> bool:
+    """Whether an RMSNorm is made of single operations, which work in float32."""
+    return case.model.norm_kind == "rms_norm" and not case.accelerator and case.a != _FLOAT32
 
 
 def _head_norms(case: Case) -> int:
@@ -221,8 +226,8 @@ def _norms_together(case: Case) -> bool:
 
 
 def _norms_copies(case: Case) -> bool:
-    """Whether norms of q and k save float32 copies in place of their input: by the operations of `norm_bytes`."""
-    return not (case.accelerator or case.a == _FLOAT32 or _norms_together(case))
+    """Whether norms of q and k save float32 copies in place of their input."""
+    return _norms_by_operations(case) and not _norms_together(case)
 
 
 def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
@@ -272,7 +277,8 @@ def _mlp_gradients(case: Case) -> int:
 
     At the last layer: the gradient of its input, [T·F/t], that of its weight, [H·F/t], and that of its output where it
     is not x's, [T·H] gathered or [T·H/s] behind dropout, whose mask is free, or behind a norm of the output.
-    At silu(gate)·up of a gated MLP and at ReLU: two gradients, [2·T·F/t]. A norm behind the MLP is free by then.
+    At silu(gate)·up of a gated MLP and at ReLU: two gradients, [2·T·F/t]. A norm behind the MLP is free by then;
+    made of single operations, its own gradients may be more: [4·T/s·H] in float32.
     """
     model, layout, a = case.model, case.layout, case.a
     x, feed = a * case.tokens_between * model.hidden_size, a * case.tokens * case.local.intermediate
@@ -284,9 +290,11 @@ def _mlp_gradients(case: Case) -> int:
         last += (0 if layout.sequence else x) - x // a
     if model.norm_place == "output":
         last += 0 if layout.sequence else x
-    behind_product = model.gated or model.activation == "relu"
-    free = 0 if model.norm_place == "input" else norm_bytes(case)
-    return x + (max(last, 2 * feed) if behind_product else last) - free
+    most = max(last, 2 * feed) if model.gated or model.activation == "relu" else last
+    if model.norm_place == "input":
+        return x + most
+    norm = 4 * _FLOAT32 * case.tokens_between * model.hidden_size if _norms_by_operations(case) else 0
+    return x + max(most - norm_bytes(case), norm)
 
 
 def _core_gradients(case: Case) -> int:

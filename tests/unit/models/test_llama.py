@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
-from shardwise.config import LlamaConfig
+from shardwise.config import Decoder, LlamaConfig
+from shardwise.config.decoders import Olmo2Config, Qwen3Config
 from shardwise.models import Llama
 from shardwise.placement import placements
 from tests.unit.parallel.groups import pretend_group
@@ -72,8 +73,20 @@ def test_canonical_tensors_are_hugging_faces(degree: int, biased: bool, tied: bo
     assert found == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
 
 
-def test_init_is_the_configs() -> None:
-    model = Llama(config(initializer_range=0.3, vocab_size=640, attention_bias=True, mlp_bias=True), seed=1)
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        (LlamaConfig, {"family": "llama"} | BIASED),
+        (Qwen3Config, {"family": "qwen3"}),
+        (Olmo2Config, {"family": "olmo2"}),
+    ],
+)
+def test_init_is_the_configs(family: type[Decoder], own: dict[str, Any]) -> None:
+    sizes = SIZES | {"initializer_range": 0.3, "vocab_size": 640}
+    model = Llama(family(**sizes | own), seed=1)  # type: ignore[arg-type]
     for path, parameter in model.named_parameters():
         values = parameter.detach()
         if path.endswith("bias"):
