@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import Decoder
-from shardwise.models.blocks import Attention, CausalLM, Context, Maker
+from shardwise.models.attention import Attention
+from shardwise.models.blocks import CausalLM, Context, Maker
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import (
     MergedColumnParallelLinear,

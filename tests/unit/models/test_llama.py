@@ -73,13 +73,10 @@ def test_canonical_tensors_are_hugging_faces(degree: int, biased: bool, tied: bo
     assert found == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
 
 
-BIASED = {"attention_bias": True, "mlp_bias": True}
-
-
 @pytest.mark.parametrize(
     ("family", "own"),
     [
-        (LlamaConfig, {"family": "llama"} | BIASED),
+        (LlamaConfig, {"family": "llama", "attention_bias": True, "mlp_bias": True}),
         (Qwen3Config, {"family": "qwen3"}),
         (Olmo2Config, {"family": "olmo2"}),
     ],
