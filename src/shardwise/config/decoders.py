@@ -1,11 +1,10 @@
 """Llama and the families that differ from it by facts: rotary positions, RMSNorm, a gated MLP, grouped-query attention.
 
 Each family has its keys with Hugging Face's defaults, and states which facts of the architecture are its own.
+Annotations are no text, as in `config/families.py`.
 """
 
-from __future__ import annotations
-
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -62,7 +61,7 @@ class DecoderConfig(TransformerConfig):
         return with_rope_type(without_nulls(data, ("num_key_value_heads", "head_dim")))
 
     @model_validator(mode="after")
-    def _check(self) -> DecoderConfig:
+    def _check(self) -> Self:
         problems = []
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
@@ -178,7 +177,7 @@ class SmolLM3Config(DecoderConfig):
         return {**data, "no_rope_layers": given[:layers]}
 
     @model_validator(mode="after")
-    def _check_layers(self) -> SmolLM3Config:
+    def _check_layers(self) -> Self:
         given, layers = self.no_rope_layers, self.num_hidden_layers
         if len(given) != layers or not set(given) <= {0, 1}:
             reject([f"model.no_rope_layers ({list(given)}) must have 0 or 1 for each of the {layers} blocks"])

@@ -1,8 +1,9 @@
-"""The families that `model.family` names, their sizes by the names that Hugging Face's `config.json` uses."""
+"""The families that `model.family` names, their sizes by the names that Hugging Face's `config.json` uses.
 
-from __future__ import annotations
+Annotations are no text here (`from __future__`), which would be evaluated again for each class that inherits them.
+"""
 
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -197,7 +198,7 @@ class GPTConfig(MultiHeadConfig):
         return without_nulls(_with_one_spelling(data, cls.aliases), ("intermediate_size",))
 
     @model_validator(mode="after")
-    def _check(self) -> GPTConfig:
+    def _check(self) -> Self:
         reject(self._head_problems())
         return self
 
@@ -245,7 +246,7 @@ class GPTNeoXConfig(MultiHeadConfig):
         return with_rope_type(_with_one_spelling(data, cls.aliases))
 
     @model_validator(mode="after")
-    def _check(self) -> GPTNeoXConfig:
+    def _check(self) -> Self:
         problems = self._head_problems()
         if not problems and (self.rotary_dim == 0 or self.rotary_dim % 2):
             problems.append(
@@ -306,7 +307,7 @@ class BertConfig(MultiHeadConfig):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> BertConfig:
+    def _check(self) -> Self:
         problems = self._head_problems()
         if self.pad_token_id >= self.vocab_size:
             problems.append(
