@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", _SIZES),
 }
 """By name: the family as transformers' classes spell it, and the fields of its configuration."""
+LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "smollm3")
+"""Those that differ from Llama by facts of their configurations alone."""
 _MODELS = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining"}
 """How their names end, where it is not `ForCausalLM`."""
 

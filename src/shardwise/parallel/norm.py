@@ -175,7 +175,8 @@ class QueryKeyNorm(placement.PlacedModule):
 
     def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """A head that several ranks have counts once for each, in the sum as in the number of elements."""
-        squares = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square() for x in (query, key)]
+        exact = torch.promote_types(query.dtype, torch.float32)
+        squares = [torch.linalg.vector_norm(x, dim=-1, dtype=exact).square() for x in (query, key)]
         totals = comm.sum_over_group(torch.stack(squares), self.group)
         query, key = (
             cast(Tensor, _Scale.apply(x, weight, (total / (x.shape[-1] * self.group.size) + self.eps).rsqrt()))  # type: ignore[no-untyped-call]
@@ -188,7 +189,7 @@ class QueryKeyNorm(placement.PlacedModule):
 
 
 class _Scale(torch.autograd.Function):
-    """`x · inverse · weight`, x `[…, W]`, weight `[W]`, inverse `[…]` in float32. Nothing else is kept."""
+    """`x · inverse · weight`, x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Nothing else is kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
