@@ -33,6 +33,11 @@ _GPT2: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES | {"num_key_value_heads": 2}),
     "llama-tied": ("Llama", _SIZES | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", _SIZES | {"num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2", _SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", _SIZES | {"num_key_value_heads": 2, "head_dim": 6}),
+    "olmo2": ("Olmo2", _SIZES | {"num_key_value_heads": 2}),
+    "smollm3": ("SmolLM3", _SIZES | {"num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": None}),
     "gpt": ("GPT2", _GPT2),
     "gpt-untied": ("GPT2", _GPT2 | {"tie_word_embeddings": False}),
     "neox": ("GPTNeoX", _SIZES),
@@ -43,7 +48,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", _SIZES),
 }
 """By name: the family as transformers' classes spell it, and the fields of its configuration."""
-_MODELS = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "GPTNeoX": "ForCausalLM", "Bert": "ForPreTraining"}
+LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "smollm3")
+"""Those that differ from Llama by facts of their configurations alone."""
+_MODELS = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining"}
+"""How their names end, where it is not `ForCausalLM`."""
 
 
 def make(case: str, **fields: Any) -> PreTrainedModel:
@@ -53,7 +61,7 @@ def make(case: str, **fields: Any) -> PreTrainedModel:
     family, own = CASES[case]
     tokens = {} if family == "Bert" else {"bos_token_id": None, "eos_token_id": None}
     config = getattr(transformers, f"{family}Config")(**own | tokens | fields)
-    model: PreTrainedModel = getattr(transformers, family + _MODELS[family])(config).eval()
+    model: PreTrainedModel = getattr(transformers, family + _MODELS.get(family, "ForCausalLM"))(config).eval()
     generator = torch.Generator().manual_seed(len(case))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

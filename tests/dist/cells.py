@@ -23,7 +23,7 @@ from shardwise.train.build import build_trainer
 from shardwise.train.drift import check_replicas
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, make_config, make_data, uncount
+from tests.dist.training import FACTS, FAMILIES, make_config, make_data, uncount
 
 EVAL_BATCHES = 2
 STEPS = 4
@@ -34,7 +34,7 @@ END = 3
 RANKS = 4
 
 DROPOUT: dict[str, tuple[str, ...]] = {
-    "llama": ("attention_dropout",),
+    **dict.fromkeys(("llama", *FACTS), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -56,7 +56,7 @@ class Cell:
     """One training.
 
     Attributes:
-        family: of FAMILIES. variant: whether it is that of VARIANTS.
+        family: of FAMILIES or FACTS. variant: whether it is that of VARIANTS.
         documents: documents end within samples, and see nothing of each other. uneven: samples count differently many
             targets.
         schedule: of the pipeline, where there is one.
@@ -244,7 +244,9 @@ def configuration(cell: Cell) -> Config:
         "max_position_embeddings": 16,
         "initializer_range": 0.05,
     }
-    model = sizes | FAMILIES[cell.family] | (VARIANTS[cell.family] if cell.variant else {})
+    model = sizes | (FAMILIES | FACTS)[cell.family] | (VARIANTS[cell.family] if cell.variant else {})
+    if cell.family == "smollm3":
+        model["no_rope_layers"] = [1, 0] * (cell.layers // 2)
     data = {"eod_mask_loss": True, "reset_position_ids": True, "reset_attention_mask": True, "eod_token": END}
     return make_config(
         model=model | dict.fromkeys(DROPOUT[cell.family], 0.1 if cell.dropout else 0.0),

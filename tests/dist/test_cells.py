@@ -52,7 +52,16 @@ SPECIAL = (
     Cell("gpt", schedule="interleaved", pipeline=2, tensor=2, sequence=True, vocab_multiple=16),
 )
 """What a few cells show as well as many."""
-CELLS = [*array(), *CURVES, *SPECIAL]
+LIKE_LLAMA = (
+    Cell("mistral", data=4, zero=1, optimizer="lamb"),
+    Cell("qwen2", tensor=2, sequence=True, data=2, zero=1),
+    Cell("qwen3", tensor=4, sequence=True, optimizer="lamb", recompute="selective"),
+    Cell("olmo2", schedule="zbv", pipeline=2, tensor=2, dropout=True),
+    Cell("olmo2", tensor=4, sequence=True, recompute="full"),
+    Cell("smollm3", schedule="1f1b", pipeline=2, data=2, recompute="full"),
+)
+"""Families that differ from Llama by facts alone: with copied key/value heads, norms of q and k, layers that rotate."""
+CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA]
 Train = Callable[[Cell], list[Measured]]
 
 
@@ -171,7 +180,7 @@ def test_gradients_of_mixed_precision_are_those_of_one_process(cell: Cell, train
     assert errors[worst] <= 1e-5, f"gradient of {worst} is off by {errors[worst]:.2e} of its norm"
 
 
-@by_name([*array(), *SPECIAL, *OTHER_PRECISIONS])
+@by_name([*array(), *SPECIAL, *LIKE_LLAMA, *OTHER_PRECISIONS])
 def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
     config = configuration(cell)
     layout = check_layout(config, cell.world)
@@ -197,7 +206,7 @@ def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
         assert found.state["elements"] == elements, f"rank {rank} holds other parameters than the plan has"
 
 
-@by_name([*array(), *SPECIAL, *OTHER_PRECISIONS])
+@by_name([*array(), *SPECIAL, *LIKE_LLAMA, *OTHER_PRECISIONS])
 def test_optimizer_state_is_8_12_or_4_bytes_a_parameter(cell: Cell, trained: Train) -> None:
     """Over the ranks that share it, padding of buckets left out."""
     everyone = trained(cell)

@@ -29,7 +29,7 @@ from tests.dist.checkpoints import (
     step_folder,
 )
 from tests.dist.dense import run as on_ranks
-from tests.dist.training import make_config
+from tests.dist.training import FACTS, make_config
 
 STEPS_BEFORE, STEPS_AFTER = 3, 10
 
@@ -96,6 +96,9 @@ GPT = {
     "family": "gpt", "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
 }  # fmt: skip
+OLMO2 = FACTS["olmo2"] | {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 SAME_LAYOUT = {
     "one process": (1, config_of(), 5),
     "dropout, accumulation": (
@@ -112,6 +115,7 @@ SAME_LAYOUT = {
         config_of(2, zero=0, optimizer={"name": "lamb", "weight_decay": 0.01}),
         5,
     ),
+    "norms of queries and keys, TP 2 × DP 2": (4, config_of(2, model=OLMO2), 5),
     "TP 2 × PP 2 in a V, dropout": (
         4,
         config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),

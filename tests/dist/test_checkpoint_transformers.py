@@ -9,7 +9,7 @@ import torch
 from tests.dist.checkpoints import load, make_trainer, run, step_folder
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of
-from tests.dist.training import FAMILIES
+from tests.dist.training import FACTS, FAMILIES
 
 SIZES = {
     "vocab_size": 131,
@@ -40,7 +40,7 @@ CELLS = [
     pytest.param(family, layout, marks=() if _is_quick(family, layout) else pytest.mark.slow)
     for family in FAMILIES
     for layout in LAYOUTS
-]
+] + [("mistral", "DP 2, ZeRO-0"), ("qwen2", "TP 4"), ("qwen3", "TP 4"), ("olmo2", "TP 4"), ("smollm3", "TP 2 + SP")]
 
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)
@@ -48,7 +48,7 @@ def test_transformers_has_our_logits(family: str, layout: str, ranks: Any, tmp_p
     from transformers import AutoModelForCausalLM, AutoModelForPreTraining
 
     size, tensor, sequence, zero, pipeline = LAYOUTS[layout]
-    sections: dict[str, Any] = {"model": SIZES | FAMILIES[family]}
+    sections: dict[str, Any] = {"model": SIZES | (FAMILIES | FACTS)[family]}
     if family == "bert":
         sections["data"] = {"max_predictions": 3}
     config = config_of(tensor, sequence, zero, parallel={"pipeline": pipeline}, **sections)

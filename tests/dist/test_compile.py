@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.config import LlamaConfig
+from shardwise.config.decoders import Olmo2Config
 from shardwise.models import Llama
 from shardwise.models.blocks import Context
 from shardwise.parallel import parallel_cross_entropy
@@ -68,9 +69,9 @@ def test_functions_of_comm(ranks: Any) -> None:
     check(run(ranks, 2, functions), 1e-6)
 
 
-def compiled(sequence: bool, backend: str, whole: bool) -> dict[str, float]:
-    group = mesh(2).tp
-    model = Llama(LlamaConfig(family="llama", **SIZES), group, sequence_parallel=sequence, seed=1)
+def compiled(sequence: bool, backend: str, whole: bool, kind: Any = LlamaConfig) -> dict[str, float]:
+    group, family = mesh(2).tp, kind.__name__.removesuffix("Config").lower()
+    model = Llama(kind(family=family, **SIZES), group, sequence_parallel=sequence, seed=1)
     fill(model)
     ids = torch.randint(31, (S, B), generator=torch.Generator().manual_seed(0))
     group.meter.reset()
@@ -93,6 +94,10 @@ def test_llama_is_traced_whole_and_computes_what_eager_does(
     sequence: bool, whole: bool, backend: str, ranks: Any
 ) -> None:
     check(run(ranks, 2, compiled, sequence, backend, whole), 5e-6)
+
+
+def test_norms_of_queries_and_keys_are_traced(ranks: Any) -> None:
+    check(run(ranks, 2, compiled, False, "aot_eager", False, Olmo2Config), 5e-6)
 
 
 def cross_entropy() -> dict[str, float]:

@@ -8,7 +8,7 @@ import torch
 from shardwise.config import Config
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
-from tests.dist.training import FAMILIES, make_config, make_data, train
+from tests.dist.training import FACTS, FAMILIES, make_config, make_data, train
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # odd: the vocabulary is padded at every degree
@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.05,
 }
 DROPOUT: dict[str, dict[str, float]] = {
-    "llama": {"attention_dropout": 0.1},
+    **{family: {"attention_dropout": 0.1} for family in ("llama", "qwen3", "olmo2")},
     "gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
     "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
@@ -39,7 +39,7 @@ LAYOUT: dict[str, dict[str, Any]] = {
 def configuration(family: str, optimizer: str, dropout: str | None, layout: bool, **train: Any) -> Config:
     p = DROPOUT[family] if dropout else dict.fromkeys(DROPOUT[family], 0.0)
     sections = {name: dict(values) for name, values in LAYOUT.items()} if layout else {"train": {"micro_batch": 8}}
-    sections["model"] = SIZES | FAMILIES[family] | p
+    sections["model"] = SIZES | (FAMILIES | FACTS)[family] | p
     sections["optimizer"] = sections.get("optimizer", {}) | OPTIMIZERS[optimizer]
     sections["train"] |= {"dropout_mode": dropout or "fast"} | train
     return make_config(**sections)

@@ -17,7 +17,7 @@ from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
 from tests.hugging_face import VOCABULARY, described, save
 
-CASES = ("llama", "llama-tied", "gpt", "neox", "neox-tied")
+CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gpt", "neox", "neox-tied")
 LENGTH = 20
 # How the tokens are cut into passes: all at once, a prompt and single tokens, chunks, one by one.
 CUTS = ((LENGTH,), (7, *[1] * 13), (6, 6, 8), (1,) * LENGTH)
@@ -55,8 +55,8 @@ def cached_error(path: Path, tensor: int) -> tuple[float, int]:
     return worst, cache.bytes
 
 
-# llama has 2 key/value heads: at TP 4 each is held twice.
-@pytest.mark.parametrize(("case", "tp"), [(case, tp) for case in CASES for tp in (1, 2)] + [("llama", 4)])
+# llama and olmo2 have 2 key/value heads: at TP 4 each is held twice.
+@pytest.mark.parametrize(("case", "tp"), [(case, tp) for case in CASES for tp in (1, 2)] + [("llama", 4), ("olmo2", 4)])
 def test_the_cache_changes_no_logits(case: str, tp: int, ranks: Any) -> None:
     path, _ = folder(case)
     config = described(path)
@@ -86,7 +86,7 @@ def theirs(case: str, prompt: list[int], count: int, stop: list[int]) -> list[in
 
 
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"])
-@pytest.mark.parametrize("case", ["llama", "gpt", "neox"])
+@pytest.mark.parametrize("case", ["llama", "olmo2", "smollm3", "gpt", "neox"])
 def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: Any) -> None:
     """To the longest sequence, and up to an end token, which is given too."""
     path, _ = folder(case)

@@ -1,4 +1,7 @@
-"""Llama at every layout against transformers' own: logits, loss and the gradient of every tensor."""
+"""Llama, and the families that differ from it by facts, at every layout against transformers' own.
+
+Logits, loss and the gradient of every tensor.
+"""
 
 import copy
 import functools
@@ -12,11 +15,13 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint import canonical
-from shardwise.config import LlamaConfig
-from shardwise.models import Llama
+from shardwise.config import Config, check_layout
+from shardwise.inference.passes import Passes
+from shardwise.models import Llama, Stages, build_stages
 from shardwise.placement import placements
 from shardwise.testing import gradient_errors
 from tests.dist.dense import fill, mesh, run
+from tests.dist.training import make_config
 
 S, B = 16, 3
 SCALE = 0.2  # of the weights: float32's own error, which grows with them, stays well below what is asked
@@ -37,7 +42,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8,
 }
-VARIANTS: dict[str, dict[str, Any]] = {
+LLAMAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
     "gqa 4": {"num_key_value_heads": 4},
@@ -51,6 +56,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "explicit heads": {"head_dim": 6, "num_key_value_heads": 2},
     "llama3": {"rope_scaling": LLAMA3, "rope_theta": 5000.0, "num_key_value_heads": 4},
 }
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"family": "mistral"},
+    "qwen2, tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3", "head_dim": 6},
+    "qwen3, biased": {"family": "qwen3", "head_dim": 4, "attention_bias": True},
+    "olmo2": {"family": "olmo2", "num_hidden_layers": 4},
+    "smollm3": {"family": "smollm3", "no_rope_layers": [1, 0]},
+}
+"""All with fewer key/value heads than four ranks."""
+VARIANTS = LLAMAS | {name: {"num_key_value_heads": 2} | own for name, own in FAMILIES.items()}
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "olmo2": "Olmo2",
+    "smollm3": "SmolLM3",
+}
+"""As transformers spells them."""
+
+
+def configuration(variant: str, **parallel: Any) -> Config:
+    return make_config(
+        model={"family": "llama"} | SIZES | VARIANTS[variant],
+        parallel=parallel,
+        train={"sequence_length": S, "micro_batch": 1, "global_batch": B},
+    )
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -63,15 +95,19 @@ def batch() -> tuple[Tensor, Tensor]:
 @functools.cache
 def reference(variant: str) -> tuple[Tensor, float, dict[str, Tensor]]:
     """transformers' logits `[S, B, V]`, summed loss, and gradients by name."""
-    from transformers import LlamaConfig as HuggingFaceConfig
-    from transformers import LlamaForCausalLM
+    import transformers
 
-    options = copy.deepcopy(VARIANTS[variant])  # Hugging Face writes into rope_scaling
+    config = configuration(variant).model
+    options = SIZES | copy.deepcopy(VARIANTS[variant])  # Hugging Face writes into rope_scaling
+    family = CLASSES[options.pop("family", "llama")]
+    options |= {"tie_word_embeddings": config.tie_word_embeddings, "attn_implementation": "eager"}
+    options |= {"sliding_window": None, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = LlamaForCausalLM(HuggingFaceConfig(**SIZES | options, attn_implementation="eager"))
-    ours = Llama(LlamaConfig(family="llama", **SIZES | VARIANTS[variant]), seed=1)
-    missing = theirs.load_state_dict(fill(ours, scale=SCALE), strict=not options.get("tie_word_embeddings"))
+        made = getattr(transformers, f"{family}Config")(**options)
+        theirs = getattr(transformers, f"{family}ForCausalLM")(made)
+    ours = Llama(config, seed=1)
+    missing = theirs.load_state_dict(fill(ours, scale=SCALE), strict=not config.tie_word_embeddings)
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     assert not missing.unexpected_keys
     ids, targets = batch()
@@ -83,21 +119,55 @@ def reference(variant: str) -> tuple[Tensor, float, dict[str, Tensor]]:
 
 
 def train(variant: str, tp: int, sequence: bool) -> tuple[Tensor, float, dict[str, Tensor]]:
-    config = LlamaConfig(family="llama", **SIZES | VARIANTS[variant])
-    model = Llama(config, mesh(tp).tp, sequence_parallel=sequence, seed=1)
+    model = Llama(configuration(variant).model, mesh(tp).tp, sequence_parallel=sequence, seed=1)
     fill(model, scale=SCALE)
     ids, targets = batch()
     with torch.no_grad():
         logits = model.logits(ids)
     loss = model(ids, targets)
     loss.backward()
+    return logits, loss.item(), gradients_of(model)
+
+
+def train_stages(variant: str, tp: int, schedule: str) -> tuple[list[Tensor], list[float], dict[str, Tensor]]:
+    """Of each micro-batch, one sequence, on the last stage's ranks; gradients of the stages that a rank has."""
+    from shardwise.pipeline.schedule import Pipeline
+
+    config = configuration(variant, pipeline=2, tensor=tp, sequence=tp > 1, schedule=schedule)
+    ranks, parallel = mesh(tp, 2), config.parallel
+    stages = build_stages(config, check_layout(config, 2 * tp), ranks, dtype=torch.float32)
+    assert isinstance(stages, Stages)
+    fill(stages, scale=SCALE)
+    ids, targets = (each.split(1, dim=1) for each in batch())
+    logits, losses = [], []
+
+    def look(model: Any, x: Tensor | None, number: int) -> Any:
+        hidden = model.hidden(ids[number], x=x)
+        if model.part.is_last:
+            logits.append(model.lm_head(hidden))
+        return hidden
+
+    def compute(model: Any, x: Tensor | None, number: int) -> Any:
+        out = model(ids[number], targets[number], x=x)
+        if model.part.is_last:
+            losses.append(float(out))
+        return out.reshape(-1) if model.part.is_last else out
+
+    length = S // tp
+    Passes(stages, parallel, ranks).run(look, [(length, 1)] * B)
+    like = torch.empty(length, 1, SIZES["hidden_size"], device="meta")
+    Pipeline(stages, parallel, ranks, B, like, losses=1).step(compute)
+    return logits, losses, gradients_of(stages)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     for _, parameter, record in placements(model):
         for piece in record.pieces:
             if piece.partial:
                 assert parameter.grad is not None
                 summed = comm.all_reduce_(parameter.grad[piece.local.slices].clone(), piece.copies)
                 parameter.grad[piece.local.slices] = summed
-    return logits, loss.item(), {name: tensor.clone() for name, tensor in canonical(model, gradient)}
+    return {name: tensor.clone() for name, tensor in canonical(model, gradient)}
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
@@ -105,19 +175,38 @@ def gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+LAYOUTS = {"tp1": (1, False), "tp2": (2, False), "tp2-sp": (2, True), "tp4": (4, False), "tp4-sp": (4, True)}
+CELLS = [(variant, layout) for variant in LLAMAS for layout in LAYOUTS]
+CELLS += [(variant, layout) for variant in FAMILIES for layout in ("tp1", "tp2-sp", "tp4")]
+# Of both norms of queries and keys, in a backward pass that is done in two parts, too.
+PIPELINES = [(variant, 1, "1f1b") for variant in FAMILIES] + [("olmo2", 2, "zbv")]
 
 
-@pytest.mark.parametrize(("tp", "sequence"), LAYOUTS, ids=["tp1", "tp2", "tp2-sp", "tp4", "tp4-sp"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_llama_is_hugging_faces(variant: str, tp: int, sequence: bool, ranks: Any) -> None:
-    wanted_logits, wanted_loss, wanted = reference(variant)
+def check(where: str, found: tuple[Tensor, float, dict[str, Tensor]], wanted: tuple[Any, float, Any]) -> None:
+    logits, loss, gradients = found
+    wanted_logits, wanted_loss, wanted_gradients = wanted
     assert float(wanted_logits.std()) > 0.3, "the reference says nothing about its input"
-    for rank, (logits, loss, gradients) in enumerate(run(ranks, tp, train, variant, tp, sequence)):
-        difference = float((logits - wanted_logits).abs().max())
-        assert difference <= 1e-5, f"rank {rank}: logits are off by {difference:.1e}"
-        assert abs(loss - wanted_loss) <= 1e-6 * wanted_loss, f"rank {rank}: loss {loss!r}, theirs {wanted_loss!r}"
-        assert set(gradients) == set(wanted)
-        errors = gradient_errors(gradients, wanted)
-        worst = max(errors, key=lambda name: errors[name])
-        assert errors[worst] <= 1e-5, f"rank {rank}: gradient of {worst} is off by {errors[worst]:.1e} of its norm"
+    difference = float((logits - wanted_logits).abs().max())
+    assert difference <= 1e-5, f"{where}: logits are off by {difference:.1e}"
+    assert abs(loss - wanted_loss) <= 1e-6 * wanted_loss, f"{where}: loss {loss!r}, theirs {wanted_loss!r}"
+    assert set(gradients) == set(wanted_gradients)
+    errors = gradient_errors(gradients, wanted_gradients)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= 1e-5, f"{where}: gradient of {worst} is off by {errors[worst]:.1e} of its norm"
+
+
+@pytest.mark.parametrize(("variant", "layout"), CELLS)
+def test_llama_is_hugging_faces(variant: str, layout: str, ranks: Any) -> None:
+    tp, sequence = LAYOUTS[layout]
+    for rank, found in enumerate(run(ranks, tp, train, variant, tp, sequence)):
+        check(f"rank {rank}", found, reference(variant))
+
+
+@pytest.mark.parametrize(("variant", "tp", "schedule"), PIPELINES)
+def test_a_pipeline_is_hugging_faces(variant: str, tp: int, schedule: str, ranks: Any) -> None:
+    outcomes = ranks(2 * tp).run(train_stages, variant, tp, schedule)
+    gradients = {name: gradient for _, _, here in outcomes for name, gradient in here.items()}
+    lasts = [(logits, losses) for logits, losses, _ in outcomes if logits]
+    assert len(lasts) == tp
+    for logits, losses in lasts:
+        check(f"PP 2 × TP {tp}", (torch.cat(logits, dim=1), sum(losses), gradients), reference(variant))

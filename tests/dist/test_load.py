@@ -18,7 +18,7 @@ from shardwise.models import build_model, build_stages
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.placement import placements
 from tests.dist.dense import mesh as shared_mesh
-from tests.hugging_face import CASES, described, open_folder, save
+from tests.hugging_face import CASES, LIKE_LLAMA, described, open_folder, save
 
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
@@ -56,8 +56,14 @@ def in_and_out(source: Path, target: Path, tensor: int, sequence: bool) -> list[
     return padded
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, marks=pytest.mark.slow if case in LIKE_LLAMA and layout != "tp4-sp" else ())
+        for case in CASES
+        for layout in LAYOUTS
+    ],
+)
 def test_in_and_out_is_bit_equal(case: str, layout: str, ranks: Any, tmp_path: Path) -> None:
     theirs = save(case, tmp_path / "theirs")
     world, tensor, sequence = LAYOUTS[layout]

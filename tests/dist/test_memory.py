@@ -35,8 +35,14 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 128,
 }
+FACTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
+    "smollm3": {"family": "smollm3", "no_rope_layers": [0, 1] * 4},
+}
+"""Families whose blocks hold other things than Llama's."""
 DROPOUT: dict[str, tuple[str, ...]] = {
-    "llama": ("attention_dropout",),
+    **dict.fromkeys(("llama", *FACTS), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -150,7 +156,7 @@ def configuration(model: str, dropout: str | None, tensor: int, recompute: str, 
     p = dict.fromkeys(DROPOUT[model], 0.1 if dropout else 0.0)
     train = {"recompute": recompute, "dropout_mode": dropout or "fast", "sequence_length": 128, "micro_batch": 2}
     return make_config(
-        model=SIZES | FAMILIES[model] | p,
+        model=SIZES | (FAMILIES | FACTS)[model] | p,
         parallel={"tensor": tensor, "sequence": tensor > 1},
         train=train | sections.pop("train", {}),
         **sections,
@@ -181,6 +187,7 @@ STACKS = [
     for dropout in (None, "fast", "invariant")
     for tensor in (1, 2)
 ]
+STACKS += [pytest.param(model, None, 2, id=f"{model}-no dropout-TP 2 + SP") for model in FACTS]
 
 
 @pytest.mark.parametrize(("model", "dropout", "tensor"), STACKS)
@@ -203,7 +210,7 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
 @pytest.mark.parametrize(
     ("mode", "micro_batch"), [("bfloat16", 2), ("float32", 1)], ids=["bfloat16", "micro-batches of one"]
 )
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize("model", [*FAMILIES, *FACTS])
 def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> None:
     """Where attention copies other things, and norms and probabilities are in another dtype than x."""
     for recompute in RECOMPUTE:

@@ -33,6 +33,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert"},
 }
 """What the `model` section of each family has beside the sizes."""
+FACTS: dict[str, dict[str, Any]] = {
+    "mistral": {"family": "mistral", "num_key_value_heads": 2},
+    "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
+    "qwen3": {"family": "qwen3", "num_key_value_heads": 1, "head_dim": 16},
+    "olmo2": {"family": "olmo2", "num_key_value_heads": 1},
+    "smollm3": {"family": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0]},
+}
+"""Likewise of those that differ from Llama by facts of their configurations alone; these have two blocks."""
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

@@ -10,6 +10,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from shardwise.config import DecoderConfig
+from shardwise.config.model import FAMILIES
+
 
 @dataclass(frozen=True)
 class Spelling:
@@ -48,13 +51,15 @@ class Spelling:
         return names
 
 
+_DECODER = Spelling(
+    base="model.",
+    heads=("lm_head.",),
+    buffers=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    tied={"lm_head.weight": "model.embed_tokens.weight"},
+)
 _SPELLINGS = {
-    "llama": Spelling(
-        base="model.",
-        heads=("lm_head.",),
-        buffers=r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
-        tied={"lm_head.weight": "model.embed_tokens.weight"},
-    ),
+    # Llama, and those that differ from it by facts.
+    **{name: _DECODER for name, family in FAMILIES.items() if issubclass(family, DecoderConfig)},
     # OpenAI's weights on the hub have no prefix, and each layer's causal mask.
     "gpt": Spelling(
         base="transformer.",

@@ -2,7 +2,8 @@
 
 from shardwise.config.check import check_layout
 from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
-from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig
+from shardwise.config.decoders import Decoder, DecoderConfig, LlamaConfig
+from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
 from shardwise.config.load import (
     apply_overrides,
@@ -39,6 +40,8 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "Decoder",
+    "DecoderConfig",
     "DropoutMode",
     "DtypeName",
     "FamilyConfig",

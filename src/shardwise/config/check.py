@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.config.families import GPTNeoXConfig, LlamaConfig
 from shardwise.config.layout import Layout, batch_problems, world_problems
-from shardwise.config.model import ModelConfig
+from shardwise.config.model import ModelConfig, OwnConfig
 from shardwise.config.pipeline import pipeline_problems
 from shardwise.config.root import Config
 from shardwise.errors import ConfigError, listing
@@ -106,9 +105,9 @@ def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None
 
 def _schedule_problems(config: Config) -> list[str]:
     train, problems = config.train, []
-    limit = config.model.max_position_embeddings
-    if limit is not None and train.sequence_length > limit and not config.model.extends_positions:
-        unless = " without model.rope_scaling" if isinstance(config.model, LlamaConfig | GPTNeoXConfig) else ""
+    model, limit = config.model, config.model.max_position_embeddings
+    if limit is not None and train.sequence_length > limit and not model.extends_positions:
+        unless = " without model.rope_scaling" if not isinstance(model, OwnConfig) and model.rotary_dim else ""
         problems.append(
             f"train.sequence_length ({train.sequence_length}) must be at most "
             f"model.max_position_embeddings ({limit}){unless}"

@@ -1,8 +1,9 @@
-"""The families that `model.family` names, their sizes by the names that Hugging Face's `config.json` uses."""
+"""The families that `model.family` names, their sizes by the names that Hugging Face's `config.json` uses.
 
-from __future__ import annotations
+Annotations are no text here (`from __future__`), which would be evaluated again for each class that inherits them.
+"""
 
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -13,7 +14,8 @@ from shardwise.errors import divisors, listing, nearest_numbers
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Objective: TypeAlias = Literal["lm", "mlm", "nsp"]
 NormKind: TypeAlias = Literal["layer_norm", "rms_norm"]
-NormPlace: TypeAlias = Literal["input", "sum"]
+NormPlace: TypeAlias = Literal["input", "sum", "output"]
+NormedWidth: TypeAlias = Literal["head", "all_heads"]
 GELUName: TypeAlias = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"]
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -39,7 +41,11 @@ class TransformerConfig(Section):
 
     norm_kind: ClassVar[NormKind] = "layer_norm"
     norm_place: ClassVar[NormPlace] = "input"
-    """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x))."""
+    """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x)). `output`: x + norm(f(x))."""
+    query_key_norm: ClassVar[NormedWidth | None] = None
+    """What RMSNorm of q and k spans, before they are rotated: each head, or all heads at once; None: there is none."""
+    attention_output_bias: ClassVar[bool] = True
+    """Whether the output projection has a bias where Q, K and V have one."""
     gated: ClassVar[bool] = False
     """Whether the MLP is `down(act(gate(x)) · up(x))`, else `down(act(up(x)))`."""
     learned_positions: ClassVar[bool] = False
@@ -63,6 +69,10 @@ class TransformerConfig(Section):
     def rotary_dim(self) -> int:
         """Leading dimensions of a head that rotary embeddings turn; 0 where positions are learned."""
         return 0
+
+    def rotates(self, layer: int) -> bool:
+        """Whether rotary embeddings turn the heads of that block."""
+        return self.rotary_dim > 0
 
     @property
     def activation(self) -> Activation:
@@ -111,81 +121,6 @@ class TransformerConfig(Section):
     def extends_positions(self) -> bool:
         """Whether sequences longer than `max_position_embeddings` have positions."""
         return False
-
-
-class LlamaConfig(TransformerConfig):
-    """A Llama (1, 2 or 3): RoPE, RMSNorm, SwiGLU, grouped-query attention."""
-
-    norm_kind: ClassVar[NormKind] = "rms_norm"
-    gated: ClassVar[bool] = True
-    parallel_residual: ClassVar[bool] = False
-
-    keys: ClassVar[dict[str, str]] = {
-        "activation": "hidden_act",
-        "norm_eps": "rms_norm_eps",
-        "attention_dropout": "attention_dropout",
-    }
-
-    family: Literal["llama"] = Field(description="the architecture")
-    num_key_value_heads: int = Field(
-        default_factory=lambda data: data["num_attention_heads"],
-        gt=0,
-        description="key and value heads; default: as many as query heads",
-    )
-    head_dim: int = Field(
-        default_factory=lambda data: max(1, data["hidden_size"] // data["num_attention_heads"]),
-        gt=0,
-        description="width of a head; default: hidden_size / num_attention_heads",
-    )
-    hidden_act: Literal["silu"] = Field(default="silu", description="activation of the feed-forward gate")
-    max_position_embeddings: int = Field(default=2048, gt=0, description="longest sequence the model is made for")
-    rms_norm_eps: float = Field(default=1e-5, gt=0, description="added to the mean square in RMSNorm")
-    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary frequencies")
-    rope_scaling: dict[str, Any] | None = Field(
-        default=None, description="Hugging Face's rope_scaling: rope_type and its fields; null = none"
-    )
-    attention_bias: bool = Field(default=False, description="biases on the Q, K, V and output projections")
-    mlp_bias: bool = Field(default=False, description="biases in the feed-forward layer")
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of the attention probabilities")
-    tie_word_embeddings: bool = Field(default=False, description="one weight for the embedding and the output head")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _normalise(cls, data: Any) -> Any:
-        """As Hugging Face does, null means derived."""
-        return _with_rope_type(_without_nulls(data, ("num_key_value_heads", "head_dim")))
-
-    @model_validator(mode="after")
-    def _check(self) -> LlamaConfig:
-        problems = []
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if heads % kv_heads:
-            valid = nearest_numbers(kv_heads, divisors(heads))
-            problems.append(
-                f"model.num_key_value_heads ({kv_heads}) must divide model.num_attention_heads ({heads}): "
-                f"nearest {listing(valid, 'or')}"
-            )
-        if "head_dim" not in self.model_fields_set and self.hidden_size % heads:
-            problems.append(
-                f"model.hidden_size ({self.hidden_size}) must be a multiple of model.num_attention_heads ({heads}), "
-                "or set model.head_dim"
-            )
-        elif self.head_dim % 2:
-            problems.append(f"model.head_dim ({self.head_dim}) must be even: rotary embeddings turn pairs")
-        if self.rope_scaling is not None:
-            problems += rope_scaling_problems(self.rope_scaling, self.rotary_dim)
-        reject(problems)
-        return self
-
-    @property
-    def rotary_dim(self) -> int:
-        """Rotary embeddings turn whole heads."""
-        return self.head_dim
-
-    @property
-    def extends_positions(self) -> bool:
-        """Whether `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
-        return self.rope_scaling is not None and self.rope_scaling["rope_type"] != "default"
 
 
 class MultiHeadConfig(TransformerConfig):
@@ -260,10 +195,10 @@ class GPTConfig(MultiHeadConfig):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, data: Any) -> Any:
-        return _without_nulls(_with_one_spelling(data, cls.aliases), ("intermediate_size",))
+        return without_nulls(_with_one_spelling(data, cls.aliases), ("intermediate_size",))
 
     @model_validator(mode="after")
-    def _check(self) -> GPTConfig:
+    def _check(self) -> Self:
         reject(self._head_problems())
         return self
 
@@ -308,10 +243,10 @@ class GPTNeoXConfig(MultiHeadConfig):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, data: Any) -> Any:
-        return _with_rope_type(_with_one_spelling(data, cls.aliases))
+        return with_rope_type(_with_one_spelling(data, cls.aliases))
 
     @model_validator(mode="after")
-    def _check(self) -> GPTNeoXConfig:
+    def _check(self) -> Self:
         problems = self._head_problems()
         if not problems and (self.rotary_dim == 0 or self.rotary_dim % 2):
             problems.append(
@@ -372,7 +307,7 @@ class BertConfig(MultiHeadConfig):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> BertConfig:
+    def _check(self) -> Self:
         problems = self._head_problems()
         if self.pad_token_id >= self.vocab_size:
             problems.append(
@@ -394,14 +329,14 @@ class BertConfig(MultiHeadConfig):
         return ("mlm", "nsp")
 
 
-def _without_nulls(data: Any, derived: tuple[str, ...]) -> Any:
+def without_nulls(data: Any, derived: tuple[str, ...]) -> Any:
     """Null in a derived key is the same as the key left out."""
     if not isinstance(data, dict):
         return data
     return {key: value for key, value in data.items() if key not in derived or value is not None}
 
 
-def _with_rope_type(data: Any) -> Any:
+def with_rope_type(data: Any) -> Any:
     """In `rope_scaling`, `type` is the old spelling of `rope_type`."""
     scaling = data.get("rope_scaling") if isinstance(data, dict) else None
     if not isinstance(scaling, dict) or "type" not in scaling or "rope_type" in scaling:

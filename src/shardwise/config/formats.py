@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -15,7 +15,11 @@ class Format:
         fields: our key → Hugging Face's field and its default. `None` is a default that the family derives.
         spellings: another spelling that Hugging Face reads → field.
         only: field → its one supported value. acts: supported activations.
+        absent: field → what an absent one means to transformers, where a file of ours says null.
         inert: fields of this family, beside those of every one, that change nothing that is trained.
+        rope_theta: the default base of the rotary frequencies; None: the family has no rotary positions.
+        partly_rotary: whether a part of each head may be rotary.
+        writes_derived_heads: whether a file states `head_dim` where it follows from other fields.
     """
 
     family: str
@@ -24,7 +28,11 @@ class Format:
     acts: tuple[str, ...]
     spellings: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
+    rope_theta: float | None = None
+    partly_rotary: bool = False
+    writes_derived_heads: bool = True
 
 
 _GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
@@ -95,6 +103,79 @@ _LLAMA = Format(
     acts=("silu",),
     only={"pretraining_tp": 1, "rope_interleaved": False},
     inert=frozenset({"is_decoder"}),
+    rope_theta=10000.0,
+)
+
+
+def _like_llama(family: str, architecture: str, without: tuple[str, ...] = (), **defaults: Any) -> Format:
+    """A family whose fields are Llama's but for those in `without`, with some other defaults."""
+    fields = {key: how for key, how in _LLAMA.fields.items() if key not in without}
+    fields |= {key: (key, default) for key, default in defaults.items()}
+    return replace(_LLAMA, family=family, architecture=architecture, fields=fields, only={})
+
+
+_MISTRAL = replace(
+    _like_llama(
+        "mistral",
+        "MistralForCausalLM",
+        without=("attention_bias", "mlp_bias"),
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    ),
+    absent={"sliding_window": 4096},
+)
+# What a file says of windows means nothing while use_sliding_window is false, which is all that is supported.
+_UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+_QWEN2 = replace(
+    _like_llama(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        without=("attention_bias", "mlp_bias"),
+        vocab_size=151936,
+        intermediate_size=22016,
+        num_key_value_heads=32,
+        max_position_embeddings=32768,
+    ),
+    only={"use_mrope": False},
+    inert=_LLAMA.inert | _UNUSED_WINDOW,
+    writes_derived_heads=False,
+)
+_QWEN3 = replace(
+    _like_llama(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        without=("mlp_bias",),
+        vocab_size=151936,
+        intermediate_size=22016,
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32768,
+    ),
+    inert=_LLAMA.inert | _UNUSED_WINDOW,
+)
+_OLMO2 = replace(
+    _like_llama("olmo2", "Olmo2ForCausalLM", without=("mlp_bias",), vocab_size=50304, rms_norm_eps=1e-5),
+    absent={"pad_token_id": 1},
+    writes_derived_heads=False,
+)
+_SMOLLM3 = replace(
+    _like_llama(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        vocab_size=128256,
+        hidden_size=2048,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        no_rope_layers=None,
+    ),
+    absent={"pad_token_id": 128004},
+    inert=_LLAMA.inert | _UNUSED_WINDOW | {"pretraining_tp"},
+    rope_theta=2000000.0,
+    writes_derived_heads=False,
 )
 _GPT2 = Format(
     family="gpt",
@@ -157,6 +238,8 @@ _GPT_NEOX = Format(
     # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
     only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
     inert=frozenset({"is_decoder"}),
+    rope_theta=10000.0,
+    partly_rotary=True,
 )
 _BERT = Format(
     family="bert",
@@ -191,4 +274,15 @@ _BERT = Format(
         }
     ),
 )
-FORMATS = {"llama": _LLAMA, "gpt2": _GPT2, "gpt_neox": _GPT_NEOX, "bert": _BERT}
+FORMATS = {
+    "llama": _LLAMA,
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "olmo2": _OLMO2,
+    "smollm3": _SMOLLM3,
+    "gpt2": _GPT2,
+    "gpt_neox": _GPT_NEOX,
+    "bert": _BERT,
+}
+"""By `model_type`."""

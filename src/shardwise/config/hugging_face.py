@@ -11,10 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.families import GPTConfig, GPTNeoXConfig, LlamaConfig
+from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
+from shardwise.config.families import GPTConfig, GPTNeoXConfig
 from shardwise.config.formats import ACTIVATION_FIELDS, FORMATS, INERT, ONLY, SAME_ACTIVATION, Format
 from shardwise.config.model import FamilyConfig
 from shardwise.errors import ConfigError, listing
+
+_DERIVED = ("num_key_value_heads", "head_dim")
+"""Fields of which null says that they follow from others, whatever an absent one means."""
+_FULL = "full_attention"
 
 
 class UnsupportedError(ConfigError):
@@ -75,10 +80,11 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         raise ConfigError(f"{origin}: model_type {shown} must be {listing(FORMATS, 'or')}")
     form = FORMATS[kind]
     given, problems = _one_spelling(values, form)
+    problems += _layers(given, form)
     section: dict[str, Any] = {"family": form.family}
     for key, (name, default) in form.fields.items():
         value = given.pop(name, default)
-        if value is None and name != "pad_token_id":
+        if value is None and name not in (*_DERIVED, "pad_token_id"):
             value = default
         problem = None
         if name in ACTIVATION_FIELDS:
@@ -87,15 +93,15 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
                 problem = _unsupported(name, value, form.acts)
         elif name in form.only and value != form.only[name]:
             problem = _unsupported(name, value, (form.only[name],))
-        elif value is None and default is not None:
+        elif value is None and default is not None and name not in _DERIVED:
             problem = f"{name} (null) is not supported: only an id"
         if problem is not None:
             problems.append(problem)
             value = default
         if value is not None:
             section[key] = value
-    if form.family in ("llama", "gpt_neox"):
-        rotary, found = _rotary(given, section["max_position_embeddings"], partial=form.family == "gpt_neox")
+    if form.rope_theta is not None:
+        rotary, found = _rotary(given, section["max_position_embeddings"], form.rope_theta, partial=form.partly_rotary)
         section |= rotary
         problems += found
     problems += _leftover(given, form)
@@ -109,9 +115,12 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
     kind, form = next((kind, form) for kind, form in FORMATS.items() if form.family == model.family)
     fields: dict[str, Any] = {"architectures": [form.architecture], "model_type": kind}
     fields |= {name: getattr(model, key) for key, (name, _) in form.fields.items()}
+    fields |= dict.fromkeys(form.absent)
     if isinstance(model, GPTConfig) and model.intermediate_size == 4 * model.hidden_size:
         fields["n_inner"] = None
-    if isinstance(model, LlamaConfig | GPTNeoXConfig):
+    if not form.writes_derived_heads and model.head_dim * model.num_attention_heads == model.hidden_size:
+        del fields["head_dim"]
+    if isinstance(model, DecoderConfig | GPTNeoXConfig):
         scaling = dict(model.rope_scaling or {"rope_type": "default"})
         fields["rope_parameters"] = {"rope_theta": model.rope_theta, **scaling}
         fields["rope_scaling"] = model.rope_scaling
@@ -121,6 +130,32 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
         else:
             fields["rope_theta"] = model.rope_theta
     return fields
+
+
+def _only(form: Format) -> dict[str, Any]:
+    """Field → its one supported value, in files of a family."""
+    return {**ONLY, **form.only}
+
+
+def _layers(given: dict[str, Any], form: Format) -> list[str]:
+    """Takes what says of each layer how it attends out of `given`, or puts it in our words; else what is wrong with it.
+
+    Full attention in all of them is what every family has. `no_rope_layer_interval` counts where no list of layers
+    is given.
+    """
+    name, default = form.fields["num_hidden_layers"]
+    layers = given.get(name, default)
+    layers = layers if isinstance(layers, int) else default  # what is no number is refused where sections are
+    problems, types = [], given.pop("layer_types", None)
+    if types is not None and types != [_FULL] * layers:
+        problems.append(f'layer_types ({_shown(types)}) is not supported: only "{_FULL}" for each of {layers} layers')
+    if "no_rope_layers" in form.fields:
+        interval = given.pop("no_rope_layer_interval", 4)
+        if not isinstance(interval, int) or interval < 1:
+            problems.append(f"no_rope_layer_interval ({_shown(interval)}) must be a positive whole number")
+        elif given.get("no_rope_layers") is None:
+            given["no_rope_layers"] = every_nth_without_rope(interval, layers)
+    return problems
 
 
 def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, Any], list[str]]:
@@ -135,10 +170,11 @@ def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, An
     return given, problems
 
 
-def _rotary(given: dict[str, Any], longest: int, *, partial: bool) -> tuple[dict[str, Any], list[str]]:
+def _rotary(given: dict[str, Any], longest: int, base: float, *, partial: bool) -> tuple[dict[str, Any], list[str]]:
     """Takes what concerns rotary embeddings out of `given`; our keys for it, and what contradicts them.
 
     As transformers 5 reads it: `rope_scaling`, else `rope_parameters`; what these do not say, fields beside them say.
+    `base`: of the frequencies, where nothing says it.
     """
     scalings = {name: given.pop(name, None) or {} for name in ("rope_scaling", "rope_parameters")}
     problems = [
@@ -149,7 +185,7 @@ def _rotary(given: dict[str, Any], longest: int, *, partial: bool) -> tuple[dict
     old, new = scalings["rope_scaling"], scalings["rope_parameters"]
     theta_field, part_field = ("rotary_emb_base", "rotary_pct") if partial else ("rope_theta", "partial_rotary_factor")
     chosen = old or new
-    theta = _first(chosen.get("rope_theta"), given.get(theta_field), 10000.0)
+    theta = _first(chosen.get("rope_theta"), given.get(theta_field), base)
     part = _first(chosen.get("partial_rotary_factor"), given.get(part_field), 0.25 if partial else 1.0)
     scaling = _scaling(chosen, longest)
     if old and new and scaling != _scaling(new, longest):
@@ -188,8 +224,12 @@ def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | No
 
 def _leftover(given: Mapping[str, Any], form: Format) -> list[str]:
     """Every field that is not translated, has not its one supported value and is not known to be inert."""
-    only = {**ONLY, **form.only}
-    problems = []
+    only = _only(form)
+    problems = [
+        f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
+        for name, value in form.absent.items()
+        if name not in given and name in only
+    ]
     for name, value in given.items():
         if value is None or name in INERT or name in form.inert:
             continue

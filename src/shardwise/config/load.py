@@ -104,8 +104,9 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
         for details in error.errors(include_url=False):
-            if not model_unread or details["loc"][0] != "model":
-                found += _texts(details)
+            of_model = details["loc"][0] == "model"
+            if not model_unread or not of_model:
+                found += _texts(details, _family(model) if of_model else None)
     if found or config is None:
         raise ConfigError(list(dict.fromkeys(found)))
     return config
@@ -181,44 +182,32 @@ def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
     return section | {aliases.get(key, key): value for key, value in beside.items()}, problems
 
 
-def _texts(details: Any) -> list[str]:
-    kind, context = details["type"], details.get("ctx", {})
-    tag, location = _untagged(details["loc"])
+def _family(model: Any) -> str | None:
+    """The family that a `model` section names, if there is one of that name."""
+    name = model.get("family") if isinstance(model, dict) else None
+    return name if isinstance(name, str) and name in FAMILIES else None
+
+
+def _texts(details: Any, family: str | None = None) -> list[str]:
+    """What is wrong, in our words. family: that of a `model` section, whose keys are known by it."""
+    kind, context, location = details["type"], details.get("ctx", {}), details["loc"]
     path = ".".join(str(part) for part in location)
-    value, field = details["input"], _known_paths(tag).get(path)
+    value, known = details["input"], _known_paths(family)
+    field = known.get(path)
     if kind == PROBLEMS:
         return list(context["problems"])
     if kind == "default_factory_not_called":
         return []
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return [_family_problem(value)]
     if kind == "missing" and isinstance(location[-1], int):
         whole = path.rpartition(".")[0]
-        return [f"{whole} {_list_rule(_known_paths(tag)[whole])}"]
+        return [f"{whole} {_list_rule(known[whole])}"]
     if kind == "missing":
         return [f"{path} is missing" + (f" ({field.description})" if field and field.description else "")]
     if kind == "extra_forbidden":
-        return [_unknown(path, tag)]
+        return [_unknown(path, known)]
     rule = _list_rule(field) if field is not None and kind in _NO_LIST else _rule(kind, context, value)
     shown = f" ({value!r})" if not isinstance(value, (dict, list)) else ""
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
-
-
-def _untagged(location: tuple[str | int, ...]) -> tuple[str | None, tuple[str | int, ...]]:
-    """The family that pydantic reports between `model` and the key, and the path without it."""
-    if location[:1] == ("model",) and len(location) > 1:
-        return str(location[1]), (location[0], *location[2:])
-    return None, location
-
-
-def _family_problem(model: Any) -> str:
-    """Why no class reads this `model` section."""
-    if not isinstance(model, dict):
-        return f"model ({model!r}) must be a mapping of keys"
-    valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
-    if model.get("family") is None:
-        return f"model.family is missing (the architecture: {valid})"
-    return f"model.family ({model['family']!r}) must be {valid}"
 
 
 def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
@@ -275,9 +264,9 @@ _BOUNDS = {
 }
 
 
-def _unknown(path: str, tag: str | None) -> str:
+def _unknown(path: str, known_paths: Mapping[str, FieldInfo]) -> str:
     """Names the key that was meant: of the same name in another section, else of a similar name in the same one."""
-    paths = list(_known_paths(tag))
+    paths = list(known_paths)
     section, _, leaf = path.rpartition(".")
     same_leaf = [known for known in paths if known.rpartition(".")[2] == leaf]
     siblings = [known for known in paths if known.rpartition(".")[0] == section]
@@ -289,14 +278,14 @@ def _unknown(path: str, tag: str | None) -> str:
 
 
 @cache
-def _known_paths(tag: str | None) -> dict[str, FieldInfo]:
-    """Every key by its dotted path; those of `model` as the family `tag` has them, or any family where it is None."""
+def _known_paths(family: str | None) -> dict[str, FieldInfo]:
+    """Every key by its dotted path; those of `model` as this family has them, or any family where it is None."""
     found = {}
     for name, field in Config.model_fields.items():
         found[name] = field
         sections = [field.annotation]
         if name == "model":
-            sections = [*FAMILIES.values()] if tag not in FAMILIES else [FAMILIES[tag]]
+            sections = [*FAMILIES.values()] if family is None else [FAMILIES[family]]
         for section in sections:
             assert isinstance(section, type)
             assert issubclass(section, BaseModel)

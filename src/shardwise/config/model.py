@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_args
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler, SerializationInfo
+from pydantic_core import CoreSchema, core_schema
 
-from shardwise.config.base import Section
-from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, LlamaConfig, Objective
+from shardwise.config.base import Section, reject
+from shardwise.config.decoders import Decoder
+from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig, Objective
+from shardwise.errors import listing
 
 
 class OwnConfig(Section):
@@ -51,32 +54,48 @@ class OwnConfig(Section):
         return False
 
 
-FamilyConfig: TypeAlias = LlamaConfig | GPTConfig | GPTNeoXConfig | BertConfig
+FamilyConfig: TypeAlias = Decoder | GPTConfig | GPTNeoXConfig | BertConfig
 ModelConfig: TypeAlias = FamilyConfig | OwnConfig
 
-OWN = "own"
 FAMILIES: dict[str, type[FamilyConfig]] = {
-    "llama": LlamaConfig,
-    "gpt": GPTConfig,
-    "gpt_neox": GPTNeoXConfig,
-    "bert": BertConfig,
+    get_args(family.model_fields["family"].annotation)[0]: family for family in get_args(FamilyConfig)
 }
+"""By the values of `model.family`."""
 
 
-def _family_tag(value: Any) -> str | None:
-    """Which class reads a `model` section: its family's, or `OwnConfig` for package.module:Class."""
-    family = value.get("family") if isinstance(value, dict) else getattr(value, "family", None)
-    if not isinstance(family, str):
-        return None
-    return OWN if ":" in family else family
+def _read(value: Any) -> ModelConfig:
+    """A `model` section as its family's class reads it, or `OwnConfig` for package.module:Class."""
+    name = value.get("family") if isinstance(value, dict) else getattr(value, "family", None)
+    if isinstance(name, str) and ":" in name:
+        return OwnConfig.model_validate(value)
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        reject([_family_problem(value)])
+        raise AssertionError("reject raises")
+    return family.model_validate(value)
 
 
-# What a `model` section is read as: the class is chosen first, so that only its own errors are told.
-AnyModel = Annotated[
-    Annotated[LlamaConfig, Tag("llama")]
-    | Annotated[GPTConfig, Tag("gpt")]
-    | Annotated[GPTNeoXConfig, Tag("gpt_neox")]
-    | Annotated[BertConfig, Tag("bert")]
-    | Annotated[OwnConfig, Tag(OWN)],
-    Discriminator(_family_tag),
-]
+def _family_problem(model: Any) -> str:
+    """Why no class reads this `model` section."""
+    if not isinstance(model, dict):
+        return f"model ({model!r}) must be a mapping of keys"
+    valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
+    if model.get("family") is None:
+        return f"model.family is missing (the architecture: {valid})"
+    return f"model.family ({model['family']!r}) must be {valid}"
+
+
+def _dump(model: ModelConfig, info: SerializationInfo) -> dict[str, Any]:
+    return model.model_dump(mode=info.mode)
+
+
+class _ChosenByFamily:
+    """Lets pydantic call the one class: only its errors are reported, and of no other class a validator is built."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        dump = core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)
+        return core_schema.no_info_plain_validator_function(_read, serialization=dump)
+
+
+AnyModel = Annotated[ModelConfig, _ChosenByFamily()]
+"""What a `model` section is read as."""

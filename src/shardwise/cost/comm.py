@@ -166,7 +166,7 @@ class _Blocks:
         left = 1 if joined else 2
         if case.config.train.recompute != "full":
             return _Blocks(2 * layers, left * layers, 0, 0)
-        ends_with_sum = not (case.drops_hidden or model.norm_place == "sum")
+        ends_with_sum = model.norm_place == "input" and not case.drops_hidden
         return _Blocks(2 * layers, left * layers, 2 * layers, (left - ends_with_sum) * layers)
 
 
@@ -213,7 +213,7 @@ def _blocks(case: Case) -> list[Transfer]:
     """All blocks forward. With sequence parallelism entering gathers and leaving reduce-scatters; without, only leaving
     communicates."""
     blocks = _Blocks.of(case)
-    return _regions(case, blocks.entered, blocks.left, "")
+    return [*_regions(case, blocks.entered, blocks.left, ""), _query_key_squares(case, "")]
 
 
 def _regions(case: Case, entered: int, left: int, again: str) -> list[Transfer]:
@@ -224,6 +224,13 @@ def _regions(case: Case, entered: int, left: int, again: str) -> list[Transfer]:
         Transfer("tp", "all_gather", tensor, hidden, entered, f"inputs of attention and MLP{again}"),
         Transfer("tp", "reduce_scatter", tensor, hidden, left, f"outputs of attention and MLP{again}"),
     ]
+
+
+def _query_key_squares(case: Case, of: str) -> Transfer:
+    """A norm over all heads sums the squares of queries and keys, [2, T] in float32, once a block."""
+    count = case.layers if case.model.query_key_norm == "all_heads" else 0
+    size = 2 * _FLOAT32 * case.tokens
+    return Transfer("tp", "all_reduce", case.layout.tensor, size, count, f"{of}sums of squares of queries and keys")
 
 
 def _head(case: Case) -> list[Transfer]:
@@ -254,6 +261,9 @@ def _backward(case: Case) -> list[Transfer]:
     tensor, hidden, blocks = case.layout.tensor, _hidden_bytes(case), _Blocks.of(case)
     head, embedding = int(case.has_last), int(case.has_first)
     transfers = _regions(case, blocks.entered_again, blocks.left_again, ", recomputed")
+    if case.config.train.recompute == "full":
+        transfers.append(_query_key_squares(case, "recomputed "))
+    transfers.append(_query_key_squares(case, "gradients of "))
     if isinstance(case.model, BertConfig):
         size = case.a * case.predicted * case.model.hidden_size
         transfers.append(Transfer("tp", "all_reduce", tensor, size, head, "gradient of the decoder's input"))

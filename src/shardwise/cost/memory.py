@@ -99,7 +99,7 @@ def _memory(case: Case) -> MemoryEstimate:
         optimizer=moments_and_master * shard * DTYPE_BYTES[case.precision.optimizer],
         activations=step.activations,
         loss=step.forward - step.activations,
-        buffers=len(case.stages) * _rotary_tables(case) + step.whole - step.forward,
+        buffers=_rotary_tables(case) + step.whole - step.forward,
         pipeline=_received(case) + step.sent,
     )
 
@@ -119,13 +119,12 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
     pass; where a rank has several stages it counts as sent (`_sent`). A tied head's gradient waits for the
     embedding's where both are in one stage.
     """
-    blocks = block_stack(case, len(stage.layers))
+    blocks = block_stack(case, stage.layers)
     embedding = _embedding_activations(case) if stage.is_first else 0
     last = _last_activations(case) if stage.is_last else 0
     kept = blocks.kept + embedding + last + _document_tables(case)
-    received = 0
-    if not stage.is_first and (block_activations(case).saves_input or case.config.train.recompute == "full"):
-        received = _boundary(case)
+    keeps_input = block_activations(case, stage.layers[0]).saves_input or case.config.train.recompute == "full"
+    received = _boundary(case) if keeps_input and not stage.is_first else 0
     if not stage.is_last and case.config.parallel.schedule in SINGLE_STAGE:
         kept += _boundary(case)
     table = case.a * case.local.vocabulary * case.model.hidden_size
@@ -246,8 +245,9 @@ def _loss_gradients(case: Case) -> int:
 
 
 def _rotary_tables(case: Case) -> int:
-    """Cosines and sines, [S, rotary dimensions / 2] each."""
-    return case.a * case.config.train.sequence_length * case.model.rotary_dim
+    """Cosines and sines, [S, rotary dimensions / 2] each, of each stage with a block that rotates."""
+    stages = sum(any(case.model.rotates(layer) for layer in stage.layers) for stage in case.stages)
+    return stages * case.a * case.config.train.sequence_length * case.model.rotary_dim
 
 
 def _embedding_gradient(case: Case) -> int:

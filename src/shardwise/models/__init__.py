@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from shardwise.config import BertConfig, Config, GPTConfig, GPTNeoXConfig, Layout, LlamaConfig, OwnConfig
+from shardwise.config import BertConfig, Config, DecoderConfig, GPTConfig, GPTNeoXConfig, Layout, OwnConfig
 from shardwise.mesh import Group, Mesh
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import Part
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _FAMILIES: dict[type, Callable[..., nn.Module]] = {
-    LlamaConfig: Llama,
+    DecoderConfig: Llama,
     GPTConfig: GPT,
     GPTNeoXConfig: GPTNeoX,
     BertConfig: Bert,
@@ -61,7 +61,8 @@ def build_model(
     model = config.model
     if isinstance(model, OwnConfig):
         return build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-    return _FAMILIES[type(model)](
+    family = next(made for kind, made in _FAMILIES.items() if isinstance(model, kind))
+    return family(
         model,
         group,
         sequence_parallel=sequence_parallel,

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.config import BertConfig
+from shardwise.models.attention import Attention
 from shardwise.models.blocks import (
     ACTIVATIONS,
     AFTER_ATTENTION,
     AFTER_MLP,
     EMBEDDING,
     MLP,
-    Attention,
     Context,
     Family,
     Maker,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import GPTConfig
+from shardwise.models.attention import Attention
 from shardwise.models.blocks import (
     AFTER_ATTENTION,
     AFTER_MLP,
     EMBEDDING,
     MLP,
-    Attention,
     Context,
     Maker,
 )

@@ -9,12 +9,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from shardwise.config import GPTNeoXConfig
+from shardwise.models.attention import Attention
 from shardwise.models.blocks import (
     AFTER_ATTENTION,
     AFTER_MLP,
     EMBEDDING,
     MLP,
-    Attention,
     Context,
     Maker,
 )

@@ -1,4 +1,7 @@
-"""Llama (1, 2 and 3): pre-norm blocks of grouped-query attention with rotary positions and a gated MLP.
+"""Llama (1, 2 and 3): blocks of grouped-query attention with rotary positions and a gated MLP, and RMSNorm before each.
+
+Mistral, Qwen2, Qwen3, OLMo 2 and SmolLM3 are the same model but for facts of their configurations: which projections
+have biases, where norms stand, whether queries and keys are normalised, which blocks rotate them.
 
 Shapes: see `models/blocks.py`.
 """
@@ -8,8 +11,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.config import LlamaConfig
-from shardwise.models.blocks import Attention, Context, Maker
+from shardwise.config import Decoder
+from shardwise.models.attention import Attention
+from shardwise.models.blocks import Context, Maker
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import (
@@ -22,7 +26,7 @@ from shardwise.parallel import (
 class GatedMLP(nn.Module):
     """`down(silu(gate(x)) · up(x))` (SwiGLU, arXiv:2002.05202), gate and up in one matmul."""
 
-    def __init__(self, config: LlamaConfig, name: str, make: Maker) -> None:
+    def __init__(self, config: Decoder, name: str, make: Maker) -> None:
         super().__init__()
         self.gate_up = MergedColumnParallelLinear(
             config.hidden_size,
@@ -50,30 +54,46 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`; or `x + norm(attention(x))`, then `x + norm(mlp(x))`."""
 
-    def __init__(self, config: LlamaConfig, layer: int, rotary: Rotary, make: Maker) -> None:
+    def __init__(self, config: Decoder, layer: int, rotary: Rotary, make: Maker) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
         bias = config.attention_bias
-        self.input_layernorm = make.norm(config, f"{name}.input_layernorm", RMSNorm)
+        self.norms_output = config.norm_place == "output"
+        if not self.norms_output:
+            self.input_layernorm = make.norm(config, f"{name}.input_layernorm", RMSNorm)
         self.self_attn = Attention(
-            config, layer, make, make.query_key_value(config, (q, k, v), bias=bias), o, bias=bias, rotary=rotary
+            config,
+            layer,
+            make,
+            make.query_key_value(config, (q, k, v), bias=bias),
+            o,
+            bias=bias and config.attention_output_bias,
+            rotary=rotary if config.rotates(layer) else None,
+            norm=make.query_key_norm(config, (f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm")),
         )
         self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
         self.mlp = GatedMLP(config, f"{name}.mlp", make)
+        if self.norms_output:
+            self.post_feedforward_layernorm = make.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        if self.norms_output:
+            x = x + self.post_attention_layernorm(self.self_attn(x, context))
+            added = self.post_feedforward_layernorm(self.mlp(x))
+        else:
+            x = x + self.self_attn(self.input_layernorm(x), context)
+            added = self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + added
         return out
 
 
-class Llama(CausalLM[LlamaConfig]):
+class Llama(CausalLM[Decoder]):
     """The causal language model."""
 
-    def build(self, config: LlamaConfig, make: Maker) -> None:
+    def build(self, config: Decoder, make: Maker) -> None:
         self.rotary = rotary = Rotary(config)
         if make.has_embedding(config):
             self.embed_tokens = make.word_embedding(config, "model.embed_tokens")

@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shardwise.config import GPTNeoXConfig, LlamaConfig
+from shardwise.config import DecoderConfig, GPTNeoXConfig
 
 
-def frequencies(config: LlamaConfig | GPTNeoXConfig, sequence_length: int) -> tuple[Tensor, float]:
+def frequencies(config: DecoderConfig | GPTNeoXConfig, sequence_length: int) -> tuple[Tensor, float]:
     """Angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
 
     `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence); `yarn`
@@ -88,7 +88,7 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
 class Rotary:
     """Cosine and sine tables `[S, 1, 1, r/2]`: for each device and dtype those of the longest sequence so far."""
 
-    def __init__(self, config: LlamaConfig | GPTNeoXConfig) -> None:
+    def __init__(self, config: DecoderConfig | GPTNeoXConfig) -> None:
         self._config = config
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[int, Tensor, Tensor]] = {}
 

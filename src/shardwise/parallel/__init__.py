@@ -11,7 +11,7 @@ from shardwise.parallel.linear import (
     RowParallelLinear,
 )
 from shardwise.parallel.loss import linear_cross_entropy, parallel_cross_entropy
-from shardwise.parallel.norm import LayerNorm, RMSNorm
+from shardwise.parallel.norm import LayerNorm, QueryKeyNorm, RMSNorm
 
 __all__ = [
     "ColumnParallelLinear",
@@ -22,6 +22,7 @@ __all__ = [
     "MergedColumnParallelLinear",
     "ParallelEmbedding",
     "ParallelLMHead",
+    "QueryKeyNorm",
     "RMSNorm",
     "ReplicatedEmbedding",
     "ReplicatedLinear",

@@ -1,4 +1,4 @@
-"""Normalisation over the hidden dimension, replicated in a tensor-parallel group.
+"""Normalisation over the hidden dimension, replicated in a tensor-parallel group, and of the heads that a rank has.
 
 Under sequence parallelism each rank normalises its part of the sequence: the weight's gradient is then partial over
 the group, which its placement says, so that the optimizer sums it once a step.
@@ -6,13 +6,14 @@ the group, which its placement says, so that the optimizer sums it once a step.
 
 from __future__ import annotations
 
-from typing import Any, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import placement
+from shardwise import comm, placement
+from shardwise.mesh import Group
 from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import LayerOptions, full_name, tensor_options
 from shardwise.placement import Init
@@ -70,9 +71,13 @@ class RMSNorm(_Norm):
         super().__init__(normalized_shape, eps, sequence_parallel_enabled, name, {"weight": 1.0}, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        return cast(Tensor, _RMSNorm.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.dtype == weight.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return cast(Tensor, _RMSNorm.apply(x, weight, eps))  # type: ignore[no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -126,3 +131,85 @@ class LayerNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class QueryKeyNorm(placement.PlacedModule):
+    """RMSNorm of queries and keys, `over` each head by itself or all heads at once.
+
+    Forward: q `[S, B, n, d]` and k `[S, B, m, d]`, the heads that this rank has → the same, normalised. `sizes`: n·d
+    and m·d of the whole model. `names`: canonical names of the two layers.
+
+    `head`: weights `[d]`, whole on every rank. A rank sees its own heads alone, so that their gradients are partial
+    over the group at any layout; no communication. `all_heads`: weights `[n·d]` and `[m·d]`, cut as the rows of the
+    projections are, with copies of key heads where ranks share one. Communicates an all-reduce of the sums of squares,
+    `[2, S, B]` in float32, forward, and one of their gradients.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        eps: float,
+        *,
+        head_dim: int,
+        over: Literal["head", "all_heads"],
+        names: tuple[str, str],
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        super().__init__()
+        self.group, self.eps, self.over = Group.of(options.get("group")), eps, over
+        self.query_weight, self.key_weight = (
+            self._weight(name, size, head_dim, options) for name, size in zip(names, sizes, strict=True)
+        )
+
+    def _weight(self, name: str, size: int, head_dim: int, options: LayerOptions) -> nn.Parameter:
+        group, one, full = self.group, Init.constant(1.0), full_name(name, "weight", options.get("seed"))
+        if self.over == "head":
+            piece = placement.replicated(full, (head_dim,), group, one, partial=True)
+        else:
+            piece = placement.rows(full, (size,), group, one, copies=max(group.size * head_dim // size, 1))
+        return placement.make_parameter(piece.box.size, (piece,), group, **tensor_options(self, options))
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.over == "head":
+            return _rms_norm(q, self.query_weight, self.eps), _rms_norm(k, self.key_weight, self.eps)
+        query, key = q.flatten(-2), k.flatten(-2)
+        if self.group.size == 1:
+            query, key = _rms_norm(query, self.query_weight, self.eps), _rms_norm(key, self.key_weight, self.eps)
+        else:
+            query, key = self._norm_together(query, key)
+        return query.view(q.shape), key.view(k.shape)
+
+    def _norm_together(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """A head that several ranks have counts once for each, in the sum as in the number of elements."""
+        exact = torch.promote_types(query.dtype, torch.float32)
+        squares = [torch.linalg.vector_norm(x, dim=-1, dtype=exact).square() for x in (query, key)]
+        totals = comm.sum_over_group(torch.stack(squares), self.group)
+        query, key = (
+            cast(Tensor, _Scale.apply(x, weight, (total / (x.shape[-1] * self.group.size) + self.eps).rsqrt()))  # type: ignore[no-untyped-call]
+            for x, weight, total in zip((query, key), (self.query_weight, self.key_weight), totals, strict=True)
+        )
+        return query, key
+
+    def extra_repr(self) -> str:
+        return f"{self.over}, {len(self.query_weight)} and {len(self.key_weight)} of {self.group}, eps={self.eps}"
+
+
+class _Scale(torch.autograd.Function):
+    """`x · inverse · weight`, x `[…, W]`, weight `[W]`, inverse `[…]` in at least float32. Nothing else is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse.unsqueeze(-1)).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight, inverse = ctx.saved_tensors
+        dy, dx, dw, d_inverse = grads[0].to(inverse.dtype), None, None, None
+        if ctx.needs_input_grad[1]:
+            dw = (dy * x).mul_(inverse.unsqueeze(-1)).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            scaled = dy * weight
+            d_inverse = (scaled * x).sum(-1)
+            dx = scaled.mul_(inverse.unsqueeze(-1)).to(x.dtype)
+        return dx, dw, d_inverse

@@ -118,7 +118,8 @@ def local_parameters(
     """What one of t ranks stores, in the order of the model's parameters; of a pipeline's stages, one after the other.
 
     Partial are, under sequence parallelism, what is replicated between the cut layers (norms, biases of row-parallel
-    layers, tables of positions and token types), and key/value projections of which several ranks hold a copy.
+    layers, tables of positions and token types), norms of each head, and what belongs to key/value heads of which
+    several ranks hold a copy.
     """
     local = local or LocalWidths.of(model, tensor)
     if stages is None:
@@ -157,12 +158,13 @@ def _parameters(part: _Part) -> Iterator[LocalParameter]:
 
 
 def _block(part: _Part) -> Iterator[LocalParameter]:
-    """H·(q + 2kv) + q·H of attention, 2·H·F of the MLP (3·H·F where it is gated), biases, and two norms."""
+    """H·(q + 2kv) + q·H of attention, 2·H·F of the MLP (3·H·F where it is gated), biases, norms."""
     model, first = part.model, part.model.norm_place == "input"
     if first:
         yield from part.norm()
     yield from part.query_key_value(model.attention_bias, tensors=1 if model.fused_query_key_value else 3)
-    yield from part.attention_output(model.attention_bias)
+    yield from part.query_key_norm()
+    yield from part.attention_output(model.attention_bias and model.attention_output_bias)
     yield from part.norm()
     ups = 2 if model.gated else 1
     yield from part.columns(ups * model.intermediate_size, model.mlp_bias, tensors=ups)
@@ -248,6 +250,15 @@ class _Part:
         yield LocalParameter(outputs * hidden, True, tensors, "token", query * hidden, copies)
         if bias:
             yield LocalParameter(outputs, False, tensors, None, query, copies)
+
+    def query_key_norm(self) -> Iterator[LocalParameter]:
+        """[head_dim] twice, of whose heads a rank has some; or [q/t] and [kv/t], with copies where K/V heads have."""
+        local = self.local
+        if self.model.query_key_norm == "head":
+            yield from 2 * (LocalParameter(self.model.head_dim, matrix=False, partial_over=self.tensor),)
+        elif self.model.query_key_norm == "all_heads":
+            yield LocalParameter(local.query, matrix=False)
+            yield LocalParameter(local.key_value, matrix=False, partial_over=local.key_value_copies)
 
     def columns(self, outputs: int, bias: bool, tensors: int = 1, per: Per = "token") -> Iterator[LocalParameter]:
         """[outputs/t, H], and [outputs/t] with a bias."""

@@ -15,7 +15,8 @@ SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-FAMILIES = ("llama", "gpt", "gpt_neox", "bert")
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3")
+FAMILIES = (*LLAMAS, "gpt", "gpt_neox", "bert")
 OWN = {"family": "my.package:Model", "vocab_size": 512}
 
 
@@ -42,16 +43,19 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
 def test_all_families_answer_the_same_questions(family: str) -> None:
     model = model_of(family)
     assert not isinstance(model, OwnConfig)
-    assert (model.num_key_value_heads, model.head_dim) == (4, 16)
-    assert model.rotary_dim == {"llama": 16, "gpt_neox": 4}.get(family, 0)
-    assert model.activation == {"llama": "silu", "gpt": "gelu_tanh"}.get(family, "gelu")
-    assert model.norm_eps == (1e-12 if family == "bert" else 1e-5)
+    head_dim = 128 if family == "qwen3" else 16
+    assert (model.num_key_value_heads, model.head_dim) == (4, head_dim)
+    assert model.rotary_dim == (head_dim if family in LLAMAS else 4 if family == "gpt_neox" else 0)
+    assert model.activation == ("silu" if family in LLAMAS else "gelu_tanh" if family == "gpt" else "gelu")
+    eps = {"bert": 1e-12, "mistral": 1e-6, "qwen2": 1e-6, "qwen3": 1e-6, "smollm3": 1e-6}
+    assert model.norm_eps == eps.get(family, 1e-5)
     dropped = 0.1 if family in ("gpt", "bert") else 0.0
     assert (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p) == (dropped,) * 3
     assert model.has_dropout == (dropped > 0)
     assert model.causal == (family != "bert")
     assert model.objectives == (("mlm", "nsp") if family == "bert" else ("lm",))
-    assert model.tie_word_embeddings == (family in ("gpt", "bert"))
+    assert model.tie_word_embeddings == (family in ("gpt", "bert", "smollm3"))
+    assert [model.rotates(layer) for layer in range(2)] == [model.rotary_dim > 0] * 2
     assert not model.extends_positions
 
 
@@ -70,6 +74,14 @@ def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: t
     assert (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p) == dropout
     assert model.has_dropout
     assert not model_of(family, **dict.fromkeys(changes, 0)).has_dropout
+
+
+def test_every_fourth_block_of_smollm3_has_no_rotary_positions() -> None:
+    every_fourth = model_of("smollm3", num_hidden_layers=6)
+    assert not isinstance(every_fourth, OwnConfig)
+    assert [every_fourth.rotates(layer) for layer in range(6)] == [True, True, True, False, True, True]
+    assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1, 0, 1]) == every_fourth
+    assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=None) == every_fourth
 
 
 def test_gpt_accepts_the_names_of_gpt2() -> None:
@@ -110,6 +122,21 @@ def test_gpt_neox_accepts_the_older_name_of_its_base() -> None:
         ("gpt", {"activation_function": "silu"}, "model.activation_function ('silu') must be gelu, gelu_new,"),
         ("gpt", {"resid_pdrop": 1.0}, "model.resid_pdrop (1.0) must be less than 1"),
         ("llama", {"attention_dropout": -0.1}, "model.attention_dropout (-0.1) must be at least 0"),
+        ("mistral", {"attention_bias": True}, "model.attention_bias: unknown key; "),
+        (
+            "qwen2",
+            {"hidden_size": 66},
+            "model.hidden_size (66) must be a multiple of model.num_attention_heads (4), or",
+        ),
+        ("qwen3", {"head_dim": 15}, "model.head_dim (15) must be even"),
+        ("olmo2", {"mlp_bias": True}, "model.mlp_bias: unknown key; "),
+        ("smollm3", {"no_rope_layers": [1]}, "model.no_rope_layers ([1]) must have 0 or 1 for each of the 2 blocks"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "model.no_rope_layers ([1, 2]) must have 0 or 1 for each of the 2"),
+        (
+            "smollm3",
+            {"no_rope_layers": 4},
+            "model.no_rope_layers (4) must be a list of whole numbers, such as [1, 1, 1",
+        ),
         ("bert", {"tie_word_embeddings": False}, "model.tie_word_embeddings (False) must be true"),
         ("bert", {"type_vocab_size": 1}, "model.type_vocab_size (1) must be at least 2"),
         ("bert", {"pad_token_id": 512}, "model.pad_token_id (512) must be less than model.vocab_size (512)"),
@@ -124,7 +151,8 @@ def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: st
 
 def test_a_missing_family_is_named() -> None:
     assert problems(SIZES) == [
-        "model.family is missing (the architecture: llama, gpt, gpt_neox or bert, or package.module:Class for your own)"
+        "model.family is missing (the architecture: llama, mistral, qwen2, qwen3, olmo2, smollm3, gpt, gpt_neox or "
+        "bert, or package.module:Class for your own)"
     ]
 
 
@@ -172,7 +200,7 @@ def test_odd_heads_name_all_valid_degrees(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sequences_have_positions(family: str) -> None:
-    unless = " without model.rope_scaling" if family in ("llama", "gpt_neox") else ""
+    unless = " without model.rope_scaling" if family in (*LLAMAS, "gpt_neox") else ""
     assert problems({"family": family, **SIZES}, train={"sequence_length": 65}) == [
         f"train.sequence_length (65) must be at most model.max_position_embeddings (64){unless}"
     ]

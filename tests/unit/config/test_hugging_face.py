@@ -5,18 +5,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, BertConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from shardwise.config import FamilyConfig, OwnConfig, config_from, load_config
+from shardwise.config.formats import FORMATS
 from shardwise.config.hugging_face import from_hugging_face, read_hugging_face, to_hugging_face
-from shardwise.errors import ConfigError
-from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, PYTHIA_6_9B
+from shardwise.errors import ConfigError, listing
+from tests.unit.config.hub import FILES, GPT2, LLAMA2_7B, LLAMA3_1_8B, MISTRAL_7B, PYTHIA_6_9B, QWEN2_5_7B, SMOLLM3_3B
 
 REST = {"train": {"steps": 1, "global_batch": 1, "sequence_length": 8}, "optimizer": {"lr": 1e-3}}
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
-# Fields of the hub's files that transformers keeps and does not read.
+# Fields of the hub's files that transformers keeps and that say nothing of the model.
 UNREAD = {
     "llama": set(),
+    "mistral": set(),
+    "qwen2": {"use_mrope"},
+    "qwen3": {"max_window_layers"},
+    "olmo2": {"pad_token_id", "use_cache"},
+    "smollm3": {"max_window_layers", "pad_token_id", "pretraining_tp", "use_cache"},
     "gpt": {"n_ctx", "output_past", "task_specific_params"},
     "gpt_neox": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
     "bert": {"gradient_checkpointing", "position_embedding_type"},
@@ -34,6 +52,9 @@ ROPE_SCALINGS: list[dict[str, Any]] = [
         "original_max_position_embeddings": 512,
     },
 ]
+
+
+KINDS = listing(FORMATS, "or")
 
 
 def model_of(values: dict[str, Any]) -> FamilyConfig:
@@ -75,6 +96,25 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rms_norm_eps=1e-4,
         initializer_range=0.01,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "mistral": MistralConfig(sliding_window=None),
+    "qwen2, tied, with another width of heads": Qwen2Config(
+        **SMALL, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True
+    ),
+    "qwen3": Qwen3Config(),
+    "qwen3, biased": Qwen3Config(**SMALL, num_key_value_heads=2, attention_bias=True, attention_dropout=0.1),
+    "olmo2": Olmo2Config(pad_token_id=None),
+    "olmo2, biased": Olmo2Config(
+        **SMALL, num_key_value_heads=2, attention_bias=True, rms_norm_eps=1e-6, pad_token_id=None
+    ),
+    "smollm3": SmolLM3Config(pad_token_id=None),
+    "smollm3, untied, biased": SmolLM3Config(
+        **SMALL | {"num_hidden_layers": 3},
+        no_rope_layers=[0, 1, 1],
+        pad_token_id=None,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
     ),
     "gpt2": GPT2Config(),
     "gpt2, own width, untied": GPT2Config(
@@ -135,7 +175,10 @@ def test_every_way_that_transformers_writes_is_read(config: PreTrainedConfig, tm
     assert read_hugging_face(tmp_path) == read_hugging_face(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, GPT2Config, GPTNeoXConfig, BertConfig])
+@pytest.mark.parametrize(
+    "config_class",
+    [LlamaConfig, Qwen2Config, Qwen3Config, Olmo2Config, SmolLM3Config, GPT2Config, GPTNeoXConfig, BertConfig],
+)
 def test_an_absent_field_has_hugging_faces_default(config_class: type[PreTrainedConfig]) -> None:
     assert model_of({"model_type": config_class.model_type}) == model_of(config_class().to_dict())
 
@@ -152,7 +195,31 @@ def test_files_of_the_hub(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(values))
     theirs = meaning(AutoConfig.from_pretrained(tmp_path / "theirs"))
     ours = meaning(reread(model, tmp_path))
-    assert ours == {key: value for key, value in theirs.items() if key not in UNREAD[model.family]}
+    for key in UNREAD[model.family]:
+        theirs.pop(key, None)
+        ours.pop(key, None)
+    assert ours == theirs
+
+
+def test_a_family_writes_what_transformers_needs_to_read_it() -> None:
+    """No window in Mistral, whose own default is one, and no field that its class lacks where it says nothing."""
+    assert to_hugging_face(model_of(MISTRAL_7B))["sliding_window"] is None
+    assert "head_dim" not in to_hugging_face(model_of(QWEN2_5_7B))
+    assert to_hugging_face(model_of({**QWEN2_5_7B, "head_dim": 64}))["head_dim"] == 64
+
+
+def test_null_key_value_heads_are_as_many_as_query_heads() -> None:
+    """Where an absent field means another number."""
+    assert model_of(MISTRAL_7B | {"num_key_value_heads": None}).num_key_value_heads == 32
+    assert model_of({"model_type": "smollm3", "num_key_value_heads": None}).num_key_value_heads == 16
+
+
+def test_blocks_without_rotary_positions_by_their_interval() -> None:
+    listed = {key: value for key, value in SMOLLM3_3B.items() if key != "no_rope_layers"}
+    assert model_of(listed) == model_of(SMOLLM3_3B)
+    assert model_of({**listed, "no_rope_layer_interval": 6}) == model_of(
+        {**SMOLLM3_3B, "no_rope_layers": [1, 1, 1, 1, 1, 0] * 6}
+    )
 
 
 def test_what_the_hub_models_are() -> None:
@@ -163,17 +230,18 @@ def test_what_the_hub_models_are() -> None:
 
 
 @pytest.mark.parametrize("scaling", ROPE_SCALINGS, ids=lambda scaling: scaling["rope_type"])
-@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("kind", ["llama", "smollm3", "gpt_neox"])
 def test_rope_in_old_and_new_spelling(kind: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     theta, sizes = 20000.0, {"model_type": kind, "max_position_embeddings": 1024, **SMALL}
-    theta_field = "rope_theta" if kind == "llama" else "rotary_emb_base"
+    whole = kind != "gpt_neox"
+    theta_field = "rope_theta" if whole else "rotary_emb_base"
     legacy = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
-    part = {} if kind == "llama" else {"partial_rotary_factor": 0.5}
-    old_part = {} if kind == "llama" else {"rotary_pct": 0.5}
+    part = {} if whole else {"partial_rotary_factor": 0.5}
+    old_part = {} if whole else {"rotary_pct": 0.5}
     new = model_of({**sizes, "rope_parameters": {**scaling, "rope_theta": theta, **part}})
     assert model_of({**sizes, theta_field: theta, **old_part, "rope_scaling": scaling}) == new
     assert model_of({**sizes, theta_field: theta, **old_part, "rope_scaling": legacy}) == new
-    assert new.rotary_dim == (16 if kind == "llama" else 8)
+    assert new.rotary_dim == (16 if whole else 8)
     read = reread(new, tmp_path)
     assert read.rope_parameters == {**scaling, "rope_theta": theta, **part}
 
@@ -221,9 +289,23 @@ def test_every_unsupported_field_is_told() -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"model_type": "mistral"}, 'model_type ("mistral") must be llama, gpt2, gpt_neox or bert'),
-        ({"model_type": [1]}, "model_type ([1]) must be llama, gpt2, gpt_neox or bert"),
-        ({"hidden_size": 8}, "model_type is missing: it must be llama, gpt2, gpt_neox or bert"),
+        ({"model_type": "gemma"}, f'model_type ("gemma") must be {KINDS}'),
+        ({"model_type": [1]}, f"model_type ([1]) must be {KINDS}"),
+        ({"hidden_size": 8}, f"model_type is missing: it must be {KINDS}"),
+        ({**MISTRAL_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
+        ({"model_type": "mistral"}, "sliding_window is missing, which means 4096: only null is supported"),
+        ({**QWEN2_5_7B, "use_sliding_window": True}, "use_sliding_window (true) is not supported: only false"),
+        ({**QWEN2_5_7B, "attention_bias": False}, "attention_bias (false) is not supported"),
+        (
+            {**SMOLLM3_3B, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            'layer_types (["full_attention", "sliding_attention"]) is not supported: only "full_attention" for each of '
+            "2 layers",
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval (0) must be a positive whole number",
+        ),
+        ({"model_type": "olmo2", "clip_qkv": 8.0}, "clip_qkv (8.0) is not supported"),
         ({**LLAMA2_7B, "pretraining_tp": 2}, "pretraining_tp (2) is not supported: only 1"),
         ({**LLAMA2_7B, "sliding_window": 4096}, "sliding_window (4096) is not supported: only null"),
         ({**LLAMA2_7B, "auto_map": {"AutoModel": "x"}}, 'auto_map ({"AutoModel": "x"}) is not supported: only null'),

@@ -26,6 +26,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
+    "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
+    "smollm3": {"family": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0, 1, 1]},
     "gpt": {"family": "gpt"},
     "gpt, untied, relu": {"family": "gpt", "tie_word_embeddings": False, "activation_function": "relu"},
     "gpt_neox": {"family": "gpt_neox"},
@@ -38,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert"},
 }
 DROPOUT: dict[str, tuple[str, ...]] = {
-    "llama": ("attention_dropout",),
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "olmo2", "smollm3"), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
     "gpt_neox": ("hidden_dropout", "attention_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),

@@ -205,6 +205,18 @@ def test_full_recompute_repeats_what_comes_before_the_last_saved_tensor(name: st
     assert {what: amount for what, amount in found.items() if what in plain} == plain
 
 
+def test_norms_over_all_heads_sum_squares_in_float32() -> None:
+    """Of queries and keys of each token at once; full recompute repeats that, and the sums that norms come behind."""
+    plain, full = (
+        by_tensor(make_config(section("olmo2"), train={"recompute": how}, precision={"mode": "mixed"}), SEQUENCE)
+        for how in ("none", "full")
+    )
+    squares = "sums of squares of queries and keys"
+    assert plain[squares] == plain[f"gradients of {squares}"] == full[f"recomputed {squares}"] == 4 * L * 8 * S * B
+    assert full[f"{OUTPUTS}, recomputed"] == full[OUTPUTS] == plain[OUTPUTS]
+    assert not any(squares in what for what in by_tensor(make_config(section("qwen3")), SEQUENCE))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_selective_recompute_repeats_nothing(name: str) -> None:
     plain, selective = (make_config(section(name), train={"recompute": how}) for how in ("none", "selective"))

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig as HuggingFaceConfig
 from transformers import LlamaForCausalLM
 
-from shardwise.config import LlamaConfig
+from shardwise.config import Decoder, LlamaConfig
+from shardwise.config.decoders import Olmo2Config, Qwen3Config
 from shardwise.models import Llama
 from shardwise.models.blocks import AttentionCore
 from shardwise.parallel import DropoutKey
@@ -90,8 +91,17 @@ def test_a_padded_sequence_has_the_angles_of_its_own_length(reset: bool) -> None
     assert found.isfinite().all()
 
 
-def test_init_is_the_configs() -> None:
-    model = Llama(config(initializer_range=0.3, vocab_size=640, attention_bias=True, mlp_bias=True), seed=1)
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        (LlamaConfig, {"family": "llama", "attention_bias": True, "mlp_bias": True}),
+        (Qwen3Config, {"family": "qwen3"}),
+        (Olmo2Config, {"family": "olmo2"}),
+    ],
+)
+def test_init_is_the_configs(family: type[Decoder], own: dict[str, Any]) -> None:
+    sizes = SIZES | {"initializer_range": 0.3, "vocab_size": 640}
+    model = Llama(family(**sizes | own), seed=1)  # type: ignore[arg-type]
     for path, parameter in model.named_parameters():
         values = parameter.detach()
         if path.endswith("bias"):

@@ -56,6 +56,37 @@ BERT_LARGE: dict[str, Any] = {
 }
 
 
+MISTRAL_7B = LLAMA3_8B | {"family": "mistral", "vocab_size": 32768}
+QWEN25_7B = LLAMA2_7B | {
+    "family": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+QWEN3_06B = LLAMA2_7B | {
+    "family": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+OLMO2_7B = LLAMA2_7B | {"family": "olmo2", "vocab_size": 100352}
+SMOLLM3_3B = LLAMA2_7B | {
+    "family": "smollm3",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+
+
 def model(sizes: dict[str, Any], **changes: object) -> Any:
     return family(make_config(sizes | changes))
 
@@ -66,13 +97,32 @@ def model(sizes: dict[str, Any], **changes: object) -> Any:
         (LLAMA2_7B, 6_738_415_616),
         (LLAMA3_8B, 8_030_261_248),
         (LLAMA32_1B, 1_235_814_400),
+        (MISTRAL_7B, 7_248_023_552),
+        (QWEN25_7B, 7_615_616_512),
+        (QWEN3_06B, 596_049_920),
+        (OLMO2_7B, 7_298_617_344),
+        (SMOLLM3_3B, 3_075_098_624),
         (GPT2, 124_439_808),
         (GPT2_XL, 1_557_611_200),
         (PYTHIA_69B, 6_857_302_016),
         (GPT_NEOX_20B, 20_554_567_680),
         (BERT_LARGE, 336_226_108),
     ],
-    ids=["Llama-2 7B", "Llama-3 8B", "Llama-3.2 1B", "GPT-2", "GPT-2 XL", "Pythia 6.9B", "GPT-NeoX 20B", "BERT-large"],
+    ids=[
+        "Llama-2 7B",
+        "Llama-3 8B",
+        "Llama-3.2 1B",
+        "Mistral 7B",
+        "Qwen2.5 7B",
+        "Qwen3 0.6B",
+        "OLMo-2 7B",
+        "SmolLM3 3B",
+        "GPT-2",
+        "GPT-2 XL",
+        "Pythia 6.9B",
+        "GPT-NeoX 20B",
+        "BERT-large",
+    ],
 )
 def test_published_models(sizes: dict[str, Any], published: int) -> None:
     assert parameter_count(model(sizes)) == published
@@ -174,6 +224,9 @@ def test_berts_heads_are_multiplied_with_what_they_see() -> None:
     [
         ("llama", 3 * 9 + 3),
         ("llama, shared heads, tied, biased", 3 * 16 + 2),
+        ("qwen2", 3 * 12 + 3),
+        ("qwen3", 3 * 11 + 3),
+        ("olmo2", 3 * 11 + 3),
         ("gpt", 3 * 12 + 4),
         ("gpt_neox", 3 * 12 + 4),
         ("bert", 3 * 16 + 5 + 9),

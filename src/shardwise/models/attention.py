@@ -1,0 +1,139 @@
+"""Self-attention of every family. Shapes: see `models/blocks.py`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.config import FamilyConfig
+from shardwise.models.blocks import ATTENTION, Context, Maker
+from shardwise.models.rotary import Rotary, rotate
+from shardwise.parallel import DropoutKey, QueryKeyNorm, RowParallelLinear
+from shardwise.parallel.dropout import scaled
+from shardwise.parallel.linear import LinearOptions
+from shardwise.placement import Init
+
+
+class AttentionCore(nn.Module):
+    """`softmax(q kᵀ / √d) v`, with dropout of the probabilities.
+
+    By torch's fused kernels where they can, else step by step: with `invariant` dropout, whose mask is no kernel's, and
+    with any dropout on a CPU, which has no fused kernel for it. Step by step holds the probabilities `[B, n, S, S]`.
+    """
+
+    def __init__(self, config: FamilyConfig, layer: int, make: Maker) -> None:
+        super().__init__()
+        self.causal, self.p, self.layer, self.group = config.causal, config.attention_dropout_p, layer, make.group
+        self.recompute = make.recompute == "selective"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """q `[S, B, n, d]`, k and v of as many or fewer heads, and of earlier tokens too → `[S, B, n·d]`."""
+        if self.recompute and torch.is_grad_enabled():
+            out: Tensor = checkpoint(self._attend, q, k, v, context, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return self._attend(q, k, v, context)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+        key = context.dropout if self.p else None
+        grouped = q.shape[1] != k.shape[1]
+        # torch aligns its causal mask with the first key; queries after cached keys bring their own.
+        causal = self.causal and context.mask is None and q.shape[2] == k.shape[2]
+        if key is None:
+            out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)
+        elif key.mode == "fast" and q.device.type != "cpu":
+            with key.seeded(q.device, self.layer, ATTENTION, self.group.rank):
+                out = F.scaled_dot_product_attention(
+                    q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=grouped
+                )
+        else:
+            out = self._step_by_step(q, k, v, context.mask, key)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: DropoutKey) -> Tensor:
+        if q.shape[1] != k.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        scores = q * (1.0 / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
+        if mask is None and self.causal:
+            length = q.shape[-2]
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_()
+        if mask is not None:
+            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
+        probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return self._drop(probabilities, key) @ v
+
+    def _drop(self, probabilities_BnSS: Tensor, key: DropoutKey) -> Tensor:
+        if key.mode == "fast":
+            with key.seeded(probabilities_BnSS.device, self.layer, ATTENTION, self.group.rank):
+                dropped: Tensor = torch.native_dropout(probabilities_BnSS, self.p, True)[0]
+            return dropped
+        heads, length = probabilities_BnSS.shape[1:3]
+        first = self.group.rank * heads * length
+        rows = torch.arange(first, first + heads * length, device=probabilities_BnSS.device)
+        keep_RBS = key.keep(rows, length, self.p, self.layer, ATTENTION)
+        keep_BnSS = keep_RBS.unflatten(0, (heads, length)).permute(2, 0, 1, 3)
+        return scaled(probabilities_BnSS, keep_BnSS, self.p)
+
+
+class Attention(nn.Module):
+    """Self-attention: each rank computes its own heads, between a column-parallel layer and a row-parallel one.
+
+    qkv: x → Q, K and V, in one matmul. out: canonical name of the output projection. norm: of q and k.
+    rotary: None where positions are learned, or the block has none.
+    """
+
+    def __init__(
+        self,
+        config: FamilyConfig,
+        layer: int,
+        make: Maker,
+        qkv: nn.Module,
+        out: str,
+        *,
+        bias: bool = True,
+        transposed: bool = False,
+        rotary: Rotary | None = None,
+        norm: QueryKeyNorm | None = None,
+        out_init: Init | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rotary = config.head_dim, rotary
+        options = LinearOptions(**make.options, transposed=transposed)
+        self.qkv, self.norm = qkv, norm
+        self.core = AttentionCore(config, layer, make)
+        out_options = LinearOptions(**{**options, "init": out_init}) if out_init is not None else options
+        self.out = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=bias,
+            input_is_parallel=True,
+            sequence_parallel_enabled=make.sequence_parallel,
+            name=out,
+            **out_options,
+        )
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each `[S, B, heads, d]`."""
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(x))
+        return q, k, v
+
+    def inner(self, x: Tensor, context: Context) -> Tensor:
+        """What the output projection takes: `[S, B, n·d]`."""
+        q, k, v = self.heads(x)
+        if self.norm is not None:
+            q, k = self.norm(q, k)
+        if self.rotary is not None:
+            cos, sin = context.turns or self.rotary.tables(context.first + q.shape[0], q, context.first)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.core.layer, k, v)
+        out: Tensor = self.core(q, k, v, context)
+        return out
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        out: Tensor = self.out(self.inner(x, context))
+        return out
