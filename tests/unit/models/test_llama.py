@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from shardwise.config import Decoder, LlamaConfig
 from shardwise.config.decoders import Olmo2Config, Qwen3Config
 from shardwise.models import Llama
-from shardwise.models.blocks import AttentionCore
+from shardwise.models.attention import AttentionCore
 from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
 from tests.unit.parallel.groups import pretend_group
