@@ -171,3 +171,16 @@ def mesh_of(rank: int, degree: int) -> Mesh:
     mesh = Mesh(device="cpu")
     mesh.dp = SimpleNamespace(rank=rank, size=degree)  # type: ignore[assignment]
     return mesh
+
+
+def test_a_position_that_nobody_expected_is_read_anew() -> None:
+    """As after batches that are left out."""
+    config = make_config(data={"workers": 2})
+    batches = make_batches(config, make_data(), "train")
+    assert batches is not None
+    ahead, anew = (Feed(config, shared_mesh(1), batches, None) for _ in range(2))
+    ahead.at(0, more=3)
+    for found, wanted in zip(on_host(ahead.at(24)), on_host(anew.at(24)), strict=True):
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    ahead.close()
+    anew.close()
