@@ -31,7 +31,7 @@ from tests.dist.checkpoints import (
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config
 
-STEPS_BEFORE, STEPS_AFTER = 3, 10
+STEPS_BEFORE, STEPS_AFTER = 3, 4
 
 
 def config_of(tensor: int = 1, sequence: bool = False, zero: int = 1, mode: str = "float32", **sections: Any) -> Config:
