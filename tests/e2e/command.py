@@ -87,12 +87,10 @@ def environment(**variables: str) -> dict[str, str]:
 Process: TypeAlias = subprocess.Popen[str] | warm.Job
 
 
-def start(
-    *arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, cold: bool = False, **variables: str
-) -> Process:
-    """The command, under way in the folder `at`; `cold`: in a Python that is started for it."""
+def start(*arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, **variables: str) -> Process:
+    """The command, under way in the folder `at`."""
     command, environment_ = [*program, *map(str, arguments)], environment(**variables)
-    if warm.can_run(program) and not cold:
+    if warm.can_run(program):
         return warm.Job(command, at=at, variables=environment_)
     return subprocess.Popen(
         command, cwd=at, env=environment_, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

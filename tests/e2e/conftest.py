@@ -24,7 +24,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     at = tmp_path_factory.mktemp("trained")
     overrides = ["parallel.tensor=2", "parallel.sequence=true"]
     secrets = {"HF_TOKEN": "hf_do_not_tell", "NCCL_LOGIN": "http://me:word@proxy"}
-    outcome = shardwise("train", miniature(at), *overrides, at=at, cold=True, **secrets)
+    outcome = shardwise("train", miniature(at), *overrides, at=at, **secrets)
     outcome.succeeded()
     run = (at / "runs/latest").resolve()
     return Trained(at, run, outcome, load_config(str(at / "miniature.yaml"), overrides))

@@ -55,7 +55,7 @@ def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None
 
 
 def test_what_is_wrong_is_one_sentence(at: Path) -> None:
-    small = within("train", *COMMAND, "model.vocab_size=110", "--run-dir", "small", at=at).failed(2)
+    small = shardwise("train", *COMMAND, "model.vocab_size=110", "--run-dir", "small", at=at).failed(2)
     assert re.search(r"_training_\d\.hdf5: row \d+: input_ids\[1\] \(\d+\) must be in 0 … 109: set model\.voc", small)
     longer = within("train", *COMMAND, "train.sequence_length=32", "--run-dir", "long", at=at).failed(2)
     assert "the sequences (64 tokens) must have those of train.sequence_length (32)" in longer

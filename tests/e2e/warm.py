@@ -239,15 +239,14 @@ def _run(name: str, is_module: bool) -> int:
 class _Fork:
     """A Python that was forked to run a module or script; has of `subprocess.Popen` what the launchers use."""
 
-    def __init__(self, program: Sequence[str], env: Mapping[str, str], files: Sequence[int], new_session: bool) -> None:
+    def __init__(self, program: Sequence[str], variables: Mapping[str, str], stdin: int) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            if new_session:
-                os.setsid()
-            _become(program, files, dict(env), None)
+            os.setsid()
+            _become(program, [stdin, 1, 2], {**variables}, None)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -257,32 +256,25 @@ class _Fork:
 
     def wait(self, timeout: float = math.inf) -> int:
         deadline = time.monotonic() + timeout
-        while self.poll() is None:
+        while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        return code
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
-def _start(args: Sequence[str], *, env: Mapping[str, str], start_new_session: bool, **streams: Any) -> Any:
+def _start(args: Sequence[str], env: Mapping[str, str], stdin: int | None = None, **options: Any) -> Any:
     """What stands for `subprocess.Popen` in the launchers: a fork where a Python runs a module or script."""
     program = tuple(map(os.fspath, args))
-    if not can_run(program):
-        return subprocess.Popen(args, env=env, start_new_session=start_new_session, **streams)
+    plain = {name: value for name, value in options.items() if value is not None} == {"start_new_session": True}
+    if not (plain and can_run(program)):
+        return subprocess.Popen(args, env=env, stdin=stdin, **options)
     with Path(os.devnull).open() as null:
-        given = [streams.get(name) for name in ("stdin", "stdout", "stderr")]
-        files = [number if file is None else file for number, file in enumerate(given)]
-        files = [null if file == subprocess.DEVNULL else file for file in files]
-        numbers = [file if isinstance(file, int) else file.fileno() for file in files]
-        return _Fork(program, env, numbers, start_new_session)
+        return _Fork(program, env, 0 if stdin is None else null.fileno())
 
 
 _PATH = list(sys.path)
