@@ -291,9 +291,9 @@ def test_a_large_file_is_inspected_at_once(tmp_path: Path) -> None:
     with (tmp_path / "large.idx").open("wb") as file:
         file.write(MAGIC + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
         file.write(sizes.tobytes() + pointers.tobytes() + np.arange(documents + 1, dtype="<i8").tobytes())
-    begin = time.monotonic()
+    begin = time.process_time()
     said = within("data", "inspect", "large", at=tmp_path).succeeded().out
-    assert time.monotonic() - begin < 20
+    assert time.process_time() - begin < 10
     assert "50,000,000,000, uint16" in said
     assert "that were looked at" in said
 

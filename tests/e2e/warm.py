@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 _IMPORTED = (
     "numpy", "safetensors.torch", "tokenizers", "torch.utils.checkpoint", "torch.utils.tensorboard",
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
     "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.prepare",
     "shardwise.train", "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.cli.rank",
     *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "data", "recipes")),
