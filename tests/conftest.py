@@ -1,4 +1,4 @@
-"""Pools of real ranks, started once a session and shared by all tests that need as many."""
+"""Pools of real ranks, which all tests of a session share, and the order of the tests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,30 @@ if TYPE_CHECKING:
     from shardwise.testing import RankPool
 
 
+_LONGEST_FIRST = ("dist", "golden", "e2e", "fake")
+
+
 class PoolsOnce(LoadFileScheduling):
-    """Files by turns, but one worker alone starts the pools of ranks, and one the run that commands look at."""
+    """Files by turns in the order of collection, but one worker alone starts the pools of ranks."""
 
     def _split_scope(self, nodeid: str) -> str:
-        folder = nodeid.split("/")[1]
-        together = {"dist": "ranks", "golden": "ranks", "e2e": "commands"}
-        return together.get(folder) or super()._split_scope(nodeid)
+        return "ranks" if _folder(nodeid) in ("dist", "golden") else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:
+    config.option.loadscopereorder = False  # files of few tests would be last, and some of these take longest
     return PoolsOnce(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folders that take longest come first, so that no worker is left with one of their files at the end."""
+    folders = [*_LONGEST_FIRST, *dict.fromkeys(_folder(item.nodeid) for item in items)]
+    items.sort(key=lambda item: folders.index(_folder(item.nodeid)))
+
+
+def _folder(nodeid: str) -> str:
+    """Of tests/, that the test is in."""
+    return nodeid.split("/")[1]
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,15 +11,18 @@ class Server:
     """Serves `content` at /data.bin, part by part where asked.
 
     Attributes:
-        requests: (method, first byte asked for) of each. fails_at: from which byte on it answers with an error. status:
-        what it answers, where that is not 200. delay: seconds before it sends a part.
+        requests: (method, first byte asked for) of each.
+        fails_at: from which byte on it answers with an error.
+        waits_at: from which byte on it sends nothing until `goes_on` is set.
+        status: what it answers, where that is not 200.
     """
 
     def __init__(self, content: bytes) -> None:
         self.content, self.etag, self.ranges, self.status = content, '"first"', True, 200
         self.requests: list[tuple[str, int]] = []
         self.fails_at: int | None = None
-        self.delay = 0.0
+        self.waits_at: int | None = None
+        self.goes_on = threading.Event()
         self.address = ""
 
     @property
@@ -72,7 +74,8 @@ def serve(content: bytes) -> Iterator[Server]:
             self.send_header("Content-Length", str(len(found)))
             self.end_headers()
             if body:
-                time.sleep(state.delay)
+                if state.waits_at is not None and start >= state.waits_at:
+                    state.goes_on.wait()
                 with contextlib.suppress(ConnectionError):  # who asked may be gone
                     self.wfile.write(found)
 

@@ -25,8 +25,19 @@ PLACE: dict[str, Any] = {"samples": 0, "position": 0, "tokens": 0, "schedule": {
 
 @dataclass
 class Result:
+    """What `run` found on a rank.
+
+    Attributes:
+        losses: of all steps.
+        state: on rank 0, that which was saved.
+        at_end: on rank 0, the state after the last step.
+        saved: what became of the saves.
+        bytes_read: by this rank, to restore.
+    """
+
     losses: list[float] = field(default_factory=list)
     state: State = field(default_factory=dict)
+    at_end: State = field(default_factory=dict)
     saved: list[Saved] = field(default_factory=list)
     bytes_read: int = 0
 
@@ -95,8 +106,9 @@ def run(config: Config, before: int, after: int, source: str | None, target: str
     if target is not None:
         result.saved = save(trainer, target, **options)
     result.losses += [trainer.step().loss for _ in range(after)]
+    at_end = canonical_state(trainer) if after else state
     if trainer.mesh.world.rank == 0:
-        result.state = state
+        result.state, result.at_end = state, at_end
     return result
 
 

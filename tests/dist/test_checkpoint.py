@@ -31,7 +31,7 @@ from tests.dist.checkpoints import (
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import FACTS, make_config
 
-STEPS_BEFORE, STEPS_AFTER = 3, 10
+STEPS_BEFORE, STEPS_AFTER = 3, 4
 
 
 def config_of(tensor: int = 1, sequence: bool = False, zero: int = 1, mode: str = "float32", **sections: Any) -> Config:
@@ -100,26 +100,26 @@ OLMO2 = FACTS["olmo2"] | {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
 }  # fmt: skip
 SAME_LAYOUT = {
-    "one process": (1, config_of(), 5),
+    "one process": (1, config_of(), 3),
     "dropout, accumulation": (
         2,
         config_of(
             model=GPT,
             train={"micro_batch": 1, "dropout_mode": "fast"},
         ),
-        5,
+        3,
     ),
     "TP 2 + SP × DP 2, mixed, past an epoch": (4, config_of(2, True, mode="mixed"), 9),  # an epoch: 64 samples, 8 steps
     "TP 2 × DP 2, ZeRO-0, LAMB": (
         4,
         config_of(2, zero=0, optimizer={"name": "lamb", "weight_decay": 0.01}),
-        5,
+        3,
     ),
     "norms of queries and keys, TP 2 × DP 2": (4, config_of(2, model=OLMO2), 5),
     "TP 2 × PP 2 in a V, dropout": (
         4,
         config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),
-        5,
+        3,
     ),
 }  # fmt: skip
 
@@ -132,8 +132,7 @@ def test_resume_at_the_same_layout_is_exact(case: str, ranks: Any, tmp_path: Pat
     assert whole.saved[0].problem is None, whole.saved[0].problem
     resumed, *_ = on_ranks(ranks, size, run, config, 4, 0, step_folder(tmp_path, before), None)
     assert resumed.losses == whole.losses[before:], "losses after the resume"
-    wanted, *_ = on_ranks(ranks, size, run, config, before + 4, 0, None, None)
-    assert not differences(resumed.state, wanted.state), "state at the end"
+    assert not differences(resumed.state, whole.at_end), "state at the end"
 
 
 DEEP: dict[str, Any] = {
@@ -236,6 +235,11 @@ LLAMA = make_config().model.model_dump()
 WIDE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
 
 
+def bytes_read(config: Config, folder: str) -> int:
+    """By this rank, to restore a checkpoint."""
+    return load(make_trainer(config), folder)
+
+
 @pytest.mark.parametrize("model", [LLAMA | WIDE, GPT | WIDE], ids=["llama", "gpt, stored transposed"])
 def test_each_byte_is_written_once_and_read_once(model: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
     """Over all ranks: files hold the state and little more; another layout reads it and little more."""
@@ -244,8 +248,7 @@ def test_each_byte_is_written_once_and_read_once(model: dict[str, Any], ranks: A
     state = sum(t.numel() * 4 for tensors in results[0].state.values() for t in tensors.values())
     assert results[0].saved[0].bytes == pytest.approx(state, rel=0.01), "bytes of files over bytes of state"
     for reading in (config_of(4, model=model), config_of(1, zero=0, model=model), config_of(2, model=model)):
-        found = on_ranks(ranks, 4, run, reading, 0, 0, step_folder(tmp_path, 1), None)
-        read = sum(each.bytes_read for each in found)
+        read = sum(on_ranks(ranks, 4, bytes_read, reading, step_folder(tmp_path, 1)))
         assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read"
 
 
@@ -261,7 +264,7 @@ def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) 
     assert results[0].saved[0].bytes == pytest.approx(state, rel=0.01), "bytes of files over bytes of state"
     for reading in ({"pipeline": 2}, {"pipeline": 2, "tensor": 2}, {"tensor": 4}):
         config = config_of(parallel=reading, model=model)
-        read = sum(each.bytes_read for each in on_ranks(ranks, 4, run, config, 0, 0, folder, None))
+        read = sum(on_ranks(ranks, 4, bytes_read, config, folder))
         assert state * 0.99 <= read <= state * 1.1, f"{read / state:.3f} of the state's bytes are read at {reading}"
     results = on_ranks(ranks, 4, load_weights, config_of(parallel={"pipeline": 2}, model=model), folder)
     for each in results:
@@ -304,7 +307,7 @@ def load_weights(config: Config, folder: str) -> Result:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_weights_are_read_once_over_all_ranks(tensor: int, ranks: Any, tmp_path: Path) -> None:
     """By data parallelism too, which holds them alike."""
-    model = {**make_config().model.model_dump(), "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
+    model = {**make_config().model.model_dump(), **WIDE}
     written = run(config_of(model=model), 0, 0, None, str(tmp_path)).state["model"]
     config = config_of(tensor, tensor > 1, model=model)
     results = on_ranks(ranks, 4, load_weights, config, step_folder(tmp_path, 0))
@@ -415,4 +418,4 @@ def test_a_rank_whose_copy_fails_leaves_at_once(buffer_bytes: int | None, ranks:
     outcomes = ranks(2).run(fail_to_copy, config_of(1), str(tmp_path), buffer_bytes)
     ranks(2).close()  # rank 0's thread still waits
     assert "not callable" in outcomes[1][0]
-    assert outcomes[1][1] < 10, f"the rank that failed waited for {outcomes[1][1]:.0f} s"
+    assert outcomes[1][1] < 30, f"the rank that failed waited for {outcomes[1][1]:.0f} s"

@@ -6,7 +6,6 @@
 """
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.dist.checkpoints import save as save_checkpoint
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of
+from tests.e2e.processes import wait_for
 from tests.hugging_face import VOCABULARY, described, make, save
 
 STEPS = 10
@@ -238,36 +238,39 @@ def test_sharded_masters_survive_and_the_loss_goes_on(ranks: Any, tmp_path: Path
 # ---- fault 10
 
 
-FILE_SECONDS = 1.0
+PATIENCE = 60.0
 
 
-def timed_save(root: str) -> list[tuple[str, float, float, int]]:
-    """Of each file that this rank wrote: name, when it was begun and ended, bytes. Each takes a second."""
-    wrote: dict[str, tuple[float, int]] = {}
-    done: list[tuple[str, float, float, int]] = []
+def save_together(root: str, meeting: str) -> list[tuple[str, int]]:
+    """Of each file that this rank wrote: name and bytes. Writing waits until every rank has begun as many files."""
+    sizes: dict[str, int] = {}
+    done: list[tuple[str, int]] = []
     begin, write, close = ChunkedWriter.__init__, ChunkedWriter.write, ChunkedWriter.close
+    trainer = make_trainer(config_of(2))
+    world = trainer.mesh.world
 
-    def slow_begin(self: Any, file: Root, size: int, path: str | None = None) -> None:
-        wrote[str(file)] = time.monotonic(), 0
+    def begin_together(self: Any, file: Root, size: int, path: str | None = None) -> None:
         begin(self, file, size, path)
         self.shown = str(file)
-        time.sleep(FILE_SECONDS)
+        sizes[self.shown] = 0
+        if self.shown.endswith(".safetensors"):
+            number = sum(name.endswith(".safetensors") for name in sizes)
+            Path(meeting, f"{number}-{world.rank}").touch()
+            begun = wait_for(lambda: len(list(Path(meeting).glob(f"{number}-*"))) == world.size, PATIENCE)
+            assert begun, f"some rank begins its file {number} only when another has ended"
 
     def counting(self: Any, data: Any) -> None:
-        began, count = wrote[self.shown]
-        wrote[self.shown] = began, count + memoryview(data).nbytes
+        sizes[self.shown] += memoryview(data).nbytes
         write(self, data)
 
     def closing(self: Any) -> Any:
         entry = close(self)
-        began, count = wrote[self.shown]
-        done.append((entry.path, began, time.monotonic(), count))
+        done.append((entry.path, sizes[self.shown]))
         return entry
 
-    trainer = make_trainer(config_of(2))
     trainer.step()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChunkedWriter, "__init__", slow_begin)
+        patch.setattr(ChunkedWriter, "__init__", begin_together)
         patch.setattr(ChunkedWriter, "write", counting)
         patch.setattr(ChunkedWriter, "close", closing)
         patch.setattr("shardwise.checkpoint.weights._BYTES_WORTH_A_FILE", 1)
@@ -277,20 +280,17 @@ def timed_save(root: str) -> list[tuple[str, float, float, int]]:
 
 
 def test_all_ranks_write_at_once_and_each_byte_once(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "meeting").mkdir()
     written = [
         [each for each in files if each[0].endswith(".safetensors")]
-        for files in ranks(4).run(timed_save, str(tmp_path))
+        for files in ranks(4).run(save_together, str(tmp_path), str(tmp_path / "meeting"))
     ]
     assert [len(files) for files in written] == [2] * 4, "a shard of weights and the rank's own state"
-    paths = [path for files in written for path, *_ in files]
+    paths = [path for files in written for path, _ in files]
     assert len(set(paths)) == len(paths), "a file was written by two ranks, or twice"
     folder = Path(step_folder(tmp_path, 1))
-    for path, _, _, count in (each for files in written for each in files):
+    for path, count in (each for files in written for each in files):
         assert count == (folder / path).stat().st_size, f"{path}: bytes were written more than once"
-    for number in range(2):
-        last_begin = max(files[number][1] for files in written)
-        first_end = min(files[number][2] for files in written)
-        assert last_begin < first_end, f"some rank began its file {number} only when another had ended"
 
 
 # ---- fault 11

@@ -43,7 +43,7 @@ def alone(name: str) -> Any:
     [
         pytest.param(2, False, id="tp2-dp2", marks=pytest.mark.slow),
         pytest.param(2, True, id="tp2-dp2-sp"),
-        pytest.param(4, True, id="tp4-sp"),
+        pytest.param(4, True, id="tp4-sp", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("name", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
-"""One finished run, which many tests look at."""
+"""What many tests use: a finished run, and an object store."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from shardwise.config import Config, load_config
 from tests.e2e.command import Outcome, miniature, shardwise
+from tests.loopback_s3 import serve
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     at = tmp_path_factory.mktemp("trained")
     overrides = ["parallel.tensor=2", "parallel.sequence=true"]
     secrets = {"HF_TOKEN": "hf_do_not_tell", "NCCL_LOGIN": "http://me:word@proxy"}
-    outcome = shardwise("train", miniature(at), *overrides, at=at, cold=True, **secrets)
+    outcome = shardwise("train", miniature(at), *overrides, at=at, **secrets)
     outcome.succeeded()
     run = (at / "runs/latest").resolve()
     return Trained(at, run, outcome, load_config(str(at / "miniature.yaml"), overrides))
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[str]:
+    """The address of an S3 server on loopback."""
+    with serve() as address:
+        yield address

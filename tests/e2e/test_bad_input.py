@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import UNDER_TORCHRUN, miniature, shardwise
+from tests.e2e.command import UNDER_TORCHRUN, miniature, shardwise, within
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown key": (["train.global_batchs=8"], "train.global_batchs: unknown key; did you mean train.global_batch?"),
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_one_clear_text_and_nothing_starts(mistake: str, folder: Path) -> None:
     arguments, text = MISTAKES[mistake]
-    said = shardwise("train", "miniature.yaml", *arguments, at=folder)
+    said = within("train", "miniature.yaml", *arguments, at=folder)
     err = said.failed(2)
     assert err.count(text) == 1, f"expected once: {text}\nfound: {err}"
     assert err.count("shardwise: ") == 1
@@ -62,8 +62,8 @@ def test_one_clear_text_and_nothing_starts(mistake: str, folder: Path) -> None:
 
 
 def test_an_unknown_recipe_names_the_nearest(folder: Path) -> None:
-    assert "llama2-tiny" in shardwise("train", "lama2-tiny", at=folder).failed(2)
-    assert "no-such.yaml" in shardwise("train", "no-such.yaml", at=folder).failed(2)
+    assert "llama2-tiny" in within("train", "lama2-tiny", at=folder).failed(2)
+    assert "no-such.yaml" in within("train", "no-such.yaml", at=folder).failed(2)
 
 
 def test_all_mistakes_at_once(folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_file_cannot_make_a_boolean_of_a_word(word: str, folder: Path) -> None
     """The reference parsed "False" as true; here a word, or a number, is an error (fault 7)."""
     recipe = folder / "miniature.yaml"
     recipe.write_text(recipe.read_text() + f"parallel: {{tensor: 2, sequence: {word}}}\n")
-    err = shardwise("train", recipe, at=folder).failed(2)
+    err = within("train", recipe, at=folder).failed(2)
     assert "parallel.sequence (" in err
     assert "must be true or false" in err
 
@@ -87,14 +87,14 @@ def test_a_file_that_is_no_recipe(folder: Path) -> None:
     (folder / "list.yaml").write_text("- 1\n- 2\n")
     (folder / "broken.yaml").write_text("train: {steps: 1\n")
     for name in ("list.yaml", "broken.yaml"):
-        assert name in shardwise("train", name, at=folder).failed(2)
+        assert name in within("train", name, at=folder).failed(2)
 
 
 def test_a_finished_run_is_not_overwritten(folder: Path) -> None:
     old = folder / "old"
     old.mkdir()
     (old / "metrics.jsonl").write_text("precious\n")
-    assert "--run-dir (old)" in shardwise("train", "miniature.yaml", "--run-dir", "old", at=folder).failed(2)
+    assert "--run-dir (old)" in within("train", "miniature.yaml", "--run-dir", "old", at=folder).failed(2)
     assert (old / "metrics.jsonl").read_text() == "precious\n"
 
 

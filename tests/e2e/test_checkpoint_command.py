@@ -18,7 +18,7 @@ from shardwise.store.folders import partial_name, step_name
 from shardwise.store.manifest import MANIFEST
 from shardwise.store.owner import Owner, take
 from shardwise.store.root import Root
-from tests.e2e.command import environment, shardwise
+from tests.e2e.command import environment, shardwise, within
 from tests.stored import small_tensors, write_checkpoint
 
 
@@ -49,14 +49,14 @@ def test_inspect_lists_a_run(run: Path) -> None:
     assert lines[2].endswith("has no manifest.json: it was not completed")
     assert [line.split()[0] for line in lines[3:]] == ["300", "200", "100"]
     assert all(line.endswith("complete") for line in lines[3:])
-    found = json.loads(shardwise("checkpoint", "inspect", run, "--json", at=at).succeeded().out)
+    found = json.loads(within("checkpoint", "inspect", run, "--json", at=at).succeeded().out)
     assert [(each["step"], each["state"]) for each in found] == [
         (400, "incomplete"), (300, "complete"), (200, "complete"), (100, "complete")
     ]  # fmt: skip
 
 
 def test_inspect_shows_a_checkpoint(run: Path) -> None:
-    out = shardwise("checkpoint", "inspect", checkpoint(run, 300), "--tensors", at=run).succeeded().out
+    out = within("checkpoint", "inspect", checkpoint(run, 300), "--tensors", at=run).succeeded().out
     for text in (
         "step        300 of 1,000",
         "samples     2,400",
@@ -70,7 +70,7 @@ def test_inspect_shows_a_checkpoint(run: Path) -> None:
     ):
         assert text in out
     assert len([line for line in out.splitlines() if "embed.weight" in line and "[11, 6]" in line]) == 4
-    found = json.loads(shardwise("checkpoint", "inspect", checkpoint(run, 300), "--json", at=run).succeeded().out)
+    found = json.loads(within("checkpoint", "inspect", checkpoint(run, 300), "--json", at=run).succeeded().out)
     assert (found["step"], found["parameters"], found["model"]["family"]) == (300, 121, "llama")
     assert len(found["files"]) == 4
 
@@ -83,13 +83,13 @@ def test_verify(run: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    result = shardwise("checkpoint", "verify", run, at=run)
+    result = within("checkpoint", "verify", run, at=run)
     assert result.code == 1
     assert result.err == ""
     assert f"{step_name(200)}: 1 problem; 4 files" in result.out
     assert "model.safetensors is damaged: bytes 0 to" in result.out
-    assert shardwise("checkpoint", "verify", checkpoint(run, 300), at=run).succeeded()
-    found = json.loads(shardwise("checkpoint", "verify", checkpoint(run, 200), "--json", at=run).out)
+    assert within("checkpoint", "verify", checkpoint(run, 300), at=run).succeeded()
+    found = json.loads(within("checkpoint", "verify", checkpoint(run, 200), "--json", at=run).out)
     assert found["state"] == "damaged"
     assert len(found["problems"]) == 1
 
@@ -98,7 +98,7 @@ def test_verify_finds_values_that_are_not_finite(tmp_path: Path) -> None:
     tensors = small_tensors()
     tensors["master"]["norm.weight"][1][0] = np.inf
     folder = write_checkpoint(tmp_path, tensors=tensors).local()
-    result = shardwise("checkpoint", "verify", folder, at=tmp_path)
+    result = within("checkpoint", "verify", folder, at=tmp_path)
     assert result.code == 1
     assert f"{folder}: not finite; " in result.out
     assert "intact" not in result.out, "nobody should go on with it"
@@ -129,12 +129,12 @@ def test_prune(run: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == before
     for kind in ("abandoned", "damaged"):
         (folder / f"{step_name(150)}.{kind}").mkdir()
-    out = shardwise("checkpoint", "prune", run, "--keep", "1", "--keep-every", "100", at=run).succeeded().out
+    out = within("checkpoint", "prune", run, "--keep", "1", "--keep-every", "100", at=run).succeeded().out
     assert out.splitlines() == [f"removed {folder / partial_name(250)} (2.0 KiB)", "1 folder, 2.0 KiB freed"]
-    out = shardwise("checkpoint", "prune", run, "--keep", "1", "--abandoned", at=run).succeeded().out
+    out = within("checkpoint", "prune", run, "--keep", "1", "--abandoned", at=run).succeeded().out
     assert out.count("removed ") == 4
     assert sorted(path.name for path in folder.iterdir()) == [step_name(300), step_name(400)]
-    assert shardwise("checkpoint", "prune", run, "--keep", "1", at=run).succeeded().out == "nothing to remove\n"
+    assert within("checkpoint", "prune", run, "--keep", "1", at=run).succeeded().out == "nothing to remove\n"
 
 
 @pytest.mark.parametrize("owned", [False, True])
@@ -149,11 +149,11 @@ def test_a_run_under_way_is_not_pruned(run: Path, owned: bool) -> None:
     for given in (folder,) if owned else (folder, run):
         command = ("checkpoint", "prune", given, "--keep", "1")
         with RunLock(run):
-            text = shardwise(*command, at=run).failed(2)
-            assert shardwise(*command, "--dry-run", at=run).succeeded().out.count("would remove") == 3
+            text = within(*command, at=run).failed(2)
+            assert within(*command, "--dry-run", at=run).succeeded().out.count("would remove") == 3
         assert text.startswith(f"shardwise: the run in {run} is under way: ")
         assert sorted(folder.iterdir()) == before
-    assert shardwise(*command, at=run).succeeded().out.count("removed ") == 3
+    assert within(*command, at=run).succeeded().out.count("removed ") == 3
 
 
 def test_what_is_left_out_is_said(run: Path) -> None:
@@ -161,7 +161,7 @@ def test_what_is_left_out_is_said(run: Path) -> None:
     weights = checkpoint(run, 300) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     for command in (("export", run, "out"), ("diff", run, checkpoint(run, 200))):
-        found = shardwise("checkpoint", *command, at=run)
+        found = within("checkpoint", *command, at=run)
         assert found.code == 0
         assert found.err.startswith(f"taking {checkpoint(run, 200)}, the newest intact one: ")
         assert f"{step_name(400)} has no {MANIFEST}: it was not completed; " in found.err
@@ -171,7 +171,7 @@ def test_what_is_left_out_is_said(run: Path) -> None:
 def test_diff_of_what_is_damaged_is_no_difference(run: Path) -> None:
     weights = checkpoint(run, 200) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
-    text = shardwise("checkpoint", "diff", checkpoint(run, 300), checkpoint(run, 200), at=run).failed(2)
+    text = within("checkpoint", "diff", checkpoint(run, 300), checkpoint(run, 200), at=run).failed(2)
     assert "model.safetensors is damaged: bytes " in text
 
 
@@ -181,13 +181,11 @@ def test_diff(run: Path) -> None:
     assert ["train.steps", "1000", "7"] in [line.split() for line in out.splitlines()]
     assert "model: 4 of 4 tensors equal" in out
     assert out.endswith("equal: the same tensors to the bit\n")
-    result = shardwise("checkpoint", "diff", checkpoint(run, 100), checkpoint(run, 200), at=run)
+    result = within("checkpoint", "diff", checkpoint(run, 100), checkpoint(run, 200), at=run)
     assert result.code == 1
     assert "exp_avg: 0 of 4 tensors equal" in result.out
     assert result.out.endswith("different\n")
-    found = json.loads(
-        shardwise("checkpoint", "diff", checkpoint(run, 100), checkpoint(run, 200), "--json", at=run).out
-    )
+    found = json.loads(within("checkpoint", "diff", checkpoint(run, 100), checkpoint(run, 200), "--json", at=run).out)
     assert found["equal"] is False
     assert len(found["tensors"]) == 16
 
@@ -196,7 +194,7 @@ def test_diff_with_a_hugging_face_folder(run: Path) -> None:
     wide = {n: (bits.astype(np.uint32) << 16).view(np.float32) for n, (_, bits) in small_tensors(300)["model"].items()}
     (run / "hf").mkdir()
     save_file(wide, run / "hf/model.safetensors")
-    result = shardwise("checkpoint", "diff", run, run / "hf", at=run)
+    result = within("checkpoint", "diff", run, run / "hf", at=run)
     assert result.code == 1
     assert "embed.weight" in result.out
     assert "BF16 / F32" in result.out
@@ -222,20 +220,20 @@ def test_wrong_input_is_told(arguments: list[str], text: str, tmp_path: Path) ->
     (tmp_path / "file").write_text("x")
     for name in ("empty", "step-00000007"):
         (tmp_path / name).mkdir()
-    assert text in shardwise("checkpoint", *arguments, at=tmp_path).failed(2)
+    assert text in within("checkpoint", *arguments, at=tmp_path).failed(2)
 
 
 def test_a_damaged_manifest_is_told(run: Path) -> None:
     manifest = checkpoint(run, 300) / MANIFEST
     manifest.write_text(manifest.read_text().replace('"samples":2400', '"samples":2401'))
-    assert "does not match its digest" in shardwise("checkpoint", "inspect", checkpoint(run, 300), at=run).failed(2)
-    result = shardwise("checkpoint", "verify", checkpoint(run, 300), at=run)
+    assert "does not match its digest" in within("checkpoint", "inspect", checkpoint(run, 300), at=run).failed(2)
+    result = within("checkpoint", "verify", checkpoint(run, 300), at=run)
     assert result.code == 1
     assert "does not match its digest" in result.out
 
 
 def test_a_strangers_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, config={"model": {"family": "\x1b[2Jllama"}}).local()
-    out = shardwise("checkpoint", "inspect", folder, at=tmp_path).succeeded().out
+    out = within("checkpoint", "inspect", folder, at=tmp_path).succeeded().out
     assert "\x1b" not in out
     assert "\\x1b[2Jllama" in out

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.command import miniature, shardwise
+from tests.e2e.command import miniature, shardwise, within
 from tests.hugging_face import VOCABULARY, open_folder, save
 from tests.loopback_s3 import BUCKET, serve, user_of
 from tests.unit.checkpoint.importing import megatron_shards, neuronx_shards
@@ -35,7 +35,7 @@ def test_a_run_is_exported(trained: Path) -> None:
     assert all(torch.equal(plain[name], tensor) for name, tensor in stored.items())
     assert not {"manifest.json", "optimizer"} & {path.name for path in (trained / "plain").iterdir()}
     assert (trained / "plain/tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
-    precise = shardwise(
+    precise = within(
         "checkpoint", "export", checkpoint, "precise", "--dtype", "float32", "--max-shard-size", "20KB", at=trained
     ).succeeded()
     assert "21 tensors in float32, from the float32 masters; " in precise.out
@@ -56,7 +56,7 @@ def test_exports_that_are_refused(trained: Path, tmp_path: Path) -> None:
         ([run, "new", "--max-shard-size", "much"], "--max-shard-size (much) must be a size from 1 byte on"),
         ([run, "new", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
     ):
-        assert text in shardwise("checkpoint", "export", *arguments, at=tmp_path).failed(2)
+        assert text in within("checkpoint", "export", *arguments, at=tmp_path).failed(2)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -72,7 +72,7 @@ def test_damage_is_not_exported(trained: Path, tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    said = shardwise("checkpoint", "export", folder, "plain", at=tmp_path).failed(1)
+    said = within("checkpoint", "export", folder, "plain", at=tmp_path).failed(1)
     assert said.count("\n") == 1
     assert "is damaged: bytes " in said
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
@@ -82,24 +82,24 @@ def test_damage_is_not_exported(trained: Path, tmp_path: Path) -> None:
 
 def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path) -> None:
     """Imported, inspected, verified, compared, trained from and evaluated."""
-    shardwise("checkpoint", "export", trained / "run", "plain", at=tmp_path).succeeded()
+    within("checkpoint", "export", trained / "run", "plain", at=tmp_path).succeeded()
     said = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).succeeded().out
     assert "imported/step-00000000: llama, " in said
     folder = tmp_path / "imported/step-00000000"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["step"], manifest["optimizer"], manifest["config"]["model"]["family"]) == (0, None, "llama")
-    assert "step        0" in shardwise("checkpoint", "inspect", folder, at=tmp_path).succeeded().out
-    assert ": intact; " in shardwise("checkpoint", "verify", folder, at=tmp_path).succeeded().out
-    shardwise("checkpoint", "diff", folder, "plain", at=tmp_path).succeeded()
+    assert "step        0" in within("checkpoint", "inspect", folder, at=tmp_path).succeeded().out
+    assert ": intact; " in within("checkpoint", "verify", folder, at=tmp_path).succeeded().out
+    within("checkpoint", "diff", folder, "plain", at=tmp_path).succeeded()
     losses = [
-        json.loads(shardwise("evaluate", each, "data.dataset=tiny", "--json", at=tmp_path).succeeded().out)["loss"]
+        json.loads(within("evaluate", each, "data.dataset=tiny", "--json", at=tmp_path).succeeded().out)["loss"]
         for each in ("plain", folder)
     ]
     assert losses[0] == losses[1]
     keys = ["checkpoint.load=imported", "train.steps=1", "train.eval_every=0", "log.sample_tokens=0"]
     begun = shardwise("train", miniature(tmp_path), *keys, "--run-dir", "next", at=tmp_path).succeeded()
     assert "weights: those of imported/step-00000000" in begun.out, "the folder that import wrote, as evaluate takes it"
-    again = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).failed(2)
+    again = within("checkpoint", "import", "plain", "imported", at=tmp_path).failed(2)
     assert "step-00000000 exists already" in again
 
 
@@ -116,7 +116,7 @@ def test_an_object_store_is_a_place_like_any_other(trained: Path, tmp_path: Path
         assert found["model"] == folder
         assert found["loss"] > 0
         shardwise("checkpoint", "export", folder, "back", at=tmp_path, **user).succeeded()
-        said = shardwise("checkpoint", "export", folder, f"{there}/plain", at=tmp_path, **user).failed(2)
+        said = within("checkpoint", "export", folder, f"{there}/plain", at=tmp_path, **user).failed(2)
     assert "s3://bucket/models/plain exists already" in said
     found, wanted = weights(tmp_path / "back"), weights(trained / "run/checkpoints/step-00000004")
     assert found.keys() == wanted.keys()
@@ -127,9 +127,9 @@ def test_shards_of_megatron(tmp_path: Path) -> None:
     model = save("gpt", tmp_path / "saved")
     source = megatron_shards.Source(model, megatron_shards.gpt_args(model))
     megatron_shards.write(source, tmp_path / "shards", "core", tp=2, pp=2)
-    said = shardwise("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
+    said = within("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
     assert "give --vocab-size N or --tokenizer" in said
-    done = shardwise(
+    done = within(
         "checkpoint", "import", "--from", "megatron", "shards", "ours", "--vocab-size", str(VOCABULARY), at=tmp_path
     ).succeeded()
     assert "ours/step-00000000: gpt, " in done.out
@@ -142,9 +142,9 @@ def test_shards_of_neuronx_distributed(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "saved", vocab_size=64)
     neuronx_shards.write(model, tmp_path / "shards", tp=4, style="grouped", copies=2, xser=True)
     arguments = ["checkpoint", "import", "--from", "neuronx-distributed", "shards", "ours"]
-    assert "needs --config PATH" in shardwise(*arguments, at=tmp_path).failed(2)
+    assert "needs --config PATH" in within(*arguments, at=tmp_path).failed(2)
     (tmp_path / "ours/checkpoints").mkdir(parents=True)
-    shardwise(*arguments, "--config", "saved", at=tmp_path).succeeded()
+    within(*arguments, "--config", "saved", at=tmp_path).succeeded()
     found, wanted = weights(tmp_path / "ours/checkpoints/step-00000000"), weights(tmp_path / "saved")
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -159,7 +159,7 @@ class Touch:
 def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shards/mp_rank_00").mkdir(parents=True)
     torch.save({"model": {}, "args": Touch()}, tmp_path / "shards/mp_rank_00/model_optim_rng.pt")
-    said = shardwise("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
+    said = within("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
     assert said.count("\n") == 1
     assert "is refused: beside tensors and plain values its pickle names posix.system" in said
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
@@ -173,6 +173,6 @@ def test_imports_that_are_refused(tmp_path: Path) -> None:
         (["empty", "ours", "--config", "x"], "--config (x) must be left out with --from hugging-face"),
         (["empty", "ours", "--vocab-size", "5"], "--vocab-size (5) must be left out with --from hugging-face"),
     ):
-        said = shardwise("checkpoint", "import", *arguments, at=tmp_path, HF_HUB_OFFLINE="1").failed(2)
+        said = within("checkpoint", "import", *arguments, at=tmp_path, HF_HUB_OFFLINE="1").failed(2)
         assert text in said
         assert "checkpoint.load" not in said

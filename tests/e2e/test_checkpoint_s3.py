@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.arch.source import ROOT
 from tests.e2e.command import environment, shardwise
-from tests.loopback_s3 import BUCKET, serve, user_of
+from tests.loopback_s3 import BUCKET, user_of
 
 WRITE = """
 import sys
@@ -52,12 +49,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with serve() as address:
-        yield address
-
-
 def python(code: str, *arguments: str, **variables: str) -> str:
     """A program of its own: the client has threads, and reads its environment once."""
     command = [sys.executable, "-c", code, *arguments]
@@ -67,9 +58,9 @@ def python(code: str, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_places_in_an_object_store(server: str) -> None:
+def test_places_in_an_object_store(object_store: str) -> None:
     url = f"s3://{BUCKET}/places"
-    found = json.loads(python(USE, url, **user_of(server)))
+    found = json.loads(python(USE, url, **user_of(object_store)))
     assert found[:8] == [
         ["b", "inner"], {"b": 6, "inner/a": 3}, "ec", True, False, ["d", "inner"], False, ["odd x y"]
     ]  # fmt: skip
@@ -80,8 +71,8 @@ def test_places_in_an_object_store(server: str) -> None:
     assert "AWS_ENDPOINT_URL" in found[10][0]
 
 
-def test_the_commands_in_an_object_store(server: str, tmp_path: Path) -> None:
-    url, user = f"s3://{BUCKET}/run", user_of(server)
+def test_the_commands_in_an_object_store(object_store: str, tmp_path: Path) -> None:
+    url, user = f"s3://{BUCKET}/commands", user_of(object_store)
     local = tmp_path / "local"
     python(WRITE, url, str(local), **user)
     out = shardwise("checkpoint", "inspect", url, at=tmp_path, **user).succeeded().out
@@ -99,8 +90,8 @@ def test_the_commands_in_an_object_store(server: str, tmp_path: Path) -> None:
     assert [each["step"] for each in json.loads(out)] == [300]
 
 
-def test_what_is_wrong_with_an_object_store_is_told(server: str, tmp_path: Path) -> None:
-    user = user_of(server)
+def test_what_is_wrong_with_an_object_store_is_told(object_store: str, tmp_path: Path) -> None:
+    user = user_of(object_store)
     text = shardwise("checkpoint", "inspect", "s3://no-such-bucket/run", at=tmp_path, **user).failed(2)
     assert "s3://no-such-bucket/run must be a checkpoint or a run's folder: there is nothing of that name" in text
     del user["AWS_ACCESS_KEY_ID"], user["AWS_SECRET_ACCESS_KEY"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.e2e.command import metrics, miniature, shardwise
+from tests.e2e.command import metrics, miniature, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 from tests.loopback_hub import TOKEN, serve, user_of
@@ -16,10 +16,10 @@ def test_the_page_runs(tmp_path: Path) -> None:
     assert " 400 rows, " in tokens.out
     assert not (tmp_path / "runs/blocks/checkpoints/step-00000004/tokenizer.json").exists()
     for run in ("stories", "blocks"):
-        found = answer(shardwise("evaluate", f"runs/{run}", "--json", at=tmp_path))
+        found = answer(within("evaluate", f"runs/{run}", "--json", at=tmp_path))
         assert (found["part"], found["data"]) == ("eval", run)
         assert 0 < found["loss"] < 8
-    said = shardwise("evaluate", "runs/blocks", "data.path=stories", at=tmp_path).failed(2)
+    said = within("evaluate", "runs/blocks", "data.path=stories", at=tmp_path).failed(2)
     assert "data.path (stories) holds text, which is read with the model's tokenizer: name it by data.tokenizer" in said
 
 

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from tests.arch.source import ROOT
-from tests.e2e.command import metrics, shardwise
+from tests.e2e.command import metrics, shardwise, within
 
 
 def test_the_page_runs_and_layouts_agree(tmp_path: Path) -> None:
@@ -23,8 +23,8 @@ def test_the_page_runs_and_layouts_agree(tmp_path: Path) -> None:
     assert len(wanted) == 4
     for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         assert abs(mine - theirs) <= 1e-5 * theirs, f"loss {step}: {mine!r}, one process has {theirs!r}"
-    evaluated = shardwise("evaluate", "one", at=tmp_path)
+    evaluated = within("evaluate", "one", at=tmp_path)
     assert evaluated.code == 0, evaluated.err
-    assert shardwise("train", "bert-tiny", "data.reset_position_ids=true", at=tmp_path).failed(2) == (
+    assert within("train", "bert-tiny", "data.reset_position_ids=true", at=tmp_path).failed(2) == (
         "shardwise: data.reset_position_ids (true) must be false with model.family bert, which masks tokens\n"
     )

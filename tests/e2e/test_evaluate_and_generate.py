@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.cli import evaluate, generate
 from shardwise.data.tokenizer import train_tokenizer
 from tests.arch.source import ROOT
-from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise
+from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.hugging_face import save
 
@@ -110,7 +110,7 @@ def test_inside_torchrun_they_join(followed: tuple[Path, dict[str, Outcome]]) ->
 
 
 def test_a_run_is_evaluated_alike_at_any_layout(trained: Trained, tmp_path: Path) -> None:
-    whole = answer(shardwise("evaluate", trained.run, "--json", at=tmp_path))
+    whole = answer(within("evaluate", trained.run, "--json", at=tmp_path))
     cut = answer(shardwise("evaluate", trained.run, "--json", "--nproc", "2", at=tmp_path))
     assert cut["layout"] == {"ranks": 2, "tensor": 1, "sequence": False, "pipeline": 1, "data": 2}
     assert cut["counted"] == whole["counted"]
@@ -119,7 +119,7 @@ def test_a_run_is_evaluated_alike_at_any_layout(trained: Trained, tmp_path: Path
 
 def test_a_run_goes_on_with_a_text_alike_at_any_layout(trained: Trained, tmp_path: Path) -> None:
     options = ("--prompt", "The ring", "--max-tokens", "8", "--json")
-    alone = answer(shardwise("generate", trained.run, *options, at=tmp_path))
+    alone = answer(within("generate", trained.run, *options, at=tmp_path))
     cut = answer(shardwise("generate", trained.run, *options, "parallel.tensor=2", at=tmp_path))
     assert alone["text"] == cut["text"]
     assert len(alone["tokens"]) == 8
@@ -155,7 +155,7 @@ def test_a_run_in_a_pipeline_goes_on_without_one(tmp_path: Path) -> None:
 
 def test_it_stops_where_the_longest_sequence_is_full(trained: Trained, tmp_path: Path) -> None:
     options = ("--prompt", "The ring", "--max-tokens", "99", "--json")
-    full = answer(shardwise("generate", trained.run, *options, at=tmp_path))
+    full = answer(within("generate", trained.run, *options, at=tmp_path))
     if full["stopped"] == "context":
         assert len(full["tokens"]) + full["prompt_tokens"] == 32 + 1, "the last token needs no position"
     else:
@@ -167,9 +167,9 @@ def test_a_run_means_its_newest_intact_checkpoint(trained: Trained, tmp_path: Pa
     (at / "own.txt").write_text(TEXT[:60])
     run = tmp_path / "run" / "checkpoints"
     run.parent.mkdir()
-    assert "holds no checkpoint" not in shardwise("evaluate", run.parent, at=at).failed(2)
+    assert "holds no checkpoint" not in within("evaluate", run.parent, at=at).failed(2)
     run.mkdir()
-    assert "holds no checkpoint yet" in shardwise("evaluate", run.parent, at=at).failed(2)
+    assert "holds no checkpoint yet" in within("evaluate", run.parent, at=at).failed(2)
     intact = trained.run / "checkpoints/step-00000004"
     shutil.copytree(intact, run / "step-00000004")
     shutil.copytree(intact, run / "step-00000030")
@@ -201,7 +201,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_hugging_face_folder(foreign: Path) -> None:
-    facts = answer(shardwise("evaluate", "gpt", "data.path=own.txt", "--json", at=foreign))
+    facts = answer(within("evaluate", "gpt", "data.path=own.txt", "--json", at=foreign))
     assert facts["part"] == "all"
     assert facts["sequence_length"] == 24
     assert facts["perplexity"] > 1
@@ -249,20 +249,13 @@ WRONG: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_bad_input_is_told_in_a_sentence(
-    case: str, foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shardwise.cli import main
-
-    line, told = WRONG[case]
-    monkeypatch.chdir(foreign)
-    monkeypatch.setenv("SHARDWISE_CACHE", str(foreign / "cache"))
-    assert main(shlex.split(line)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert told in captured.err
-    assert "Traceback" not in captured.err
-    assert "checkpoint.load" not in captured.err, "the user gave an argument, not that key"
+def test_bad_input_is_told_in_a_sentence(case: str, foreign: Path) -> None:
+    line, text = WRONG[case]
+    said = within(*shlex.split(line), at=foreign, SHARDWISE_CACHE=str(foreign / "cache"))
+    complaint = said.failed(2)
+    assert said.out == ""
+    assert text in complaint
+    assert "checkpoint.load" not in complaint, "the user gave an argument, not that key"
 
 
 def test_what_a_rank_meets_is_told_once(foreign: Path) -> None:

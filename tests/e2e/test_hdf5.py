@@ -6,7 +6,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from tests.e2e.command import metrics, shardwise
+from tests.e2e.command import metrics, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 from tests.e2e.test_megatron import losses
@@ -50,16 +50,16 @@ def test_a_run_goes_on_at_another_layout_with_the_same_samples(at: Path) -> None
     found = answer(shardwise("evaluate", "run", "--json", at=at))
     assert (found["part"], found["sequences"], found["counted"]["nsp"]) == ("eval", 1, 1)
     assert found["loss"] == pytest.approx(own["loss"], rel=1e-5)
-    test = answer(shardwise("evaluate", "run", "--json", "--part", "test", at=at))
+    test = answer(within("evaluate", "run", "--json", "--part", "test", at=at))
     assert test["loss"] != found["loss"]
 
 
 def test_what_is_wrong_is_one_sentence(at: Path) -> None:
     small = shardwise("train", *COMMAND, "model.vocab_size=110", "--run-dir", "small", at=at).failed(2)
     assert re.search(r"_training_\d\.hdf5: row \d+: input_ids\[1\] \(\d+\) must be in 0 … 109: set model\.voc", small)
-    longer = shardwise("train", *COMMAND, "train.sequence_length=32", "--run-dir", "long", at=at).failed(2)
+    longer = within("train", *COMMAND, "train.sequence_length=32", "--run-dir", "long", at=at).failed(2)
     assert "the sequences (64 tokens) must have those of train.sequence_length (32)" in longer
-    other = shardwise("train", "gpt-tiny", "data.path=shards", "--run-dir", "other", at=at).failed(2)
+    other = within("train", "gpt-tiny", "data.path=shards", "--run-dir", "other", at=at).failed(2)
     assert "model.family (gpt) must be bert where data.path (shards) is HDF5 shards" in other
     changed = at / "shards" / "wiki_training_1.hdf5"
     content = changed.read_bytes()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, prepare
-from tests.e2e.command import UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise
+from tests.e2e.command import UNDER_TORCHRUN, Outcome, environment, metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
 from tests.loopback_hub import TOKEN, serve, user_of
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_mismatch(pretrained
 
 def refused(at: Path, load: str, *more: str, program: tuple[str, ...] | None = None) -> Outcome:
     options = ["train", "gpt-tiny", f"checkpoint.load={load}", *more]
-    return shardwise(*options, at=at) if program is None else shardwise(*options, at=at, program=program)
+    return within(*options, at=at) if program is None else shardwise(*options, at=at, program=program)
 
 
 def test_pickled_weights_are_refused_and_nothing_starts(tmp_path: Path) -> None:

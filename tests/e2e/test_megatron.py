@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.data.indexed import IndexedWriter
 from shardwise.data.tokenizer import train_tokenizer
-from tests.e2e.command import Outcome, metrics, shardwise
+from tests.e2e.command import Outcome, metrics, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 
@@ -81,10 +81,10 @@ def test_without_a_tokenizer_there_is_no_sample_and_one_sentence(ran: Ran, data:
     assert "sample: none, as the data hold tokens alone: data.tokenizer names" in ran.begun.out.replace("\n", " ")
     folder = ran.run / "checkpoints" / "step-00000006"
     assert not (folder / "tokenizer.json").exists()
-    said = shardwise("generate", "run", "--prompt", "the ring", at=data.at).failed(2)
+    said = within("generate", "run", "--prompt", "the ring", at=data.at).failed(2)
     assert "must hold the model's tokenizer (tokenizer.json, vocab.json with merges.txt, " in said
     assert "or vocab.txt), and it holds none: name it by data.tokenizer" in said
-    text = shardwise(
+    text = within(
         "generate", "run", "--prompt", "the ring", "--max-tokens", "4", "data.tokenizer=tokenizer", at=data.at
     )
     assert text.code == 0, text.err
@@ -94,19 +94,19 @@ def test_without_a_tokenizer_there_is_no_sample_and_one_sentence(ran: Ran, data:
 @pytest.mark.slow
 def test_each_part_is_evaluated(ran: Ran, data: Data) -> None:
     evaluate = ("evaluate", "run", "--json")
-    found = {part: answer(shardwise(*evaluate, "--part", part, at=data.at)) for part in ("eval", "test")}
+    found = {part: answer(within(*evaluate, "--part", part, at=data.at)) for part in ("eval", "test")}
     assert found["eval"]["part"] == "eval"
     assert found["eval"]["data"] == "a"
     own = metrics(ran.run, "eval")[-1]["loss"]
     assert found["eval"]["loss"] == pytest.approx(own, rel=0.05)
     assert found["test"]["loss"] != found["eval"]["loss"]
-    said = shardwise("evaluate", "run", "--part", "test", "data.split=9,1", at=data.at).failed(2)
+    said = within("evaluate", "run", "--part", "test", "data.split=9,1", at=data.at).failed(2)
     assert "--part test: data.split has no test part; give it a third weight" in said
-    other = answer(shardwise(*evaluate, "data.path=b.bin", at=data.at))
+    other = answer(within(*evaluate, "data.path=b.bin", at=data.at))
     assert (other["data"], other["part"]) == ("b.bin", "all")
-    mixed = answer(shardwise(*evaluate, data.blend, at=data.at))
+    mixed = answer(within(*evaluate, data.blend, at=data.at))
     assert (mixed["data"], mixed["part"]) == ("a + b", "all")
-    said = shardwise("evaluate", "run", "data.dataset=tiny", at=data.at).failed(2)
+    said = within("evaluate", "run", "data.dataset=tiny", at=data.at).failed(2)
     assert "must hold the model's tokenizer" in said
 
 
@@ -122,7 +122,7 @@ def test_a_blend_with_its_tokenizer(data: Data) -> None:
     assert (data.at / "blended/checkpoints/step-00000006/tokenizer.json").is_file()
     shardwise("train", *COMMAND, data.blend, "data.tokenizer=tokenizer", "--run-dir", "alone", at=data.at).succeeded()
     assert losses(data.at / "blended") == pytest.approx(losses(data.at / "alone"), rel=1e-5)
-    changed = shardwise("train", *COMMAND, "data.blend=[1,a,1,b]", "--run-dir", "blended", at=data.at).failed(2)
+    changed = within("train", *COMMAND, "data.blend=[1,a,1,b]", "--run-dir", "blended", at=data.at).failed(2)
     assert 'data.blend ([1.0, "a", 1.0, "b"]) must be [0.7, "a", 0.3, "b"]' in changed
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.arch.source import ROOT
 from tests.e2e.command import Outcome, environment, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
-from tests.loopback_s3 import BUCKET, serve, user_of
+from tests.loopback_s3 import BUCKET, user_of
 
 URL = f"s3://{BUCKET}/run"
 SECRET = "open-sesame-123"
@@ -81,21 +81,20 @@ print(hashlib.sha256((Root.of(sys.argv[1]) / "step-00000004/model.safetensors").
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Used]:
+def used(object_store: str, tmp_path_factory: pytest.TempPathFactory) -> Used:
     at = tmp_path_factory.mktemp("remote")
     (at / "sitecustomize.py").write_text(KILLED_MIDWAY)
     hook = {"PYTHONPATH": os.pathsep.join(filter(None, (str(at), os.environ.get("PYTHONPATH"))))}
     path = (f"checkpoint.path={URL}", "checkpoint.every=1", "checkpoint.keep=2", "--run-dir", "run")
     same = ("train", miniature(at), *QUIET, "parallel.tensor=2", "parallel.sequence=true", *path)
-    with serve() as address:
-        user = {**user_of(address), "AWS_SECRET_ACCESS_KEY": SECRET}
-        killed = shardwise(*same, at=at, **user, **hook)
-        after_kill = json.loads(python(NAMES, URL, **user))
-        resumed = shardwise(*same, at=at, **user)
-        weights = python(DIGEST, URL, **user).strip()
-        other = ("optimizer.zero=0", "train.steps=6", *path)
-        further = shardwise("train", miniature(at), *QUIET, *other, at=at, **user)
-        yield Used(at, user, killed, resumed, after_kill, weights, further)
+    user = {**user_of(object_store), "AWS_SECRET_ACCESS_KEY": SECRET}
+    killed = shardwise(*same, at=at, **user, **hook)
+    after_kill = json.loads(python(NAMES, URL, **user))
+    resumed = shardwise(*same, at=at, **user)
+    weights = python(DIGEST, URL, **user).strip()
+    other = ("optimizer.zero=0", "train.steps=6", *path)
+    further = shardwise("train", miniature(at), *QUIET, *other, at=at, **user)
+    return Used(at, user, killed, resumed, after_kill, weights, further)
 
 
 def test_a_save_that_is_killed_midway_is_no_checkpoint(used: Used) -> None:

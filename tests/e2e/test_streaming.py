@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import metrics, shardwise
+from tests.e2e.command import metrics, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 from tests.e2e.test_megatron import losses
@@ -21,6 +21,6 @@ def test_the_page_runs_and_goes_on(tmp_path: Path) -> None:
     whole = ("data.tokenizer=tokenizer", "--run-dir", "runs/whole")
     shardwise("train", *COMMAND, *whole, at=tmp_path).succeeded()
     assert losses(run) == pytest.approx(losses(tmp_path / "runs/whole"), rel=1e-5)
-    found = answer(shardwise("evaluate", "runs/lines", "--json", at=tmp_path))
+    found = answer(within("evaluate", "runs/lines", "--json", at=tmp_path))
     assert found["part"] == "eval"
     assert found["loss"] == pytest.approx(metrics(run, "eval")[-1]["loss"], rel=0.05)

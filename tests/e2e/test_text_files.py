@@ -3,7 +3,7 @@
 import gzip
 from pathlib import Path
 
-from tests.e2e.command import miniature, shardwise
+from tests.e2e.command import miniature, within
 from tests.e2e.page import run_section
 
 
@@ -18,6 +18,6 @@ def test_what_is_wrong_is_one_sentence(tmp_path: Path) -> None:
     packed = gzip.compress(b'{"text": "fine"}\n' * 1000)
     (tmp_path / "a.jsonl.gz").write_bytes(packed[:-9])
     miniature(tmp_path)
-    said = shardwise("train", "miniature.yaml", "data.path=a.jsonl.gz", "parallel.tensor=2", at=tmp_path).failed(2)
+    said = within("train", "miniature.yaml", "data.path=a.jsonl.gz", "parallel.tensor=2", at=tmp_path).failed(2)
     assert said.count("a.jsonl.gz is cut off: its ") == 1
     assert not (tmp_path / "runs").exists()

@@ -14,6 +14,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import select
@@ -24,7 +25,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
+import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,11 +37,13 @@ from typing import Any, NoReturn
 _IMPORTED = (
     "numpy", "safetensors.torch", "tokenizers", "torch.utils.checkpoint", "torch.utils.tensorboard",
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
     "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.prepare",
     "shardwise.train.run", "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.launch.rank",
     *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "data", "recipes")),
 )  # fmt: skip
+
+_TORCHS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
 # ---- for the tests
@@ -202,8 +207,9 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         sys.modules.pop("sitecustomize", None)
         if any(Path(entry, "sitecustomize.py").exists() for entry in given):
             importlib.import_module("sitecustomize")
-        for module in ("subprocess", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"):
-            importlib.import_module(module).Popen = _Fork
+        starters = importlib.import_module("shardwise.launch.local"), importlib.import_module(_TORCHS_HANDLER)
+        starters[0].subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _start})
+        starters[1].Popen = _start
         code = _run(sys.argv[0], program[begin] == "-m")
     finally:
         os._exit(code)
@@ -230,28 +236,45 @@ def _run(name: str, is_module: bool) -> int:
     return code
 
 
-class _Fork(subprocess.Popen):
-    """A `Popen` that forks where a Python is started which runs a module, on files and not on pipes."""
+class _Fork:
+    """A Python that was forked to run a module or script; has of `subprocess.Popen` what the launchers use."""
 
-    def _execute_child(self, args: Any, *rest: Any) -> None:
-        executable, preexec, close_fds, passed, cwd, env = rest[:6]
-        pipes, restores, start_new_session = rest[9:15], rest[15], rest[20]
-        stdin, to_stdin, from_stdout, stdout, from_stderr, stderr = pipes
-        program = tuple(map(os.fspath, args)) if isinstance(args, list | tuple) else ()
-        is_plain = executable in (None, sys.executable) and preexec is None and close_fds and not passed and restores
-        if not (can_run(program) and is_plain and (to_stdin, from_stdout, from_stderr) == (-1, -1, -1)):
-            super()._execute_child(args, *rest)
-            return
+    def __init__(self, program: Sequence[str], variables: Mapping[str, str], stdin: int) -> None:
+        self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            if start_new_session:
-                os.setsid()
-            files = [os.dup(number if file == -1 else file) for number, file in enumerate((stdin, stdout, stderr))]
-            _become(program, files, dict(os.environ if env is None else env), cwd)
-        self._child_created = True
-        self._close_pipe_fds(*pipes)
+            os.setsid()
+            _become(program, [stdin, 1, 2], {**variables}, None)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _start(args: Sequence[str], env: Mapping[str, str], stdin: int | None = None, **options: Any) -> Any:
+    """What stands for `subprocess.Popen` in the launchers: a fork where a Python runs a module or script."""
+    program = tuple(map(os.fspath, args))
+    plain = {name: value for name, value in options.items() if value is not None} == {"start_new_session": True}
+    if not (plain and can_run(program)):
+        return subprocess.Popen(args, env=env, stdin=stdin, **options)
+    with Path(os.devnull).open() as null:
+        return _Fork(program, env, 0 if stdin is None else null.fileno())
 
 
 _PATH = list(sys.path)

@@ -41,8 +41,8 @@ ROLES = [
     for rank in range(DEGREES[recipe][1])
 ]
 ALWAYS = {
-    ("gpt3-175b", "1f1b", 0), ("gpt3-175b", "zbv", 0), ("gpt3-175b", "dualpipev", 7), ("gpt3-23b", "gpipe", 3),
-    ("gpt3-23b", "interleaved", 2), ("gpt3-23b", "interleaved_zero_bubble", 1), ("gpt3-23b", "1f1b", 3),
+    ("gpt3-175b", "1f1b", 0), ("gpt3-175b", "gpipe", 7), ("gpt3-23b", "zbv", 0), ("gpt3-23b", "dualpipev", 3),
+    ("gpt3-23b", "interleaved", 2), ("gpt3-23b", "interleaved_zero_bubble", 1),
 }  # fmt: skip
 """Both recipes, every schedule, both ends and ranks between."""
 
