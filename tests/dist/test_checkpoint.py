@@ -11,11 +11,11 @@ import torch
 
 from shardwise.checkpoint import load_checkpoint
 from shardwise.checkpoint.reading import Source
+from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
+from shardwise.checkpoint_format.verify import verify
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError
-from shardwise.store.manifest import Manifest, TensorEntry
-from shardwise.store.root import Root
-from shardwise.store.verify import verify
+from shardwise.storage.root import Root
 from shardwise.testing import canonical_weights
 from tests.dist.checkpoints import (
     PLACE,

@@ -17,17 +17,17 @@ from shardwise.checkpoint.pieces import compact
 from shardwise.checkpoint.reading import _segments
 from shardwise.checkpoint.restore import _wants
 from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.verify import MODEL, untiled
+from shardwise.checkpoint_format.writing import File, tensor_entries
 from shardwise.config import Config, load_config
 from shardwise.mesh import Group, Mesh
 from shardwise.models import build_model
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import MASTER, begin_restoring
 from shardwise.plan import parameter_count
-from shardwise.store.chunks import chunk_bytes
-from shardwise.store.manifest import FileEntry, Manifest
-from shardwise.store.root import Root
-from shardwise.store.verify import MODEL, untiled
-from shardwise.store.writing import File, tensor_entries
+from shardwise.storage.chunks import FileEntry, chunk_bytes
+from shardwise.storage.root import Root
 from shardwise.train.build import build_optimizer
 
 WORLD, TENSOR = 1024, 8

@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.files import new_file, open_lock, open_own
 from shardwise.prepare.work import Work
 from shardwise.runlog import RunLock, write_atomic
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 
 @pytest.fixture(params=["symbolic", "dangling", "hard"])

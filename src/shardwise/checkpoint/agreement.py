@@ -16,7 +16,7 @@ from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 
 def agree(problems: list[str], group: Group) -> None:

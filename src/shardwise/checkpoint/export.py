@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.checkpoint.canonical import Held, canonical, held_parameters
 from shardwise.checkpoint.reading import DTYPES
+from shardwise.checkpoint_format.writing import MAX_SHARD_BYTES, Weight, staged, to_json, write_weights
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import special_token_ids
 from shardwise.hub import INDEX
 from shardwise.mesh import Mesh
-from shardwise.store.root import Buffer, Root
-from shardwise.store.writing import MAX_SHARD_BYTES, Weight, staged, to_json, write_weights
+from shardwise.storage.root import Buffer, Root
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -18,15 +18,15 @@ from shardwise.checkpoint.agreement import agree, config_problems, mismatch_text
 from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, other_ends, parts, read
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.spelling import spelling
+from shardwise.checkpoint_format.manifest import TensorEntry
+from shardwise.checkpoint_format.verify import MODEL, non_finite_text
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
 from shardwise.hub import weight_files
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
 from shardwise.placement import Box, Piece, placements
-from shardwise.store.manifest import TensorEntry
-from shardwise.store.root import Root
-from shardwise.store.verify import MODEL, non_finite_text
+from shardwise.storage.root import Root
 
 _POINTER = b"version https://git-lfs"
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.boxes import Box
 from shardwise.checkpoint.pieces import Pieces
+from shardwise.checkpoint_format.folders import is_damage
+from shardwise.checkpoint_format.manifest import Manifest, PieceEntry, TensorEntry
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece
-from shardwise.store.chunks import READ_BYTES, ChunkedReader, require_size
-from shardwise.store.folders import is_damage
-from shardwise.store.manifest import Manifest, PieceEntry, TensorEntry
-from shardwise.store.root import DamageError, Root, StoreError
+from shardwise.storage.chunks import READ_BYTES, ChunkedReader, require_size
+from shardwise.storage.root import DamageError, Root, StoreError
 
 SEGMENT_BYTES = 4 * 2**20
 """Of a stored tensor that are read at a time."""

@@ -12,14 +12,14 @@ from shardwise import comm
 from shardwise.checkpoint.agreement import agree, by_layers
 from shardwise.checkpoint.pieces import compact
 from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, other_ends, parts, read, verify_rest
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.verify import MODEL, untiled
 from shardwise.errors import ConfigError, ShardwiseError, listing
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_slices, state_tensors
 from shardwise.placement import Piece, placements
-from shardwise.store.manifest import Manifest
-from shardwise.store.root import DamageError, Root
-from shardwise.store.verify import MODEL, untiled
+from shardwise.storage.root import DamageError, Root
 
 _SHOWN = 3
 

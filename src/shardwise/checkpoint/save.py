@@ -27,6 +27,10 @@ from shardwise.checkpoint.conveyor import Aborted, Conveyor
 from shardwise.checkpoint.export import hugging_face_config
 from shardwise.checkpoint.reading import DTYPES
 from shardwise.checkpoint.weights import WeightPlan
+from shardwise.checkpoint_format.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, too_large
+from shardwise.checkpoint_format.verify import MODEL, untiled
+from shardwise.checkpoint_format.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError, listing
 from shardwise.hardware import available_memory
@@ -34,12 +38,8 @@ from shardwise.hub import INDEX
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import StateSlice, state_slices, state_tensors
-from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
-from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, too_large
-from shardwise.store.root import Root, StoreError
-from shardwise.store.verify import MODEL, untiled
-from shardwise.store.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
+from shardwise.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.storage.root import Root, StoreError
 from shardwise.units import size
 
 _SEEN_WITHIN_SECONDS = 30.0

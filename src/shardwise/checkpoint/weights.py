@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.boxes import Box
+from shardwise.checkpoint_format.writing import cut, shard_names
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece, placements
-from shardwise.store.writing import cut, shard_names
 
 TRANSFER_BYTES = 16 * 2**20
 """Of a canonical tensor that travel to its owner at a time."""

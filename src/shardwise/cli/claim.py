@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from shardwise.checkpoint_format.earlier_run import earlier_run
 from shardwise.cli import output
 from shardwise.config import Config
 from shardwise.launch import stopping
 from shardwise.runlog import RunDirectory, RunLock
-from shardwise.store.earlier_run import earlier_run
 
 
 def claim(held: ExitStack, run_path: Path) -> None:

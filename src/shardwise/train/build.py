@@ -14,6 +14,8 @@ from shardwise.checkpoint import load_hugging_face
 from shardwise.checkpoint.agreement import require_model
 from shardwise.checkpoint.load import require_finite
 from shardwise.checkpoint.restore import read_manifest, restore
+from shardwise.checkpoint_format.folders import is_damage
+from shardwise.checkpoint_format.manifest import MANIFEST, ManifestError
 from shardwise.config import Config, Precision, check_layout
 from shardwise.data import PreparedData, make_batches
 from shardwise.errors import ConfigError, DataError
@@ -21,9 +23,7 @@ from shardwise.mesh import Mesh
 from shardwise.models import build_stages
 from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
-from shardwise.store.folders import is_damage
-from shardwise.store.manifest import MANIFEST, ManifestError
-from shardwise.store.root import Root, StoreError
+from shardwise.storage.root import Root, StoreError
 from shardwise.train.execution import make_execution
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter

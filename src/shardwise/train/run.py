@@ -15,6 +15,11 @@ from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree, differ_in_tokens
 from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.checkpoint_format.earlier_run import earlier_run
+from shardwise.checkpoint_format.folders import step_name
+from shardwise.checkpoint_format.manifest import MANIFEST
+from shardwise.checkpoint_format.owner import Owner, take
+from shardwise.checkpoint_format.places import newest_of
 from shardwise.config import Config, Layout, check_layout, dump_yaml, resume_changes
 from shardwise.cost.memory import expected_memory
 from shardwise.data import PreparedData, StreamBatches, prepare
@@ -26,13 +31,8 @@ from shardwise.mesh import Mesh, join
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.partition import stage_plan
 from shardwise.runlog import RunDirectory, new_run_path
-from shardwise.store.earlier_run import earlier_run
-from shardwise.store.folders import step_name
-from shardwise.store.manifest import MANIFEST
-from shardwise.store.owner import Owner, take
-from shardwise.store.places import newest_of
-from shardwise.store.reach import in_time
-from shardwise.store.root import Root, StoreError
+from shardwise.storage.reach import in_time
+from shardwise.storage.root import Root, StoreError
 from shardwise.train.build import build_trainer
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.own import StateMemory, count_parameters

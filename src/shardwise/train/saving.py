@@ -11,12 +11,12 @@ import torch
 
 from shardwise import comm
 from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
 from shardwise.data import StreamBatches
 from shardwise.errors import LostPeerError, RunError
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
-from shardwise.store.manifest import Manifest
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 

@@ -14,13 +14,13 @@ from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.importing.opened import Opened, canonical_shapes, mismatches
 from shardwise.checkpoint.reading import DTYPES
 from shardwise.checkpoint.spelling import spelling
+from shardwise.checkpoint_format import safetensors
+from shardwise.checkpoint_format.tensors import Tensors, segments
+from shardwise.checkpoint_format.verify import MODEL
+from shardwise.checkpoint_format.writing import STREAM_BYTES, Weight
 from shardwise.errors import ConfigError
 from shardwise.hub import BESIDE_WEIGHTS, INDEX
-from shardwise.store import safetensors
-from shardwise.store.root import Buffer, Root
-from shardwise.store.tensors import Tensors, segments
-from shardwise.store.verify import MODEL
-from shardwise.store.writing import STREAM_BYTES, Weight
+from shardwise.storage.root import Buffer, Root
 
 _CONFIG = "config.json"
 

@@ -32,7 +32,7 @@ from shardwise.checkpoint.importing.shards import Shards, Stacked, same_bits, st
 from shardwise.checkpoint.spelling import spelling
 from shardwise.config import GPTNeoXConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")

@@ -14,19 +14,11 @@ import torch
 
 from shardwise import __version__
 from shardwise.checkpoint.agreement import mismatch_texts
-from shardwise.config import FamilyConfig, config_from
-from shardwise.config.hugging_face import to_hugging_face
-from shardwise.errors import ConfigError
-from shardwise.hub import INDEX
-from shardwise.mesh import Group
-from shardwise.models import build_model
-from shardwise.placement import placements
-from shardwise.store.casting import FLOATING
-from shardwise.store.folders import partial_name, step_name
-from shardwise.store.manifest import MANIFEST, Manifest
-from shardwise.store.root import Buffer, Root
-from shardwise.store.verify import non_finite, non_finite_text
-from shardwise.store.writing import (
+from shardwise.checkpoint_format.casting import FLOATING
+from shardwise.checkpoint_format.folders import partial_name, step_name
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint_format.verify import non_finite, non_finite_text
+from shardwise.checkpoint_format.writing import (
     MAX_SHARD_BYTES,
     Weight,
     require_room,
@@ -36,6 +28,14 @@ from shardwise.store.writing import (
     write_small,
     write_weights,
 )
+from shardwise.config import FamilyConfig, config_from
+from shardwise.config.hugging_face import to_hugging_face
+from shardwise.errors import ConfigError
+from shardwise.hub import INDEX
+from shardwise.mesh import Group
+from shardwise.models import build_model
+from shardwise.placement import placements
+from shardwise.storage.root import Buffer, Root
 
 Shapes = Mapping[str, tuple[int, ...]]
 STEP = 0

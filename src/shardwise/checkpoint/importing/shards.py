@@ -11,9 +11,9 @@ from torch import Tensor
 from shardwise.checkpoint.agreement import by_layers
 from shardwise.checkpoint.importing.opened import Shapes, mismatches
 from shardwise.checkpoint.reading import DTYPES
+from shardwise.checkpoint_format.writing import STREAM_BYTES, Weight
 from shardwise.errors import ConfigError
-from shardwise.store.root import Buffer
-from shardwise.store.writing import STREAM_BYTES, Weight
+from shardwise.storage.root import Buffer
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -22,7 +22,7 @@ from shardwise.units import count, size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.importing import Opened
-    from shardwise.store.root import Root
+    from shardwise.storage.root import Root
 
 _HUB, _MEGATRON, _NEURONX = "hugging-face", "megatron", "neuronx-distributed"
 _OPTIONS = {
@@ -123,7 +123,7 @@ def _open(arguments: argparse.Namespace) -> Opened:
 
 def _hugging_face(source: str, revision: str | None) -> Root:
     from shardwise import hub
-    from shardwise.store.root import Root
+    from shardwise.storage.root import Root
 
     if hub.is_url(source):
         return places.reached(source)

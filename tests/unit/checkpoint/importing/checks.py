@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.checkpoint.importing import Opened, write_checkpoint
-from shardwise.store.manifest import Manifest
-from shardwise.store.root import Root
-from shardwise.store.verify import verify
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.verify import verify
+from shardwise.storage.root import Root
 from tests.hugging_face import open_folder
 
 

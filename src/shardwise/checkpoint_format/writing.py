@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shardwise.boxes import Box
-from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.manifest import FileEntry, PieceEntry, TensorEntry
-from shardwise.store.root import Buffer, Root, StoreError
-from shardwise.store.safetensors import DTYPES, header
-from shardwise.store.verify import MODEL
+from shardwise.checkpoint_format.manifest import PieceEntry, TensorEntry
+from shardwise.checkpoint_format.safetensors import DTYPES, header
+from shardwise.checkpoint_format.verify import MODEL
+from shardwise.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.storage.root import Buffer, Root, StoreError
 from shardwise.units import size
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import builtins
 import contextlib
 import gc
 import itertools
 import json
 import re
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -24,9 +22,10 @@ from typing import Any
 import xxhash
 
 from shardwise.boxes import Box
+from shardwise.checkpoint_format.safetensors import DTYPES, MAX_DIMS, is_counts
 from shardwise.names import name_problem
-from shardwise.store.root import DamageError, Root, StoreError
-from shardwise.store.safetensors import DTYPES, MAX_DIMS, is_counts
+from shardwise.storage.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
+from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size as size_text
 
 MANIFEST = "manifest.json"
@@ -35,34 +34,11 @@ FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
 """About ten times what a 20 B-parameter model on 1,024 ranks has. Memory goes with the values: each takes up to 240
 bytes once it is parsed, so what a stranger wrote takes at most 8 GB; the bytes alone would allow 32 GB."""
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**14, 2**24
-_CHECKSUM = struct.Struct("<Q")
 _DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
 
 
 class ManifestError(StoreError):
     """A manifest is intact, and this version cannot use it."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file of the checkpoint.
-
-    Attributes:
-        path: relative to the folder. checksums: xxh3_64 of each `chunk_bytes` of the file, packed little-endian.
-    """
-
-    path: str
-    bytes: int
-    chunk_bytes: int
-    checksums: builtins.bytes
-
-    @property
-    def chunks(self) -> int:
-        return -(-self.bytes // self.chunk_bytes)
-
-    def checksum(self, chunk: int) -> int:
-        return int(_CHECKSUM.unpack_from(self.checksums, _CHECKSUM.size * chunk)[0])
 
 
 @dataclass(frozen=True)

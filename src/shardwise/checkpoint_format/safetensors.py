@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from shardwise.store.root import DamageError, Root
+from shardwise.storage.root import DamageError, Root
 from shardwise.units import size as size_text
 
 MAX_HEADER_BYTES = 100_000_000

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.store import fetch as fetching
-from shardwise.store.fetch import Fetched, fetch, find
-from shardwise.store.root import Root, StoreError
+from shardwise.storage import fetch as fetching
+from shardwise.storage.fetch import Fetched, fetch, find
+from shardwise.storage.root import Root, StoreError
 from tests.loopback_files import Server, serve
 
 CONTENT = np.random.default_rng(0).bytes(5_000_000)

@@ -5,16 +5,43 @@ xxh3_64 of each chunk: it runs at memory speed, where a cryptographic hash would
 
 from __future__ import annotations
 
+import builtins
 import struct
+from dataclasses import dataclass
 
 import xxhash
 
-from shardwise.store.manifest import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
-from shardwise.store.root import Buffer, DamageError, Root, StoreError
+from shardwise.storage.root import Buffer, DamageError, Root, StoreError
 
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**14, 2**24
+_CHECKSUM = struct.Struct("<Q")
 _CHUNKS_OF_A_FILE = 8192
 READ_BYTES = 16 * 2**20
 """Of a file that are read at a time."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a folder, and the checksum of each of its chunks.
+
+    Attributes:
+        path: relative to the folder.
+        bytes: length of the file.
+        chunk_bytes: length of each chunk; the last one may be shorter.
+        checksums: xxh3_64 of each chunk, packed little-endian.
+    """
+
+    path: str
+    bytes: int
+    chunk_bytes: int
+    checksums: builtins.bytes
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.bytes // self.chunk_bytes)
+
+    def checksum(self, chunk: int) -> int:
+        return int(_CHECKSUM.unpack_from(self.checksums, _CHECKSUM.size * chunk)[0])
 
 
 def chunk_bytes(size: int) -> int:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 PATIENCE_SECONDS = 20.0
 """For the first answer of a remote place. Its client would try again for minutes, which is right only later on."""

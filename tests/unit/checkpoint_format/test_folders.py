@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardwise.store import root as places
-from shardwise.store.folders import (
+from shardwise.checkpoint_format.folders import (
     Removable,
     abandon,
     abandoned,
@@ -25,9 +24,10 @@ from shardwise.store.folders import (
     step_name,
     survey,
 )
-from shardwise.store.manifest import MANIFEST, Manifest
-from shardwise.store.root import Root, StoreError
-from shardwise.store.verify import verify
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint_format.verify import verify
+from shardwise.storage import root as places
+from shardwise.storage.root import Root, StoreError
 from tests.stored import bfloat16, write_checkpoint
 
 TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.safetensors import DTYPES, parse_header
 from shardwise.errors import ConfigError, listing
 from shardwise.hub import INDEX, SINGLE, indexed
-from shardwise.store.chunks import ChunkedReader
-from shardwise.store.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
-from shardwise.store.root import DamageError, Root, StoreError
-from shardwise.store.safetensors import DTYPES, parse_header
+from shardwise.storage.chunks import ChunkedReader
+from shardwise.storage.root import DamageError, Root, StoreError
 
 _MAX_INDEX_BYTES = 2**26
 _DIGITS = re.compile(r"(\d+)")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shardwise.boxes import Box
+from shardwise.checkpoint_format.diff import ABSENT, diff
+from shardwise.checkpoint_format.tensors import Tensors, ordered_names, segments
 from shardwise.errors import ConfigError
-from shardwise.store.diff import ABSENT, diff
-from shardwise.store.root import DamageError, Root
-from shardwise.store.tensors import Tensors, ordered_names, segments
+from shardwise.storage.root import DamageError, Root
 from tests.stored import Tensor, float32, small_tensors, write_checkpoint
 
 

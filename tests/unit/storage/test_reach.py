@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.store import reach
-from shardwise.store.root import Root, StoreError
+from shardwise.storage import reach
+from shardwise.storage.root import Root, StoreError
 
 
 @pytest.fixture(params=["local", "memory"])

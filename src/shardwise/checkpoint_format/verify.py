@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.boxes import Box
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.safetensors import DTYPES, StoredTensor, parse_header
 from shardwise.errors import listing
-from shardwise.store.chunks import READ_BYTES, require_size, verify_chunk
-from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry
-from shardwise.store.root import DamageError, Root, StoreError
-from shardwise.store.safetensors import DTYPES, StoredTensor, parse_header
+from shardwise.storage.chunks import READ_BYTES, FileEntry, require_size, verify_chunk
+from shardwise.storage.root import DamageError, Root, StoreError
 
 MODEL = "model"
 """The state whose tensors are the weights, each whole in a file under its own name."""

@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.store.manifest import MANIFEST, Manifest
-from shardwise.store.root import DamageError, Root, StoreError
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.storage.root import DamageError, Root, StoreError
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _PARTIAL = re.compile(r"\.step-(\d{8,18})\.partial")

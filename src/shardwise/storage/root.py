@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError, RunError
 from shardwise.files import new_file
 from shardwise.names import name_problem
 from shardwise.redaction import redacted
-from shardwise.store.behind import WriteBehind
+from shardwise.storage.write_behind import WriteBehind
 from shardwise.units import size as size_text
 
 Buffer: TypeAlias = bytes | bytearray | memoryview

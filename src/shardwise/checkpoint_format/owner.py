@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunLock
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 OWNER = "run.json"
 

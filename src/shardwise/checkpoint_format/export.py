@@ -12,16 +12,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from shardwise.checkpoint_format.casting import FLOATING, FLOATS, cast, overflows
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint_format.safetensors import DTYPES
+from shardwise.checkpoint_format.tensors import Tensors, segments
+from shardwise.checkpoint_format.verify import MODEL
+from shardwise.checkpoint_format.writing import (
+    MAX_SHARD_BYTES,
+    STREAM_BYTES,
+    Weight,
+    require_room,
+    staged,
+    to_json,
+    write_weights,
+)
 from shardwise.errors import ConfigError, RunError, listing
 from shardwise.hub import INDEX
-from shardwise.store.casting import FLOATING, FLOATS, cast, overflows
-from shardwise.store.chunks import read_whole
-from shardwise.store.manifest import MANIFEST, Manifest
-from shardwise.store.root import Buffer, DamageError, Root
-from shardwise.store.safetensors import DTYPES
-from shardwise.store.tensors import Tensors, segments
-from shardwise.store.verify import MODEL
-from shardwise.store.writing import MAX_SHARD_BYTES, STREAM_BYTES, Weight, require_room, staged, to_json, write_weights
+from shardwise.storage.chunks import read_whole
+from shardwise.storage.root import Buffer, DamageError, Root
 
 MASTER = "master"
 _CONFIG = "config.json"

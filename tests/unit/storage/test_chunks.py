@@ -10,9 +10,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.store.chunks import ChunkedReader, ChunkedWriter, chunk_bytes
-from shardwise.store.manifest import MIN_CHUNK_BYTES, FileEntry
-from shardwise.store.root import DamageError, Root
+from shardwise.storage.chunks import MIN_CHUNK_BYTES, ChunkedReader, ChunkedWriter, FileEntry, chunk_bytes
+from shardwise.storage.root import DamageError, Root
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 CHUNK = MIN_CHUNK_BYTES

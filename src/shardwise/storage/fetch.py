@@ -36,8 +36,8 @@ from shardwise.errors import ConfigError
 from shardwise.files import new_file, open_lock, open_own
 from shardwise.names import name_problem
 from shardwise.redaction import unsigned
-from shardwise.store.reach import PATIENCE_SECONDS, in_time
-from shardwise.store.root import Root, StoreError
+from shardwise.storage.reach import PATIENCE_SECONDS, in_time
+from shardwise.storage.root import Root, StoreError
 from shardwise.units import size as size_text
 
 _RANGE = 1 << 23

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint_format.folders import step_of
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.owner import owner
 from shardwise.config import Config, parse_yaml, resume_problems
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunDirectory
-from shardwise.store.folders import step_of
-from shardwise.store.manifest import Manifest
-from shardwise.store.owner import owner
-from shardwise.store.root import Root, StoreError
+from shardwise.storage.root import Root, StoreError
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.checkpoint_format.folders import Found, checkpoints, glance, step_of
+from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.errors import ConfigError
 from shardwise.hub import INDEX, SINGLE, is_url
-from shardwise.store.folders import Found, checkpoints, glance, step_of
-from shardwise.store.manifest import MANIFEST
-from shardwise.store.reach import in_time
-from shardwise.store.root import Root, StoreError
+from shardwise.storage.reach import in_time
+from shardwise.storage.root import Root, StoreError
 
 LATEST = "runs/latest"
 _CONFIG, _FOLDER, _MODEL = "config.yaml", "checkpoints", "config.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.store import behind
-from shardwise.store.root import Root, StoreError
+from shardwise.storage import write_behind as behind
+from shardwise.storage.root import Root, StoreError
 
 
 @pytest.fixture(params=["local", "memory"])

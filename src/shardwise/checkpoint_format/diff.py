@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.store.manifest import TensorEntry
-from shardwise.store.root import Root
-from shardwise.store.safetensors import DTYPES
-from shardwise.store.tensors import Tensors, ordered_names, ordered_states, segments
+from shardwise.checkpoint_format.manifest import TensorEntry
+from shardwise.checkpoint_format.safetensors import DTYPES
+from shardwise.checkpoint_format.tensors import Tensors, ordered_names, ordered_states, segments
+from shardwise.storage.root import Root
 
 ABSENT = "(not set)"
 """The value of a key that only the other configuration has."""
