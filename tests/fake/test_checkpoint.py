@@ -17,8 +17,8 @@ from shardwise.checkpoint.pieces import compact
 from shardwise.checkpoint.reading import _segments
 from shardwise.checkpoint.restore import _wants
 from shardwise.checkpoint.save import Saver
-from shardwise.checkpoint_format.manifest import Manifest
-from shardwise.checkpoint_format.verify import MODEL, untiled
+from shardwise.checkpoint_format.manifest import MODEL, Manifest
+from shardwise.checkpoint_format.verify import untiled
 from shardwise.checkpoint_format.writing import File, tensor_entries
 from shardwise.config import Config, load_config
 from shardwise.mesh import Group, Mesh

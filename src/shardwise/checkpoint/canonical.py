@@ -19,8 +19,10 @@ class Held:
     """A parameter of the model.
 
     Attributes:
-        stage: pipeline stage, and number: place in it. rank: at which index of the pipeline's group. tensors: canonical
-        names, shapes and dtypes of what it holds that none before it does.
+        stage: its pipeline stage.
+        number: its place among the parameters of the stage.
+        rank: index in the pipeline's group of the rank that holds it.
+        tensors: canonical name, shape and dtype of each tensor that it holds and no parameter before it does.
     """
 
     stage: int

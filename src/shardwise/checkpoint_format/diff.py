@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.checkpoint_format.casting import cast
 from shardwise.checkpoint_format.manifest import TensorEntry
 from shardwise.checkpoint_format.safetensors import DTYPES
-from shardwise.checkpoint_format.tensors import Tensors, ordered_names, ordered_states, segments
+from shardwise.checkpoint_format.tensors import StoredTensors, ordered_names, ordered_states, segments
 from shardwise.storage.root import Root
 
 ABSENT = "(not set)"
@@ -27,8 +28,10 @@ class TensorDifference:
     """One tensor that both have in the same shape.
 
     Attributes:
-        equal: the same dtype and the same bits. largest: max |B − A|, NaN where one of them is. relative:
-        ‖B − A‖ / ‖A‖. Both None in a dtype that is compared by its bits alone.
+        dtypes: A's and B's.
+        equal: both have the same dtype and the same bits.
+        largest: max |B − A|, NaN where only one of them is; None for a dtype that is compared by its bits alone.
+        relative: ‖B − A‖ / ‖A‖; None as above.
     """
 
     state: str
@@ -45,8 +48,11 @@ class Difference:
     """What differs between A and B.
 
     Attributes:
-        config: (dotted key, A's value, B's). only_a, only_b: (state, name). shapes: (state, name, A's shape, B's).
-        tensors: all that were compared.
+        config: (dotted key, A's value, B's value).
+        only_a: (state, name) of tensors that only A holds.
+        only_b: (state, name) of tensors that only B holds.
+        shapes: (state, name, A's shape, B's shape) where the shapes differ.
+        tensors: every tensor that was compared.
     """
 
     config: tuple[tuple[str, Any, Any], ...]
@@ -69,7 +75,7 @@ def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Dif
     Args:
         progress: called with the number of bytes of A that were compared since the last call.
     """
-    ours, theirs = Tensors.of(a), Tensors.of(b)
+    ours, theirs = StoredTensors.of(a), StoredTensors.of(b)
     names_a, names_b = list(_names(ours)), list(_names(theirs))
     in_a, in_b = set(names_a), set(names_b)
     shapes, tensors = [], []
@@ -94,11 +100,13 @@ def nbytes(tensor: TensorEntry) -> int:
     return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
 
 
-def _names(tensors: Tensors) -> Iterator[tuple[str, str]]:
+def _names(tensors: StoredTensors) -> Iterator[tuple[str, str]]:
     return ((state, name) for state in ordered_states(tensors.states) for name in ordered_names(tensors.states[state]))
 
 
-def _compare(a: Tensors, b: Tensors, state: str, name: str, progress: Callable[[int], None] | None) -> TensorDifference:
+def _compare(
+    a: StoredTensors, b: StoredTensors, state: str, name: str, progress: Callable[[int], None] | None
+) -> TensorDifference:
     entry = a.states[state][name]
     dtypes = entry.dtype, b.states[state][name].dtype
     equal = dtypes[0] == dtypes[1]
@@ -133,15 +141,13 @@ def _equally_non_finite(a: npt.NDArray[Any], b: npt.NDArray[Any], dtypes: tuple[
 
 
 def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
-    """In one dim."""
-    flat = bits.reshape(-1)
-    if dtype == "BF16":
-        flat = (flat.astype(np.uint32) << 16).view(np.float32)
+    """All values of a tensor, in one dim."""
+    flat = cast(bits.reshape(-1), dtype, "F32") if dtype == "BF16" else bits.reshape(-1)
     values: npt.NDArray[np.float64] = flat.astype(np.float64)
     return values
 
 
-def _config(a: Tensors, b: Tensors) -> Iterator[tuple[str, Any, Any]]:
+def _config(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
     if a.manifest is not None and b.manifest is not None:
         ours, theirs = _flat(a.manifest.config), _flat(b.manifest.config)
     else:

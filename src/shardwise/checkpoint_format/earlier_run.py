@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint_format.folders import step_of
+from shardwise.checkpoint_format.folders import step_name, steps
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.checkpoint_format.owner import owner
 from shardwise.config import Config, parse_yaml, resume_problems
@@ -21,7 +21,9 @@ class EarlierRun:
     """The run that a folder holds.
 
     Attributes:
-        config: as it was resolved. id: None where it has none yet. notes: for the user, what was rebuilt.
+        config: as it was resolved.
+        id: None where the run has none yet.
+        notes: for the user, what was rebuilt.
     """
 
     config: Mapping[str, Any]
@@ -30,13 +32,13 @@ class EarlierRun:
 
 
 def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
-    """The run in `directory` with which `config` goes on; None where none was started, or it took no step.
+    """The run in `directory` that `config` continues; None where none was started, or it took no step.
 
-    Only the model and data of steps that were taken bind a folder. Its checkpoints, which have checksums, tell them
-    where `config.yaml` does not.
+    A run that took steps can only be continued with the same model and data. Where `config.yaml` is damaged, they are
+    read from its checkpoints, which have checksums.
 
     Raises:
-        ConfigError: `config` cannot go on with it, or nothing tells its configuration.
+        ConfigError: `config` cannot continue it, or its configuration is lost.
     """
     stored, problems = _stored(directory, config)
     if stored is None and not problems:
@@ -68,7 +70,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
 
 
 def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """What `config.yaml` holds, None where it cannot be read; and why `config` cannot go on with it."""
+    """What `config.yaml` holds, None where it cannot be read; and why `config` cannot continue the run."""
     if not directory.holds_run:
         return None, []
     try:
@@ -92,38 +94,34 @@ def _unreadable(directory: RunDirectory, reason: str) -> str:
 def _manifests(root: Root) -> Iterator[Manifest]:
     """Those of the checkpoints that can be read, the newest first."""
     try:
-        folders = sorted(name for name in root.names() if step_of(name) is not None)
+        present = steps(root)
     except StoreError:
         return
-    for name in reversed(folders):
+    for step in present:
         try:
-            yield Manifest.read(root / name)
+            yield Manifest.read(root / step_name(step))
         except StoreError:
             continue
 
 
 def _took_steps(directory: RunDirectory, root: Root, stored: Mapping[str, Any]) -> bool:
-    """Whether the run trained, as far as its events, its results and any folder of a checkpoint tell."""
-    told = any(next(directory.events(event), None) for event in ("step", "checkpoint"))
-    if told or directory.results.exists():
+    """Whether the run trained, judging by its events, its results and the folders of its checkpoints."""
+    trained = any(next(directory.events(event), None) for event in ("step", "checkpoint"))
+    if trained or directory.results.exists():
         return True
     before = stored.get("checkpoint")
     path = before.get("path") if isinstance(before, dict) else None
     try:
-        return any(
-            step_of(name) is not None
-            for place in (root, Root.of(path or directory.checkpoints))
-            for name in place.names()
-        )
+        return any(steps(place) for place in (root, Root.of(path or directory.checkpoints)))
     except (StoreError, ConfigError):
         return True
 
 
 def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
-    """The id that the run had, where its checkpoints tell it, and they are no other run's.
+    """The id that the run had, from its checkpoints, unless they may be another run's.
 
-    Those inside the run's own folder are its own. At another place it has saved where the file there names this folder
-    and the run has lost its id: a new run in a folder of that name has never had one.
+    Checkpoints inside the run's folder are its own. At another place they are its own where `run.json` names this
+    folder and the run has lost its id; a new run in a folder of that name has never had one.
     """
     found = owner(root)
     if found is not None and directory.identity.exists() and found.folder == str(directory.path.resolve()):

@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: which are there, which are intact at a glance, which may go.
+"""The folder of a run's checkpoints: which exist, which are intact, which may be removed.
 
 run.json                   the run that saves here (`owner.py`)
 step-00000100/             a checkpoint, complete where it has a manifest
 .step-00000200.partial/    a save under way, or one that was killed: complete where it has a manifest
 step-00000300.abandoned/   set aside when the run went back to an earlier step; no longer the run's
-step-00000400.damaged/     set aside when the run went on from an older one, because this one is damaged
+step-00000400.damaged/     set aside when the run continued from an older one, because this one is damaged
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ class Found:
     """A folder named as a checkpoint.
 
     Attributes:
-        problem: why it is not intact, as far as that shows without reading its tensors: no manifest, one that is
-        damaged, a file that is missing or has another size. None where nothing is wrong.
-        bytes: of all that lies in the folder. manifest: None where it cannot be used. incomplete: there is none, so
-        the save was not completed. unreadable: the problem is no damage; the store did not give the manifest, or it is
-        one that this version cannot use.
+        step: updates done.
+        folder: where it is.
+        problem: why it is not intact, as far as the manifest and the sizes of files show; None where nothing is wrong.
+        bytes: length of all files in the folder.
+        manifest: None where it cannot be used.
+        incomplete: there is no manifest, so the save was not completed.
+        unreadable: the problem is no damage: the store gave no answer, or this version cannot use the manifest.
     """
 
     step: int
@@ -44,7 +46,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Removable:
-    """What a prune takes away."""
+    """What a prune removes: older checkpoints, and the folders of saves that were killed."""
 
     checkpoints: tuple[Found, ...]
     leftovers: tuple[Root, ...]
@@ -57,7 +59,7 @@ class Removable:
 
 
 def remove_checkpoint(folder: Root) -> None:
-    """What is left by a crash on the way is no checkpoint."""
+    """Remove the manifest first: what a crash leaves behind is then no checkpoint."""
     (folder / MANIFEST).remove()
     folder.remove()
 
@@ -119,11 +121,11 @@ def is_damage(error: StoreError) -> bool:
 
 
 def checkpoints(root: Root) -> Iterator[Found]:
-    """Newest first, each looked at when it is asked for: a large manifest takes many seconds.
+    """Newest first. Each is read when the iterator reaches it, since a large manifest takes many seconds.
 
     Saves that were not finished locally, and what was set aside, are left out.
     """
-    return (glance(root / step_name(step), step) for step in _steps(root))
+    return (glance(root / step_name(step), step) for step in steps(root))
 
 
 def survey(root: Root) -> list[Found]:
@@ -133,7 +135,7 @@ def survey(root: Root) -> list[Found]:
     `put_in_place` before it is used.
     """
     found = {}
-    for step in _steps(root):
+    for step in steps(root):
         folder = root / step_name(step)
         problem = None if (folder / MANIFEST).exists() else _without_manifest(folder)
         found[step] = Found(step, folder, problem, incomplete=problem is not None)
@@ -147,8 +149,8 @@ def _without_manifest(folder: Root) -> str:
     return f"{folder} has no {MANIFEST}: it was not completed"
 
 
-def _steps(root: Root) -> list[int]:
-    """Of the folders that are named as checkpoints, newest first."""
+def steps(root: Root) -> list[int]:
+    """The steps of the folders that are named as checkpoints, newest first."""
     return sorted((step for name in root.names() if (step := step_of(name)) is not None), reverse=True)
 
 
@@ -197,14 +199,14 @@ def prune(
     Args:
         saved: of checkpoints that this process has written, by step: path → bytes of each file.
     """
-    newest, steps = max(saved), _steps(root)
+    newest, present = max(saved), steps(root)
     intact = [newest]
-    for step in steps:
+    for step in present:
         if keep is not None and len(intact) < keep and step < newest:
             files = (root / step_name(step)).files()
             if files.get(MANIFEST) and saved.get(step, {}).items() <= files.items():
                 intact.append(step)
-    going = _going(steps, intact, keep, keep_every)
+    going = _going(present, intact, keep, keep_every)
     folders = tuple(Found(step, root / step_name(step), None) for step in going)
     Removable(folders, _leftovers(root, newest)).remove()
     return going

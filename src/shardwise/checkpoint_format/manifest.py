@@ -1,9 +1,8 @@
 """`manifest.json`: what a checkpoint holds, where each tensor lies in its files, and the checksums of all of it.
 
 The manifest is written last: a folder without one is no checkpoint. It is canonical JSON (sorted keys, no spaces,
-ASCII) with a digest of itself, so that a changed bit anywhere in it is found before anything in it is believed. What it
-says is checked as if a stranger had written it: names stay inside the folder, offsets inside the files, boxes inside
-the tensors.
+ASCII) with a digest of itself, so that a changed bit is found before any value is used. Every value is checked as input
+from a stranger: names stay inside the folder, offsets inside the files, boxes inside the tensors.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size as size_text
 
 MANIFEST = "manifest.json"
+MODEL = "model"
+"""The state whose tensors are the weights, each whole in a file under its own name."""
 FORMAT = "shardwise-checkpoint"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
@@ -64,11 +65,22 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that the checkpoint of one step is.
+    """What the checkpoint of one step holds.
 
     Attributes:
-        step: updates done. samples: trained on. position: in the data order, with the samples that were skipped.
-        config: as resolved. layout: that wrote it. optimizer: name, steps and names of its states; None without one.
+        step: updates done.
+        samples: samples that were trained on.
+        position: next sample of the data order; skipped samples count.
+        tokens: tokens that were trained on.
+        config: as it was resolved.
+        layout: degrees of parallelism of the run that wrote it.
+        schedule: state of the learning rate's schedule.
+        data: identity of the data, and the run's id.
+        rng: state of the random number generators.
+        versions: of the programs that wrote it.
+        created: date and time, in ISO 8601.
+        optimizer: name, steps and names of its states; None where the checkpoint has weights alone.
+        files: every file of the folder but the manifest.
         tensors: state (`model`, `exp_avg`, …) → canonical name → tensor.
     """
 
@@ -150,6 +162,13 @@ class Manifest:
             return Manifest.from_json(text, str(file))
 
 
+def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
+    """What a box of a tensor is called in its file: a weight by its own name, others STATE/NAME@START."""
+    if state == MODEL and box == Box.whole(shape):
+        return name
+    return f"{state}/{name}@{','.join(map(str, box.start))}"
+
+
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A million small objects, none of them garbage, would be searched for it again and again: half of the time."""
@@ -181,7 +200,7 @@ def _matches_digest(text: str) -> bool:
 
 
 def too_large(text: str) -> str | None:
-    """Why a manifest would take too much memory or time of whoever reads it, or None."""
+    """Why reading a manifest would take too much memory or time, or None."""
     if len(text) > MAX_MANIFEST_BYTES:
         return f"its length ({size_text(len(text))}) must be at most {size_text(MAX_MANIFEST_BYTES)}"
     if (values := text.count(",") + 1) > MAX_MANIFEST_VALUES:
@@ -299,7 +318,7 @@ class _Reader:
         return tensor
 
     def _require_disjoint(self, tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
-        """A byte belongs to one tensor: whoever reads all tensors reads no more than the files hold."""
+        """No two tensors share a byte: to read all tensors is to read no more than the files hold."""
         spans = sorted(
             (piece.file, piece.offset, piece.offset + tensor.nbytes(piece), f"{state}/{name}")
             for state, named in tensors.items()

@@ -16,7 +16,7 @@ OWNER = "run.json"
 
 @dataclass(frozen=True)
 class Owner:
-    """A run, by its id; and where it was last started, for whoever meets its file."""
+    """A run: its id, and the folder and machine where it was last started."""
 
     id: str
     folder: str
@@ -28,7 +28,7 @@ class Owner:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the run surely runs no more: it was one of this machine, and nobody holds its folder."""
+        """Whether the run has surely ended: it ran on this machine, and no process holds its folder."""
         return self.host == platform.node() and not RunLock.is_held(Path(self.folder))
 
 
@@ -48,23 +48,24 @@ def owner(root: Root) -> Owner | None:
 
 
 def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
-    """ConfigError where the place is another run's, unless that has saved nothing and is gone.
+    """ConfigError where the place belongs to another run, unless that run has ended and saved nothing.
 
     Args:
-        run: the id of the one that is to save there, if it has one yet. is_empty: there are no checkpoints.
+        run: id of the run that is to save there; None where it has none yet.
+        is_empty: the place holds no checkpoints.
     """
     other = owner(root)
     if other is None or other.id == run or (is_empty and other.is_gone):
         return
     raise ConfigError(
         f"checkpoint.path ({root}) must be a run's own, and it is that of {other.folder} on {other.host}: choose "
-        f"another checkpoint.path, give --run-dir that folder to go on with it, or remove {root / OWNER} if that "
+        f"another checkpoint.path, give --run-dir that folder to continue it, or remove {root / OWNER} if that "
         "run is gone"
     )
 
 
 def take(root: Root, run: Owner) -> None:
-    """Write down whose the place is.
+    """Record that the place belongs to this run.
 
     Raises:
         StoreError: it cannot be written.

@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes with the header's length, a JSON header, then the tensors, contiguous and in order.
 
-https://github.com/huggingface/safetensors#format. Written here header first, so that the tensors can be streamed into
-the file by whoever holds them; read here by the header alone.
+https://github.com/huggingface/safetensors#format. The header is written first, so that the tensors can be
+streamed into the file; of a file that exists only the header is read here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from shardwise.storage.root import DamageError, Root
+from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size as size_text
 
 MAX_HEADER_BYTES = 100_000_000
@@ -21,6 +21,7 @@ MAX_HEADER_BYTES = 100_000_000
 _LENGTH = struct.Struct("<Q")
 MAX_DIMS = 64
 _LARGEST = 2**63
+_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
     """The tensors of a file, in the order of their bytes.
 
     Raises:
-        DamageError: the header is none, or what it says does not fit the file: the tensors must fill it exactly.
+        DamageError: the header cannot be parsed, or does not fit the file, which the tensors must fill exactly.
+        StoreError: the file cannot be read, or is a Git LFS pointer.
     """
     total = file.size()
     raw = file.read(0, _LENGTH.size)
@@ -89,6 +91,8 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
         raise DamageError(f"{file} is damaged: a safetensors file ({total} bytes) must have at least 8 bytes")
     (length,) = _LENGTH.unpack(raw)
     most = min(total - _LENGTH.size, MAX_HEADER_BYTES)
+    if length > most and file.read(0, len(_POINTER)) == _POINTER:
+        raise StoreError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository")
     if length > most:
         raise DamageError(f"{file} is damaged: the length of its header ({length:,} bytes) must be at most {most:,}")
     try:
@@ -112,7 +116,7 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
 
 
 def _tensor(name: str, entry: object, first: int) -> StoredTensor:
-    """Raises ValueError where the entry is none of a tensor."""
+    """Raises ValueError where the entry describes no tensor."""
     if not name.isprintable():  # it will be shown, and a terminal obeys some characters
         raise ValueError(f"the name of a tensor ({name!r}) must be printable")
     if not isinstance(entry, dict):

@@ -1,6 +1,6 @@
-"""The tensors of a folder, whoever cut them: a checkpoint by its manifest, or plain Hugging Face weights.
+"""The tensors of a folder: those of a checkpoint by its manifest, or plain Hugging Face weights.
 
-Any box of a canonical tensor is put together from the pieces that have a part in it.
+Any box of a tensor can be read; it is put together from the stored pieces that overlap it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint_format.safetensors import DTYPES, parse_header
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.safetensors import DTYPES, Dtype, parse_header
 from shardwise.errors import ConfigError, listing
 from shardwise.hub import INDEX, SINGLE, indexed
-from shardwise.storage.chunks import ChunkedReader
+from shardwise.storage.chunks import READ_BYTES, ChunkedReader
 from shardwise.storage.root import DamageError, Root, StoreError
 
 _MAX_INDEX_BYTES = 2**26
@@ -28,11 +28,13 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 @dataclass
-class Tensors:
-    """What a folder holds.
+class StoredTensors:
+    """The tensors that a folder holds, read when they are asked for.
 
     Attributes:
-        states: `model`, `exp_avg`, … → canonical name → tensor. manifest: None of plain Hugging Face weights.
+        folder: where they are.
+        states: state (`model`, `exp_avg`, …) → name → tensor.
+        manifest: None for plain Hugging Face weights.
     """
 
     folder: Root
@@ -42,7 +44,7 @@ class Tensors:
     _readers: dict[int, ChunkedReader] = field(default_factory=dict)
 
     @staticmethod
-    def of(folder: Root) -> Tensors:
+    def of(folder: Root) -> StoredTensors:
         """A checkpoint, or a folder with safetensors weights.
 
         Raises:
@@ -50,17 +52,25 @@ class Tensors:
         """
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
-            return Tensors(folder, manifest.tensors, manifest)
+            return StoredTensors(folder, manifest.tensors, manifest)
         files = _weight_files(folder)
         weights: dict[str, TensorEntry] = {}
+        damage: list[str] = []
         for number, path in enumerate(files):
-            for name, tensor in parse_header(folder / path).items():
+            try:
+                header = parse_header(folder / path)
+            except DamageError as error:
+                damage.append(str(error))
+                continue
+            for name, tensor in header.items():
                 piece = PieceEntry(number, tensor.start, Box.whole(tensor.shape))
                 weights[name] = TensorEntry(tensor.shape, tensor.dtype, (piece,))
-        return Tensors(folder, {"model": weights}, None, files)
+        if damage:
+            raise DamageError("; ".join(damage))
+        return StoredTensors(folder, {MODEL: weights}, None, files)
 
     def config(self) -> dict[str, Any]:
-        """`config.json`, or nothing where there is none that can be read."""
+        """The fields of `config.json`; empty where it is missing or cannot be read."""
         try:
             found = json.loads((self.folder / "config.json").read(0, _MAX_INDEX_BYTES))
         except (StoreError, ValueError, RecursionError):
@@ -81,14 +91,29 @@ class Tensors:
             common = box.intersect(piece.box)
             if common is None:
                 continue
-            inside = common.relative_to(piece.box).runs(piece.box.size)
-            offsets = ((piece.offset + a * dtype.itemsize, n * dtype.itemsize) for a, n in inside)
-            data = b"".join(self._bytes(piece.file, a, a + n) for a, n in offsets)
-            result[common.relative_to(box).slices] = np.frombuffer(data, dtype.numpy).reshape(common.size)
+            result[common.relative_to(box).slices] = self._part(piece, dtype, common.relative_to(piece.box))
             covered += common.numel
         if covered != box.numel:
             raise DamageError(f"{self.folder}: the pieces of {state}/{name} do not tile it")
         return result
+
+    def _part(self, piece: PieceEntry, dtype: Dtype, box: Box) -> npt.NDArray[Any]:
+        """A box of a piece. Of a plain file whole rows are read: some columns of it would be a read for each row."""
+        runs = list(box.runs(piece.box.size))
+        if self.manifest is not None or len(runs) == 1:
+            offsets = ((piece.offset + start * dtype.itemsize, length * dtype.itemsize) for start, length in runs)
+            data = b"".join(self._bytes(piece.file, start, start + length) for start, length in offsets)
+            return np.frombuffer(data, dtype.numpy).reshape(box.size)
+        columns = piece.box.size[1:]
+        row_bytes = math.prod(columns) * dtype.itemsize
+        step = max(1, READ_BYTES // row_bytes)
+        parts = []
+        for first in range(box.start[0], box.stop[0], step):
+            count = min(step, box.stop[0] - first)
+            start = piece.offset + first * row_bytes
+            rows = np.frombuffer(self._bytes(piece.file, start, start + count * row_bytes), dtype.numpy)
+            parts.append(rows.reshape(count, *columns)[(slice(None), *box.slices[1:])])
+        return np.concatenate(parts)
 
     def _bytes(self, file: int, start: int, stop: int) -> bytes | memoryview:
         if self.manifest is None:
@@ -104,7 +129,7 @@ class Tensors:
 
 def ordered_states(states: Iterable[str]) -> list[str]:
     """The model first."""
-    return sorted(states, key=lambda state: (state != "model", state))
+    return sorted(states, key=lambda state: (state != MODEL, state))
 
 
 def ordered_names(names: Iterable[str]) -> list[str]:

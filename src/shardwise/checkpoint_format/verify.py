@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, TensorEntry, label
 from shardwise.checkpoint_format.safetensors import DTYPES, StoredTensor, parse_header
 from shardwise.errors import listing
 from shardwise.storage.chunks import READ_BYTES, FileEntry, require_size, verify_chunk
 from shardwise.storage.root import DamageError, Root, StoreError
 
-MODEL = "model"
-"""The state whose tensors are the weights, each whole in a file under its own name."""
 _SUFFIX = ".safetensors"
 _NOT_FINITE = {
     "F8_E4M3": ("|u1", 0x7F),
@@ -41,8 +39,13 @@ class Report:
     """What was found.
 
     Attributes:
-        problems: one sentence each; empty where all is as it was written. unlisted: files that the manifest does not
-        know. bytes: that were read. non_finite: STATE/NAME → how many values are NaN or infinite.
+        folder: the checkpoint.
+        problems: one sentence each; empty where all is as it was written.
+        files: number of files that the manifest lists.
+        bytes: number of bytes that were read.
+        tensors: number of tensors that the manifest lists.
+        non_finite: STATE/NAME → how many values are NaN or infinite.
+        unlisted: files that the manifest does not list.
     """
 
     folder: Root
@@ -100,7 +103,7 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
                 stop = piece.offset + tensor.nbytes(piece)
                 spans[piece.file].append(_Span(piece.offset, stop, f"{state}/{name}", tensor.dtype))
                 stored = StoredTensor(tensor.dtype, piece.box.size, piece.offset, stop)
-                expected[piece.file][label(state, name, tensor, piece)] = stored
+                expected[piece.file][label(state, name, tensor.shape, piece.box)] = stored
     for entry, inside, wanted in zip(manifest.files, spans, expected, strict=True):
         file = folder / entry.path
         try:
@@ -111,13 +114,6 @@ def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Repor
         except StoreError as error:
             report.problems.append(str(error))
     return report
-
-
-def label(state: str, name: str, tensor: TensorEntry, piece: PieceEntry) -> str:
-    """What a piece is called in its file: a weight by its own name, others STATE/NAME@START."""
-    if state == MODEL and piece.box == Box.whole(tensor.shape):
-        return name
-    return f"{state}/{name}@{','.join(map(str, piece.box.start))}"
 
 
 def untiled(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
@@ -134,7 +130,7 @@ def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """Why boxes, each inside of the shape, do not tile it; None where every element is in exactly one of them."""
     boxes = [box for box in boxes if box.numel]
     if shape and len(boxes) > 1:
-        # Swept along the dim that tells most of them apart: only boxes that share a place there are compared.
+        # A sweep along the dim with the most different starts: only boxes that overlap in it are compared.
         dim = max(range(len(shape)), key=lambda i: len({box.start[i] for box in boxes}))
         open_: list[Box] = []
         for box in sorted(boxes, key=lambda each: each.start[dim]):

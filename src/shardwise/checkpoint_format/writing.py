@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import PieceEntry, TensorEntry
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry, label
 from shardwise.checkpoint_format.safetensors import DTYPES, header
-from shardwise.checkpoint_format.verify import MODEL
+from shardwise.errors import ConfigError
+from shardwise.hub import INDEX
 from shardwise.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.storage.root import Buffer, Root, StoreError
 from shardwise.units import size
 
+CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 STREAM_BYTES = 64 * 2**20
 """Of a tensor that are held in memory at a time."""
@@ -46,13 +48,11 @@ class File:
     parts: tuple[Part, ...]
 
     @staticmethod
-    def of(path: str, named: Sequence[tuple[str, Part]]) -> File:
-        """`named`: what the file holds, in order, under the names that it has there."""
-        head, offsets, total = header([(name, part.dtype, part.box.size) for name, part in named], {"format": "pt"})
-        placed = tuple(
-            Part(part.state, part.name, part.shape, part.dtype, part.box, offset)
-            for (_, part), offset in zip(named, offsets, strict=True)
-        )
+    def of(path: str, parts: Sequence[Part]) -> File:
+        """The file that holds these parts, in their order."""
+        labelled = [(label(part.state, part.name, part.shape, part.box), part.dtype, part.box.size) for part in parts]
+        head, offsets, total = header(labelled, {"format": "pt"})
+        placed = tuple(replace(part, offset=offset) for part, offset in zip(parts, offsets, strict=True))
         return File(path, head, total, placed)
 
 
@@ -88,40 +88,85 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Written:
-    """The shards of a model's weights."""
+class WrittenFolder:
+    """A folder that was written.
 
-    files: tuple[File, ...]
-    entries: tuple[FileEntry, ...]
+    Attributes:
+        folder: under its final name.
+        files: how many files it holds, the manifest included.
+        bytes: length of all files but the manifest.
+    """
 
-    @property
-    def index(self) -> dict[str, Any] | None:
-        """`model.safetensors.index.json`; None where there is one shard."""
-        if len(self.files) < 2:
-            return None
-        names = {part.name: file.path for file in self.files for part in file.parts}
-        total = sum(file.size - len(file.header) for file in self.files)
-        return {"metadata": {"total_size": total}, "weight_map": names}
+    folder: Root
+    files: int
+    bytes: int
 
 
-def write_weights(
-    folder: Root,
+def write_folder(
+    parent: Root,
+    name: str,
     weights: Sequence[Weight],
+    beside: Mapping[str, bytes],
+    *,
+    partial: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
-) -> Written:
-    """Write weights as `transformers` names their shards; `progress` is called with bytes written since the last call.
+    manifest: Callable[[Sequence[FileEntry], Sequence[File]], Manifest] | None = None,
+    replaces: bool = False,
+) -> WrittenFolder:
+    """A Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
+
+    Args:
+        beside: path → content of the other files. `config.json`, which makes a folder a model's, is written last.
+        partial: name of the folder until it is complete; default: `.NAME.partial`.
+        progress: called with the bytes of weights that were written since the last call.
+        manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
+        replaces: a folder of that name goes once the new one is complete; else there must be none.
 
     Raises:
-        StoreError: a file cannot be written. Whatever reading the weights raises.
+        ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
     """
+    final = parent / name
+    if not replaces and (final.exists() or final.names()):
+        raise ConfigError(f"{final} exists already: choose another name, or remove it")
+    parent.make()
+    require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
+    with staged(parent, name, partial or f".{name}.partial") as staging:
+        files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
+        small = {**beside, **weight_index({file.path: [part.name for part in file.parts] for file in files}, weights)}
+        for path in sorted(small, key=lambda path: path == CONFIG):
+            entries.append(write_small(staging / path, small[path], path))
+        if manifest is not None:
+            (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
+        if replaces and parent.is_local:
+            final.remove()
+    count = len(entries) + (manifest is not None)
+    return WrittenFolder(final, count, sum(entry.bytes for entry in entries))
+
+
+def weight_index(names: Mapping[str, Iterable[str]], weights: Iterable[Sized]) -> dict[str, bytes]:
+    """The file that says which shard holds which weight; nothing where there is one shard.
+
+    Args:
+        names: path of a shard → names of its weights.
+        weights: all weights.
+    """
+    if len(names) < 2:
+        return {}
+    total = sum(weight.nbytes for weight in weights)
+    places = {name: path for path, inside in names.items() for name in inside}
+    return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": places})}
+
+
+def _write_weights(
+    folder: Root, weights: Sequence[Weight], max_shard_bytes: int, progress: Callable[[int], None] | None
+) -> tuple[list[File], list[FileEntry]]:
+    """The shards, named as `transformers` names them."""
     shards = list(cut(weights, max_shard_bytes))
     files, entries = [], []
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
-        named = [(w.name, Part(MODEL, w.name, w.shape, w.dtype, Box.whole(w.shape))) for w in shard]
-        file = File.of(name, named)
-        writer = ChunkedWriter(folder / name, file.size, name)
-        try:
+        file = File.of(name, [Part(MODEL, w.name, w.shape, w.dtype, Box.whole(w.shape)) for w in shard])
+        with ChunkedWriter(folder / name, file.size, name) as writer:
             writer.write(file.header)
             for weight in shard:
                 for data in weight.read():
@@ -129,22 +174,15 @@ def write_weights(
                     if progress is not None:
                         progress(memoryview(data).nbytes)
             entries.append(writer.close())
-        except BaseException:
-            writer.abandon()
-            raise
         files.append(file)
-    return Written(tuple(files), tuple(entries))
+    return files, entries
 
 
 def write_small(file: Root, data: bytes, path: str | None = None) -> FileEntry:
     """One of the files beside the weights."""
-    writer = ChunkedWriter(file, len(data), path)
-    try:
+    with ChunkedWriter(file, len(data), path) as writer:
         writer.write(data)
         return writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
 
 
 class Sized(Protocol):

@@ -1,4 +1,4 @@
-"""Files with a checksum per chunk: hashed while they are written, verified by whoever reads the chunk.
+"""Files with a checksum per chunk: hashed while they are written, verified when a chunk is read.
 
 xxh3_64 of each chunk: it runs at memory speed, where a cryptographic hash would take longer than the disk.
 """
@@ -45,9 +45,9 @@ class FileEntry:
 
 
 def chunk_bytes(size: int) -> int:
-    """How much of a file of `size` bytes one checksum covers: a power of two, about `size` / 8192.
+    """Length of a chunk in a file of `size` bytes: a power of two from 16 KiB to 16 MiB, about `size` / 8192.
 
-    From 16 KiB to 16 MiB. A checksum costs 8 bytes of manifest, and who reads any of a chunk reads all of it.
+    A checksum takes 8 bytes of the manifest, and to read a part of a chunk is to read all of it.
     """
     chunk = MIN_CHUNK_BYTES
     while chunk < MAX_CHUNK_BYTES and chunk * _CHUNKS_OF_A_FILE < size:
@@ -59,8 +59,9 @@ class ChunkedWriter:
     """Writes one file from its first byte to its last.
 
     Args:
-        file: where. size: the file's bytes, known beforehand. path: relative to the checkpoint's folder, for the entry
-        (default: the file's name).
+        file: where to write.
+        size: length of the file, which must be known beforehand.
+        path: relative to the folder, for the entry; default: the file's name.
     """
 
     def __init__(self, file: Root, size: int, path: str | None = None) -> None:
@@ -72,7 +73,7 @@ class ChunkedWriter:
         self._file = file.open(size)
 
     def write(self, data: Buffer) -> None:
-        """The next bytes: any number."""
+        """Appends any number of bytes."""
         view = memoryview(data).cast("B")
         assert self._written + len(view) <= self._size, f"{self._path} gets more than {self._size} bytes"
         self._file.write(view)
@@ -86,7 +87,7 @@ class ChunkedWriter:
             view = view[len(part) :]
 
     def close(self) -> FileEntry:
-        """All bytes are there; on a local disk they are on the disk."""
+        """Ends the file, all of whose bytes were written; a local file is then on the disk."""
         assert self._written == self._size, f"{self._path} got {self._written} of {self._size} bytes"
         if self._written % self._chunk:
             self._next_chunk()
@@ -95,8 +96,16 @@ class ChunkedWriter:
         return FileEntry(self._path, self._size, self._chunk, checksums)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Removes what was written."""
         self._file.abandon()
+
+    def __enter__(self) -> ChunkedWriter:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Leaves nothing behind where the writing failed; a file that is whole was closed before."""
+        if kind is not None:
+            self.abandon()
 
     def _next_chunk(self) -> None:
         self._checksums.append(self._hash.intdigest())
@@ -104,10 +113,11 @@ class ChunkedWriter:
 
 
 class ChunkedReader:
-    """Reads parts of one file; nothing is handed out before its checksum was verified.
+    """Reads parts of one file; bytes are only returned once their checksum was verified.
 
     Attributes:
-        bytes_read: from the store so far, whole chunks. verified: by chunk, 1 where it was read and is intact.
+        bytes_read: bytes that were read from the place so far, in whole chunks.
+        verified: for each chunk, 1 where it was read and is intact.
     """
 
     def __init__(self, folder: Root, entry: FileEntry) -> None:

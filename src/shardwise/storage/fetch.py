@@ -3,7 +3,7 @@
 Beside a file NAME there are, hidden by a dot:
 
     .NAME.fetch         what has come so far, while it comes
-    .NAME.fetch.json    of which source, and in which version, that is
+    .NAME.fetch.json    its source, and the version of it
     .NAME.fetched.json  of a complete file: its source, its size and its SHA-256
     .NAME.lock          one process fetches, the others wait
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, listing
 from shardwise.files import new_file, open_lock, open_own
 from shardwise.names import name_problem
 from shardwise.redaction import unsigned
@@ -46,7 +46,7 @@ _ATTEMPTS = 5
 _WEB = ("http", "https")
 _ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.GONE)
 _VERSIONS = ("ETag", "etag", "Content-MD5", "Last-Modified", "LastModified", "last_modified", "mtime")
-"""What filesystems tell of a file that is another once the file is."""
+"""Facts that filesystems report of a file, and that change with its content."""
 _PATTERN = frozenset("*?[")
 _SHOWN = 3
 _RECORD = re.compile(r"(.*/)?\.[^/]+\.(fetch|fetch\.json|fetched\.json)")
@@ -60,8 +60,11 @@ class Remote:
     """A file that can be fetched.
 
     Attributes:
-        size: None where the server does not tell. version: changes when the file does, as far as the server tells.
-        ranges: whether the server gives parts of it.
+        root: where it is.
+        name: relative to the folder or pattern that was named.
+        size: None where the server does not report it.
+        version: changes when the file does, as far as the server reports it.
+        ranges: whether the server sends parts of it.
     """
 
     root: Root
@@ -73,7 +76,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file that is here. came: bytes that this call brought."""
+    """A file that is on this machine; `came`: bytes that this call fetched."""
 
     path: Path
     size: int
@@ -109,26 +112,28 @@ def fetch(
 ) -> Fetched:
     """Brings one file to `target`, unless it is there as it was fetched, or has that SHA-256.
 
-    What is broken off is gone on with by the next call, unless the source has changed. Any number of processes may call
-    it at once: one fetches. The file appears when it is complete and on the disk.
+    The next call continues a fetch that was interrupted, unless the source has changed. Any number of processes may
+    call it at once: one fetches. The file appears when it is complete and on the disk.
 
     Args:
-        force: replace a file that was not fetched from there. progress: called with bytes as they come. announce:
-        called with one line, for the user.
+        sha256: what the file's SHA-256 must be; None for any.
+        force: replace a file that was not fetched from there.
+        progress: called with the number of bytes that came since the last call.
+        announce: called with one line for the user.
 
     Raises:
         ConfigError: another file is at `target`, the disk has no room, or the SHA-256 is not that which was asked for.
         StoreError: the source cannot be read, or `target` cannot be written.
     """
     here = Root.of(target)
-    with here.told("written"):
+    with here.store_errors("written"):
         target.parent.mkdir(parents=True, exist_ok=True)
     with _alone(target, announce):
         found = _there(remote, target, sha256, force, announce)
         if found is not None:
             return found
         part = _beside(target, "fetch")
-        with here.told("written"):
+        with here.store_errors("written"):
             begun, digest = _bring(remote, target, part, progress, announce)
         if _info(remote.root)[1] != remote.version:
             part.unlink()
@@ -140,7 +145,7 @@ def fetch(
 
 
 def _matching(root: Root) -> list[Remote]:
-    with root.told("read"):
+    with root.store_errors("read"):
         infos = root.fs.glob(root.path, detail=True)
     files = sorted((path, info) for path, info in infos.items() if info["type"] == "file")
     found = _sent([_remote(_at(root, path), info) for path, info in files])
@@ -152,7 +157,7 @@ def _matching(root: Root) -> list[Remote]:
 def _below(root: Root) -> list[Remote]:
     if root.scheme in _WEB or not root.is_folder():
         return _inside(root, [_remote(root, _info(root)[0])])
-    with root.told("read"):
+    with root.store_errors("read"):
         infos = root.fs.find(root.path, detail=True)
     above = root.path.rstrip("/") + "/"
     found = _sent([_remote(_at(root, path), info, path.removeprefix(above)) for path, info in sorted(infos.items())])
@@ -179,17 +184,16 @@ def _inside(root: Root, remotes: list[Remote]) -> list[Remote]:
         ConfigError: the name of one leads elsewhere.
     """
     if wrong := [problem for remote in remotes if (problem := name_problem(remote.name, nested=True))]:
-        more = f" and {len(wrong) - _SHOWN:,} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
-            f"{root}: the name of each file ({'; '.join(wrong[:_SHOWN])}{more}) must lie in the folder that it is "
+            f"{root}: the name of each file ({listing(wrong, most=_SHOWN)}) must lie in the folder that it is "
             "fetched to: nothing was fetched; name the others by a pattern, or rename it there"
         )
     return remotes
 
 
 def _info(root: Root) -> tuple[dict[str, Any], str]:
-    """What is told of a file, and its version."""
-    with root.told("read"):
+    """What the filesystem reports of a file, and its version."""
+    with root.store_errors("read"):
         try:
             info: dict[str, Any] = root.fs.info(root.path)
             return info, _version(info)
@@ -225,7 +229,7 @@ def _version(info: dict[str, Any]) -> str:
 
 
 def _gives_ranges(url: str) -> bool:
-    """Whether a web server does as it is asked with a part of a file; many say nothing about it beforehand."""
+    """Whether a web server sends a part of a file when asked for one; many do not announce it."""
     request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
@@ -262,7 +266,7 @@ def _there(
 
 
 def _begun(remote: Remote, part: Path) -> BinaryIO | None:
-    """What of the file has come before, opened at its beginning; None where the source is another by now."""
+    """The part of the file that an earlier call fetched, opened at its beginning; None where the source has changed."""
     record = _read_record(part.with_name(f"{part.name}.json"))
     if not remote.ranges or record != {"source": _source(remote), "version": remote.version}:
         return None
@@ -281,7 +285,7 @@ def _source(remote: Remote) -> str:
 
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with Root.of(path).told("read"), path.open("rb") as file:
+    with Root.of(path).store_errors("read"), path.open("rb") as file:
         _update(digest, file)
     return str(digest.hexdigest())
 
@@ -337,7 +341,7 @@ def _bring(
 
 
 def _blocks(remote: Remote, begun: int) -> Iterator[bytes]:
-    """What is after the first `begun` bytes, in order."""
+    """The bytes after the first `begun` ones, in order."""
     if not remote.ranges:
         yield from _stream(remote.root)
         return
@@ -367,13 +371,13 @@ def _range(remote: Remote, start: int, stop: int) -> bytes:
         except StoreError as failure:
             error = failure
         if error.missing or attempt == _ATTEMPTS:
-            raise StoreError(f"{error}; from byte {start:,} on: start again, and it goes on from there")
+            raise StoreError(f"{error}; from byte {start:,} on: start again, and it continues from there")
         time.sleep(2 ** (attempt - 1) / 4)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _stream(root: Root) -> Iterator[bytes]:
-    with root.told("read"), root.fs.open(root.path, "rb") as file:
+    with root.store_errors("read"), root.fs.open(root.path, "rb") as file:
         while block := file.read(_RANGE):
             yield block
 
@@ -382,11 +386,11 @@ def _finish(remote: Remote, target: Path, part: Path, found: str, sha256: str | 
     size = part.stat().st_size
     wrong = None
     if remote.size is not None and size != remote.size:
-        wrong = f"its size ({size:,} bytes) must be that which its server tells ({remote.size:,})"
+        wrong = f"its size ({size:,} bytes) must be that which its server reports ({remote.size:,})"
     elif sha256 is not None and found != sha256:
         wrong = f"its SHA-256 ({found}) must be that which was asked for ({sha256})"
     record = part.with_name(f"{part.name}.json")
-    with Root.of(target).told("written"):
+    with Root.of(target).store_errors("written"):
         if wrong is not None:
             part.unlink()
             record.unlink()
@@ -421,9 +425,9 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alone(target: Path, announce: Callable[[str], None] | None) -> Iterator[None]:
-    """Holds the only lock on `target`, where the file system has locks."""
+    """Holds the only lock on `target`, where the file system supports locks."""
     lock = _beside(target, "lock")
-    with Root.of(target).told("written"):
+    with Root.of(target).store_errors("written"):
         file = open_lock(lock)
     with file:
         try:

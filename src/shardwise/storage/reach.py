@@ -1,4 +1,4 @@
-"""Whether a place answers, and takes what is written there: found out before anybody works for it."""
+"""Whether a place answers and can be written to, checked before work starts whose result is to go there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 from shardwise.storage.root import Root
 
 PATIENCE_SECONDS = 20.0
-"""For the first answer of a remote place. Its client would try again for minutes, which is right only later on."""
+"""Longest wait for the first answer of a remote place. Its client would retry for minutes, which only helps later."""
 
 _T = TypeVar("_T")
 
@@ -33,7 +33,7 @@ def in_time(root: Root, action: Callable[[], _T]) -> _T:
         except Exception as error:  # noqa: BLE001  raised where it is waited for
             answers.put((None, error))
 
-    # Nothing can end a client's call: the thread goes on, and ends with the process.
+    # A client's call cannot be cancelled: the thread continues, and ends with the process.
     threading.Thread(target=ask, name="first answer", daemon=True).start()
     try:
         answer, error = answers.get(timeout=PATIENCE_SECONDS)

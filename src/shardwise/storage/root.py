@@ -1,8 +1,8 @@
 """One place of a filesystem, local or remote: a file or a folder, and what can be done there.
 
-Everything goes through `fsspec`, so `runs/x/checkpoints` and `s3://bucket/x` take the same path through the code. What
-only a local disk has is kept where there is one: files are on the disk when they are closed, and renames are atomic. An
-object store has neither folders nor renames: there, what makes a group of files valid must be written last.
+Everything goes through `fsspec`, so `runs/x/checkpoints` and `s3://bucket/x` take the same path through the code. On a
+local disk, a file is on the disk once it is closed, and renames are atomic. An object store has neither folders nor
+renames: there, the file that makes a group of files valid must be written last.
 
 Every failure becomes a `StoreError`, one sentence with the place, the reason and the way out.
 """
@@ -52,7 +52,7 @@ _ADVICE = {
         ),
     ),
 }
-"""Extra → what helps where a reason reads so; the first that fits."""
+"""Extra → (pattern, advice): the advice of the first pattern that fits the reason of a failure."""
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -60,7 +60,8 @@ class StoreError(RunError):
     """A place cannot be read or written.
 
     Attributes:
-        out_of_space: the disk is full. missing: there is nothing of that name.
+        out_of_space: the disk is full.
+        missing: there is nothing of that name.
     """
 
     def __init__(self, text: str, *, out_of_space: bool = False, missing: bool = False) -> None:
@@ -77,7 +78,9 @@ class Root:
     """A place: `Root.of("runs/x") / "checkpoints"`. Making the object touches nothing.
 
     Attributes:
-        path: as the filesystem wants it. shown: as the user wrote it, for messages. scheme: of its URL, `file` locally.
+        path: as the filesystem expects it.
+        shown: as the user wrote it, without secrets, for messages.
+        scheme: of its URL; `file` on this machine.
     """
 
     path: str
@@ -118,7 +121,7 @@ class Root:
         return _local_filesystem() if self._remote is None else self._remote
 
     def __truediv__(self, name: str) -> Root:
-        """What `name` names below this place, and nowhere else.
+        """The place called `name` below this one.
 
         Raises:
             StoreError: the name leads elsewhere.
@@ -165,14 +168,14 @@ class Root:
         return int(info["size"] or 0)
 
     def modified(self) -> float | None:
-        """When a file was last written, in seconds since 1970; None where the store does not tell."""
+        """When a file was last written, in seconds since 1970; None where the store does not report it."""
         info = self._info() or {}
         when = info.get("mtime") or info.get("LastModified") or info.get("created")
         return when if isinstance(when, float | int | None) else float(when.timestamp())
 
     def names(self) -> list[str]:
-        """Of what a folder holds, sorted; none where there is no folder."""
-        with self.told("read"):
+        """Names of the files and folders in a folder, sorted; empty where there is no folder."""
+        with self.store_errors("read"):
             try:
                 found = list(self.local().iterdir()) if self.is_local else self.fs.ls(self.path, detail=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -183,7 +186,7 @@ class Root:
 
     def files(self) -> dict[str, int]:
         """Every file below this folder: relative path → bytes. Links to folders are not followed."""
-        with self.told("read"):
+        with self.store_errors("read"):
             if self.is_local:
                 return dict(sorted(_local_files(self.local())))
             found: dict[str, Any] = self.fs.find(self.path, detail=True)
@@ -197,7 +200,7 @@ class Root:
         """Bytes `start` to `stop` of a file; fewer where it ends before."""
         if stop is not None and stop <= start:
             return b""
-        with self.told("read"):
+        with self.store_errors("read"):
             return bytes(self.fs.cat_file(self.path, start=start, end=stop))
 
     def open(self, size: int | None = None) -> Writing:
@@ -207,14 +210,14 @@ class Root:
     def write(self, data: bytes) -> None:
         """Replaces the file: a reader or a crash sees the old one or the new one, never a part."""
         if not self.is_local:
-            with self.told("written", len(data)):
+            with self.store_errors("written", len(data)):
                 self.fs.pipe_file(self.path, data)
             return
         temporary = self._sibling(f".{self.name}.{os.getpid()}.tmp")
         try:
             with Writing(temporary, len(data), new=True) as file:
                 file.write(data)
-            with self.told("written"):
+            with self.store_errors("written"):
                 temporary.local().replace(self.path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -224,7 +227,7 @@ class Root:
     def make(self) -> None:
         """The folder and those above it; an object store has none."""
         if self.scheme not in _OBJECT_STORES:
-            with self.told("made"):
+            with self.store_errors("made"):
                 if self.is_local:
                     self.local().mkdir(parents=True, exist_ok=True)
                 else:
@@ -235,7 +238,7 @@ class Root:
 
         `last`: the file that makes a folder valid. Where the files are copied, it is copied last and removed first.
         """
-        with self.told(f"renamed to {other}"):
+        with self.store_errors(f"renamed to {other}"):
             if self.is_local and other.is_local:
                 self.local().rename(other.path)
             elif self.scheme in _OBJECT_STORES:
@@ -250,7 +253,7 @@ class Root:
 
     def remove(self) -> None:
         """A file, or a folder with all below; nothing where there is nothing. Links are removed, not followed."""
-        with self.told("removed"), contextlib.suppress(FileNotFoundError):
+        with self.store_errors("removed"), contextlib.suppress(FileNotFoundError):
             if self.is_local:
                 path = self.local()
                 if path.is_dir() and not path.is_symlink():
@@ -266,7 +269,7 @@ class Root:
     def sync(self) -> None:
         """Wait until a local folder's names are on the disk."""
         if self.is_local:
-            with self.told("written"):
+            with self.store_errors("written"):
                 descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     os.fsync(descriptor)
@@ -280,7 +283,7 @@ class Root:
         path = self.local()
         while not path.exists() and path != path.parent:
             path = path.parent
-        with self.told("read"):
+        with self.store_errors("read"):
             return shutil.disk_usage(path).free
 
     # ---- inside
@@ -290,7 +293,7 @@ class Root:
         return Root(f"{parent}/{name}", self.shown, self.scheme, self._remote)
 
     def _info(self) -> dict[str, Any] | None:
-        with self.told("read"):
+        with self.store_errors("read"):
             try:
                 if self.is_local:
                     return _local_info(self.local().stat())
@@ -300,8 +303,13 @@ class Root:
                 return None
 
     @contextlib.contextmanager
-    def told(self, verb: str, needed: int | None = None) -> Iterator[None]:
-        """Turns what the filesystem raises into a sentence; `needed`: bytes that were to be written."""
+    def store_errors(self, verb: str, needed: int | None = None) -> Iterator[None]:
+        """Whatever the filesystem raises inside becomes a StoreError.
+
+        Args:
+            verb: what is done with this place, such as `read`.
+            needed: bytes that are to be written.
+        """
         try:
             yield
         except RunError:
@@ -315,7 +323,7 @@ class Root:
             raise self.failure(error, verb, needed) from None
 
     def failure(self, error: Exception, verb: str, needed: int | None = None) -> StoreError:
-        """What a filesystem raised as a sentence, with what helps; `verb`: what could not be done with this place."""
+        """The StoreError for what a filesystem raised, with advice; `verb`: what could not be done with this place."""
         number = error.errno if isinstance(error, OSError) else None
         if number in _OUT_OF_SPACE:
             free = None
@@ -346,13 +354,13 @@ class Writing:
 
     def __init__(self, root: Root, size: int | None = None, *, new: bool = False) -> None:
         self._root, self._size = root, size
-        with root.told("written", size):
+        with root.store_errors("written", size):
             self._file: Any = new_file(root.local()) if new else root.fs.open(root.path, "wb")
         self._behind = WriteBehind(self._file.fileno()) if root.is_local else None
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
-        with self._root.told("written", self._size):
+        with self._root.store_errors("written", self._size):
             while len(view):  # an unbuffered file may take a part
                 taken = self._file.write(view)
                 view = view[taken:]
@@ -360,7 +368,7 @@ class Writing:
                     self._behind.wrote(taken)
 
     def close(self) -> None:
-        with self._root.told("written", self._size):
+        with self._root.store_errors("written", self._size):
             if self._behind is not None:
                 self._behind.finish()
                 self._file.flush()
@@ -368,7 +376,7 @@ class Writing:
             self._file.close()
 
     def abandon(self) -> None:
-        """Leave nothing behind, whatever fails on the way: the error that led here is the one to tell."""
+        """Remove what was written. Failures on the way are dropped: the error that led here is the one to report."""
         with contextlib.suppress(Exception):
             if self._behind is not None:
                 with contextlib.suppress(OSError):

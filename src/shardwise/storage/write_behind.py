@@ -1,4 +1,4 @@
-"""What was written to a local file goes to the disk while more is being written, and leaves the page cache then."""
+"""Brings the bytes of a growing local file to the disk while more are written, and frees their pages in the cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ WINDOW_BYTES = 32 * 2**20
 
 
 class WriteBehind:
-    """Lets go of a growing file, window by window: at most two of 32 MiB are in the page cache.
+    """Syncs a growing file window by window, so that at most two windows of 32 MiB are in the page cache.
 
-    A file that is only synced at its end lies there whole. It puts out what others will read again, and on a virtual
-    machine whose host gives memory at its first touch every page that nobody freed just before costs more than the
-    disk: checkpoints, which are written beside older ones, then take three times as long (`benchmarks/checkpoint.py`).
+    A file that is only synced at its end fills the page cache. That displaces pages that others will read again. On a
+    virtual machine whose host provides memory at first use, a fresh page also costs more time than the disk: a
+    checkpoint then takes three times as long (`benchmarks/checkpoint.py`).
 
     Args:
         descriptor: of the file, open for as long as this is used.
@@ -26,7 +26,7 @@ class WriteBehind:
         self._pending: Future[None] | None = None
 
     def wrote(self, count: int) -> None:
-        """So many more bytes were written. Waits while the window before is still on its way.
+        """To be called after each write, with its length. Waits while the previous window is being synced.
 
         Raises:
             OSError: an earlier window could not be brought to the disk.
@@ -42,7 +42,7 @@ class WriteBehind:
         self._start = self._end
 
     def finish(self) -> None:
-        """Wait for what is on its way; raises as `wrote`."""
+        """Wait until the last window is synced; raises as `wrote`."""
         try:
             self._wait()
         finally:

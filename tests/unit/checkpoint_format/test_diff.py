@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from shardwise.boxes import Box
 from shardwise.checkpoint_format.diff import ABSENT, diff
-from shardwise.checkpoint_format.tensors import Tensors, ordered_names, segments
+from shardwise.checkpoint_format.tensors import StoredTensors, ordered_names, segments
 from shardwise.errors import ConfigError
 from shardwise.storage.root import DamageError, Root
 from tests.stored import Tensor, float32, small_tensors, write_checkpoint
@@ -110,7 +110,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
     for name in ("../secret", "/etc/passwd", ".."):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(ConfigError, match="must name files of its own folder"):
-            Tensors.of(Root.of(tmp_path))
+            StoredTensors.of(Root.of(tmp_path))
 
 
 def test_a_folder_without_tensors(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_layers_come_in_the_order_of_their_numbers() -> None:
 
 def test_any_box_of_any_cut(tmp_path: Path) -> None:
     tensors = small_tensors()
-    stored = Tensors.of(write_checkpoint(tmp_path, tensors=tensors, ranks=4))
+    stored = StoredTensors.of(write_checkpoint(tmp_path, tensors=tensors, ranks=4))
     values = tensors["exp_avg"]["embed.weight"][1]
     for box in (Box.whole((11, 6)), Box((2, 1), (7, 3)), Box((10, 5), (1, 1))):
         assert np.array_equal(stored.read("exp_avg", "embed.weight", box), values[box.slices])

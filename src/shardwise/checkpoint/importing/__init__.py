@@ -6,6 +6,6 @@ Whatever the source, it becomes canonical tensors that are put together a few ro
 from shardwise.checkpoint.importing.hugging_face import open_hugging_face
 from shardwise.checkpoint.importing.megatron import open_megatron
 from shardwise.checkpoint.importing.neuronx import open_neuronx
-from shardwise.checkpoint.importing.opened import Imported, Opened, write_checkpoint
+from shardwise.checkpoint.importing.opened import Opened, write_checkpoint
 
-__all__ = ["Imported", "Opened", "open_hugging_face", "open_megatron", "open_neuronx", "write_checkpoint"]
+__all__ = ["Opened", "open_hugging_face", "open_megatron", "open_neuronx", "write_checkpoint"]

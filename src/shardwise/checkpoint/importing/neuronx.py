@@ -9,7 +9,7 @@ As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. La
 stages. What a rank's fused tensors mean, its model code says (modeling_llama_nxd.py, modules/qkv_linear.py):
 gate_up_proj is [gate; up]; qkv_proj.weight [q; k; v]; weight_q, weight_k and weight_v, or weight_qkv = [q; k; v], are
 of GQAQKVColumnParallelLinear, which holds each key/value head `m` times. The query heads of a rank attend to the
-key/value heads of that rank, so that copies of a head tell which query heads are of its group, and in which order:
+key/value heads of that rank, so the order of the copies gives the query heads of each group:
 copies lie g slots apart as scripts/checkpoint_converter.py writes them (K0 K1 … K0 K1 …), or next to each other. A
 GPT-NeoX rank's query_key_value is [its heads, 3, head size], as in the whole model.
 """
@@ -28,8 +28,8 @@ from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.hugging_face import token_ids
 from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
-from shardwise.checkpoint.importing.shards import Shards, Stacked, same_bits, stack
-from shardwise.checkpoint.spelling import spelling
+from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, same_bits, stack
+from shardwise.checkpoint_format.spelling import spelling
 from shardwise.config import GPTNeoXConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
 from shardwise.storage.root import Root
@@ -57,10 +57,7 @@ def open_neuronx(source: Path, config_file: Path) -> Opened:
         raise ConfigError(f"the model in {described} ({config.family}) must be llama or gpt_neox")
     ranks = _ranks(source)
     tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
-    wanted = [(t, p) for t in range(tensor) for p in range(pipeline)]
-    if missing := [f"tp_rank_{t:02d}_pp_rank_{p:02d}" for t, p in wanted if (t, p) not in ranks]:
-        shown = missing[:_SHOWN] + ([f"{len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else [])
-        raise ConfigError(f"{source} must have every rank of TP {tensor} × PP {pipeline}: it lacks {listing(shown)}")
+    require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
     buffers = re.compile(spelling(config.family).buffers)
     states = {rank: _state(path, buffers) for rank, path in sorted(ranks.items())}
     shards = Shards(str(source), {})

@@ -45,7 +45,7 @@ def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint_format.export import Export
+    from shardwise.checkpoint_format.to_hugging_face import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     export = Export(places.newest_intact(arguments.checkpoint, text.progress).root, arguments.dtype)

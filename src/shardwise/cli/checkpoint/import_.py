@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
     text.line(
         f"{done.folder}: {opened.config.family}, {count(opened.parameters)} parameters in {opened.dtype}{cut}; "
-        f"{text.of(done.files, 'file')}, {size(done.nbytes)}"
+        f"{text.of(done.files, 'file')}, {size(done.bytes)}"
     )
     text.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
     return 0

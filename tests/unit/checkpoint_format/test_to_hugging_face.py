@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.checkpoint_format.casting import cast, overflows
-from shardwise.checkpoint_format.export import Export
 from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.checkpoint_format.safetensors import DTYPES
+from shardwise.checkpoint_format.to_hugging_face import Export
 from shardwise.errors import ConfigError, RunError
 from shardwise.storage.root import DamageError, Root, StoreError
 from tests.stored import Tensors, small_tensors, write_checkpoint
@@ -89,7 +89,7 @@ def test_shards_have_an_index_and_a_limit(tmp_path: Path) -> None:
 
 
 def test_large_tensors_go_by_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint_format.export.STREAM_BYTES", 40)
+    monkeypatch.setattr("shardwise.checkpoint_format.to_hugging_face.STREAM_BYTES", 40)
     tensors = small_tensors()
     export_ = Export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors, ranks=3), "float32")
     for weight in export_.weights:
@@ -140,6 +140,6 @@ def test_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints")
     monkeypatch.setattr(Root, "free_bytes", lambda _: 10)
-    with pytest.raises(StoreError, match=r"the export of .* needs .* bytes\) in .*, where 10 B are free"):
+    with pytest.raises(StoreError, match=r"writing out needs .* bytes\) in .*, where 10 B are free"):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

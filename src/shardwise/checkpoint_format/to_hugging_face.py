@@ -13,26 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardwise.checkpoint_format.casting import FLOATING, FLOATS, cast, overflows
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint_format.safetensors import DTYPES
-from shardwise.checkpoint_format.tensors import Tensors, segments
-from shardwise.checkpoint_format.verify import MODEL
-from shardwise.checkpoint_format.writing import (
-    MAX_SHARD_BYTES,
-    STREAM_BYTES,
-    Weight,
-    require_room,
-    staged,
-    to_json,
-    write_weights,
-)
+from shardwise.checkpoint_format.tensors import StoredTensors, segments
+from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, STREAM_BYTES, Weight, to_json, write_folder
 from shardwise.errors import ConfigError, RunError, listing
 from shardwise.hub import INDEX
 from shardwise.storage.chunks import read_whole
 from shardwise.storage.root import Buffer, DamageError, Root
 
 MASTER = "master"
-_CONFIG = "config.json"
 _DTYPE_FIELDS = ("torch_dtype", "dtype")
 
 
@@ -41,7 +31,12 @@ class Exported:
     """What was written.
 
     Attributes:
-        dtypes: format as torch names it → bytes. masters: how many of the weights came from stored masters.
+        folder: where it is.
+        step: of the checkpoint.
+        files: number of files.
+        tensors: number of weights.
+        masters: number of weights that were taken from stored float32 masters.
+        dtypes: dtype as torch names it → bytes of weights.
     """
 
     folder: Root
@@ -60,8 +55,9 @@ class Export:
     """What an export will write, planned from the manifest.
 
     Args:
-        folder: the checkpoint. dtype: of all floating-point weights (a name in `FLOATS`); None: as they are stored.
-        Where it is another than the stored one, a weight comes from its master, if the checkpoint has one.
+        folder: the checkpoint.
+        dtype: of all floating-point weights (a name in `FLOATS`); None: as they are stored. A weight that is to be cast
+            is taken from its float32 master, if the checkpoint has one.
 
     Raises:
         ConfigError: `folder` is no checkpoint. StoreError: it cannot be read, or is damaged.
@@ -72,7 +68,7 @@ class Export:
             raise ConfigError(f"{folder} must be a checkpoint, and it has no {MANIFEST}")
         self._folder = folder
         self._manifest = Manifest.read(folder)
-        self._stored = Tensors.of(folder)
+        self._stored = StoredTensors.of(folder)
         self._target = None if dtype is None else FLOATS[dtype]
         self.masters = 0
         self.weights = [self._weight(name) for name in self._names()]
@@ -96,24 +92,13 @@ class Export:
             ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
             the range of float16. StoreError: out of space, or the like.
         """
-        final = parent / name
-        if final.exists() or final.names():
-            raise ConfigError(f"{final} exists already: choose another name, or remove it")
-        parent.make()
-        require_room(parent, self.nbytes, f"the export of {self._folder}")
         sizes: Counter[str] = Counter()
         for weight in self.weights:
             sizes[FLOATING.get(weight.dtype, weight.dtype)] += weight.nbytes
         beside = self._beside(max(sizes, key=lambda dtype: sizes[dtype]))
-        with staged(parent, name, f".{name}.partial") as staging:
-            written = write_weights(staging, self.weights, max_shard_bytes, progress)
-            if written.index is not None:
-                beside = {INDEX: to_json(written.index), **beside}
-            for path, data in beside.items():
-                with (staging / path).open(len(data)) as file:
-                    file.write(data)
-        files = len(written.files) + len(beside)
-        return Exported(final, self._manifest.step, files, len(self.weights), self.masters, dict(sizes))
+        written = write_folder(parent, name, self.weights, beside, max_shard_bytes=max_shard_bytes, progress=progress)
+        step, count = self._manifest.step, len(self.weights)
+        return Exported(written.folder, step, written.files, count, self.masters, dict(sizes))
 
     def _names(self) -> list[str]:
         """In the order in which they lie in the checkpoint's files."""
@@ -141,17 +126,17 @@ class Export:
             yield cast(values, entry.dtype, target).tobytes()
 
     def _beside(self, dtype: str) -> dict[str, bytes]:
-        """The other files of the model, `config.json` last: it makes a folder one that `transformers` opens."""
+        """The other files of the model; `config.json` names the format of the weights."""
         entries = {entry.path: entry for entry in self._manifest.files}
-        if _CONFIG not in entries:
-            raise ConfigError(f"{self._folder} must have a {_CONFIG}: it has {listing(sorted(entries)[:6])}")
+        if CONFIG not in entries:
+            raise ConfigError(f"{self._folder} must have a {CONFIG}: it has {listing(sorted(entries)[:6])}")
         kept = [path for path in entries if "/" not in path and not path.endswith(".safetensors") and path != INDEX]
         files = {path: read_whole(self._folder, entries[path]) for path in kept}
         try:
-            described = json.loads(files.pop(_CONFIG))
+            described = json.loads(files.pop(CONFIG))
             if not isinstance(described, dict):
                 raise ValueError("it is no JSON object")
         except (ValueError, RecursionError) as error:
-            raise DamageError(f"{self._folder / _CONFIG} is damaged: {error}") from None
+            raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
         named = [field for field in _DTYPE_FIELDS if field in described] or ["torch_dtype"]
-        return {**files, _CONFIG: to_json({**described, **dict.fromkeys(named, dtype)})}
+        return {**files, CONFIG: to_json({**described, **dict.fromkeys(named, dtype)})}
