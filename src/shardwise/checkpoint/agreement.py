@@ -1,4 +1,4 @@
-"""Agreement: of the ranks on what they found, and of a folder's `config.json` and tokenizer with the recipe's."""
+"""Agreement of ranks on problems, and of a folder's `config.json` and tokenizer with the recipe's."""
 
 from __future__ import annotations
 

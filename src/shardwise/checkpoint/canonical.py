@@ -15,7 +15,7 @@ from shardwise.placement import Placement, placements
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter of the model.
 
     Attributes:
@@ -33,13 +33,15 @@ class Held:
 
 def held_parameters(
     model: nn.Module, pipeline: Group, take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach()
-) -> list[Held]:
+) -> list[HeldParameter]:
     """Every parameter of the whole model, in its order; collective over the pipeline."""
     mine = [
-        Held(stage, number, pipeline.rank, tuple((p.name, p.shape, take(parameter).dtype) for p in record.pieces))
+        HeldParameter(
+            stage, number, pipeline.rank, tuple((p.name, p.shape, take(parameter).dtype) for p in record.pieces)
+        )
         for (stage, number), (parameter, record) in _by_place(model).items()
     ]
-    found: list[Held] = []
+    found: list[HeldParameter] = []
     seen: set[str] = set()
     everyone = [held for each in comm.all_gather_objects(mine, pipeline) for held in each]
     for held in sorted(everyone, key=lambda held: (held.stage, held.number)):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.canonical import Held, canonical, held_parameters
+from shardwise.checkpoint.canonical import HeldParameter, canonical, held_parameters
 from shardwise.checkpoint.dtypes import DTYPE_NAMES
-from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, Weight, to_json, write_folder
+from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import special_token_ids
@@ -72,7 +72,7 @@ def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path
     return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
 
 
-def _streamed(parameters: Iterable[Held], tensors: Iterator[tuple[str, Tensor]]) -> list[Weight]:
+def _streamed(parameters: Iterable[HeldParameter], tensors: Iterator[tuple[str, Tensor]]) -> list[StreamedWeight]:
     """The canonical weights of a model, each read from `tensors`, which gives them in this order."""
 
     def read(name: str) -> Iterator[Buffer]:
@@ -81,7 +81,7 @@ def _streamed(parameters: Iterable[Held], tensors: Iterator[tuple[str, Tensor]])
         yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
     return [
-        Weight(name, DTYPE_NAMES[dtype], shape, partial(read, name))
+        StreamedWeight(name, DTYPE_NAMES[dtype], shape, partial(read, name))
         for held in parameters
         for name, shape, dtype in held.tensors
     ]

@@ -25,9 +25,10 @@ from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint.pieces import Pieces
 from shardwise.checkpoint_format.folders import is_damage
 from shardwise.checkpoint_format.manifest import Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.tensors import StoredTensors
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece
-from shardwise.storage.chunks import READ_BYTES, ChunkedReader, require_size
+from shardwise.storage.chunks import READ_BYTES, require_size
 from shardwise.storage.root import DamageError, Root, StoreError
 
 SEGMENT_BYTES = 4 * 2**20
@@ -82,11 +83,11 @@ class Source:
 
     def __init__(self, folder: Root, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self._readers: dict[int, ChunkedReader] = {}
+        self._tensors = StoredTensors(folder, manifest.tensors, manifest)
 
     @property
     def bytes_read(self) -> int:
-        return sum(reader.bytes_read for reader in self._readers.values())
+        return sum(reader.bytes_read for reader in self._tensors.readers.values())
 
     def read(self, entry: TensorEntry, piece: PieceEntry, box: Box) -> Tensor:
         """Whole rows of a piece.
@@ -94,19 +95,15 @@ class Source:
         Raises:
             StoreError: the file cannot be read, or is damaged there.
         """
-        dtype = TORCH_DTYPES[entry.dtype]
-        inside = box.relative_to(piece.box)
-        ((offset, length),) = inside.runs(piece.box.size)
-        start = piece.offset + offset * dtype.itemsize
-        data = self._reader(piece.file).read(start, start + length * dtype.itemsize)
-        return torch.frombuffer(bytearray(data), dtype=dtype).view(box.size)
+        rows = self._tensors.read_part(piece, entry.dtype, box.relative_to(piece.box))
+        return torch.from_numpy(rows.copy()).view(TORCH_DTYPES[entry.dtype])
 
     def verified(self) -> npt.NDArray[np.uint8]:
         """Of each chunk of all files, end to end, whether it was read and is intact."""
         files = self.manifest.files
         found = np.zeros(sum(file.chunks for file in files), np.uint8)
         starts = _first_chunks(self.manifest)
-        for file, reader in self._readers.items():
+        for file, reader in self._tensors.readers.items():
             found[starts[file] : starts[file] + files[file].chunks] = reader.verified
         return found
 
@@ -122,12 +119,7 @@ class Source:
         for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
             for i in range(0, len(run), at_once):
                 part = run[i : i + at_once] * entry.chunk_bytes
-                self._reader(file).read(int(part[0]), min(int(part[-1]) + entry.chunk_bytes, entry.bytes))
-
-    def _reader(self, file: int) -> ChunkedReader:
-        if file not in self._readers:
-            self._readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
-        return self._readers[file]
+                self._tensors.reader(file).read(int(part[0]), min(int(part[-1]) + entry.chunk_bytes, entry.bytes))
 
 
 @torch.no_grad()

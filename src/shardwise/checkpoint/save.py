@@ -30,7 +30,14 @@ from shardwise.checkpoint.weights import WeightPlan
 from shardwise.checkpoint_format.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
 from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, too_large
 from shardwise.checkpoint_format.verify import untiled
-from shardwise.checkpoint_format.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, weight_index, write_small
+from shardwise.checkpoint_format.writing import (
+    MAX_SHARD_BYTES,
+    PlannedFile,
+    PlannedPiece,
+    tensor_entries,
+    weight_index,
+    write_small,
+)
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError, listing
 from shardwise.hardware import available_memory
@@ -77,7 +84,7 @@ class _Job:
     """One save, as the writing thread needs it."""
 
     step: int
-    files: tuple[File, ...]
+    files: tuple[PlannedFile, ...]
     manifest: dict[str, Any]
     started: float
     blocked: float = 0.0
@@ -197,25 +204,25 @@ class Saver:
             for state, flats in sorted(state_tensors(self._optimizer).items())
         }
 
-    def _files(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]]) -> Iterator[File]:
+    def _files(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]]) -> Iterator[PlannedFile]:
         """This rank's files, in the order in which their bytes are copied."""
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
                 weights = file.weights
-                yield File.of(
+                yield PlannedFile.of(
                     file.name,
-                    [Part(MODEL, w.name, w.shape, DTYPE_NAMES[w.dtype], Box.whole(w.shape)) for w in weights],
+                    [PlannedPiece(MODEL, w.name, w.shape, DTYPE_NAMES[w.dtype], Box.whole(w.shape)) for w in weights],
                 )
         state_parts = [
-            Part(state, each.piece.name, each.piece.shape, DTYPE_NAMES[flat.dtype], each.box)
+            PlannedPiece(state, each.piece.name, each.piece.shape, DTYPE_NAMES[flat.dtype], each.box)
             for state, held in slices.items()
             for each, flat in held
         ]
         if state_parts:
-            yield File.of(f"optimizer/rank-{rank:05}.safetensors", state_parts)
+            yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_parts)
 
-    def _copy(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]], files: Sequence[File]) -> None:
+    def _copy(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]], files: Sequence[PlannedFile]) -> None:
         heads = {file.parts[0].name: file.header for file in files if file.parts[0].state == MODEL}
         for weight, box, segment in self._weights.collect():
             if not any(box.start):
@@ -324,7 +331,7 @@ class Saver:
 
     def _drain(self, staging: Root, job: _Job, entries: list[FileEntry], problem: str | None) -> str | None:
         """Write what comes along the conveyor, which is emptied in any case; returns why it could not be written."""
-        stream = _Files(staging, job.files, entries)
+        stream = _FileStream(staging, job.files, entries)
         try:
             for block in self._conveyor.blocks():
                 if problem is None:
@@ -341,7 +348,11 @@ class Saver:
         return problem
 
     def _commit(
-        self, staging: Root, final: Root, job: _Job, gathered: list[tuple[list[FileEntry], tuple[File, ...]]] | None
+        self,
+        staging: Root,
+        final: Root,
+        job: _Job,
+        gathered: list[tuple[list[FileEntry], tuple[PlannedFile, ...]]] | None,
     ) -> None:
         """On rank 0: the small files, the manifest, and the folder's name."""
         if gathered is None:
@@ -389,11 +400,11 @@ def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
 
 
 @dataclass
-class _Files:
+class _FileStream:
     """Cuts the stream of bytes into files."""
 
     folder: Root
-    files: Sequence[File]
+    files: Sequence[PlannedFile]
     entries: list[FileEntry]
     _number: int = 0
     _left: int = 0

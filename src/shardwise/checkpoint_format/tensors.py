@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shardwise.boxes import Box
 from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint_format.safetensors import DTYPES, Dtype, parse_header
+from shardwise.checkpoint_format.safetensors import DTYPES, parse_header
 from shardwise.errors import ConfigError, listing
 from shardwise.hub import INDEX, SINGLE, indexed
 from shardwise.storage.chunks import READ_BYTES, ChunkedReader
@@ -35,13 +35,14 @@ class StoredTensors:
         folder: where they are.
         states: state (`model`, `exp_avg`, …) → name → tensor.
         manifest: None for plain Hugging Face weights.
+        readers: number of a file → what has read parts of it so far.
     """
 
     folder: Root
     states: Mapping[str, Mapping[str, TensorEntry]]
     manifest: Manifest | None
     _files: tuple[str, ...] = ()
-    _readers: dict[int, ChunkedReader] = field(default_factory=dict)
+    readers: dict[int, ChunkedReader] = field(default_factory=dict)
 
     @staticmethod
     def of(folder: Root) -> StoredTensors:
@@ -84,36 +85,37 @@ class StoredTensors:
             DamageError: bytes of it do not match their checksum, or its pieces leave a gap in it.
         """
         tensor = self.states[state][name]
-        dtype = DTYPES[tensor.dtype]
-        result = np.empty(box.size, dtype.numpy)
+        result = np.empty(box.size, DTYPES[tensor.dtype].numpy)
         covered = 0
         for piece in tensor.pieces:
             common = box.intersect(piece.box)
             if common is None:
                 continue
-            result[common.relative_to(box).slices] = self._part(piece, dtype, common.relative_to(piece.box))
+            result[common.relative_to(box).slices] = self.read_part(piece, tensor.dtype, common.relative_to(piece.box))
             covered += common.numel
         if covered != box.numel:
             raise DamageError(f"{self.folder}: the pieces of {state}/{name} do not tile it")
         return result
 
-    def _part(self, piece: PieceEntry, dtype: Dtype, box: Box) -> npt.NDArray[Any]:
+    def read_part(self, piece: PieceEntry, dtype_name: str, box: Box) -> npt.NDArray[Any]:
         """A box of a piece. Of a plain file whole rows are read: some columns of it would be a read for each row."""
+        dtype = DTYPES[dtype_name]
         runs = list(box.runs(piece.box.size))
         if self.manifest is not None or len(runs) == 1:
             offsets = ((piece.offset + start * dtype.itemsize, length * dtype.itemsize) for start, length in runs)
-            data = b"".join(self._bytes(piece.file, start, start + length) for start, length in offsets)
+            parts = [self._bytes(piece.file, start, start + length) for start, length in offsets]
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
             return np.frombuffer(data, dtype.numpy).reshape(box.size)
         columns = piece.box.size[1:]
         row_bytes = math.prod(columns) * dtype.itemsize
         step = max(1, READ_BYTES // row_bytes)
-        parts = []
+        columns_read = []
         for first in range(box.start[0], box.stop[0], step):
             count = min(step, box.stop[0] - first)
             start = piece.offset + first * row_bytes
             rows = np.frombuffer(self._bytes(piece.file, start, start + count * row_bytes), dtype.numpy)
-            parts.append(rows.reshape(count, *columns)[(slice(None), *box.slices[1:])])
-        return np.concatenate(parts)
+            columns_read.append(rows.reshape(count, *columns)[(slice(None), *box.slices[1:])])
+        return np.concatenate(columns_read)
 
     def _bytes(self, file: int, start: int, stop: int) -> bytes | memoryview:
         if self.manifest is None:
@@ -122,9 +124,14 @@ class StoredTensors:
             if len(data) != stop - start:
                 raise DamageError(f"{place} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
             return data
-        if file not in self._readers:
-            self._readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
-        return self._readers[file].read(start, stop)
+        return self.reader(file).read(start, stop)
+
+    def reader(self, file: int) -> ChunkedReader:
+        """What reads file number `file` of a checkpoint."""
+        assert self.manifest is not None
+        if file not in self.readers:
+            self.readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
+        return self.readers[file]
 
 
 def ordered_states(states: Iterable[str]) -> list[str]:

@@ -16,7 +16,14 @@ from shardwise.checkpoint_format.casting import FLOATING, FLOATS, cast, overflow
 from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
-from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, STREAM_BYTES, Weight, to_json, write_folder
+from shardwise.checkpoint_format.writing import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    STREAM_BYTES,
+    StreamedWeight,
+    to_json,
+    write_folder,
+)
 from shardwise.errors import ConfigError, RunError, listing
 from shardwise.hub import INDEX
 from shardwise.storage.chunks import read_whole
@@ -105,7 +112,7 @@ class Export:
         tensors = self._manifest.tensors.get(MODEL, {})
         return sorted(tensors, key=lambda name: [(piece.file, piece.offset) for piece in tensors[name].pieces[:1]])
 
-    def _weight(self, name: str) -> Weight:
+    def _weight(self, name: str) -> StreamedWeight:
         entry = self._manifest.tensors[MODEL][name]
         target, state = entry.dtype, MODEL
         if self._target is not None and entry.dtype in FLOATING:
@@ -113,7 +120,7 @@ class Export:
         if target != entry.dtype and name in self._manifest.tensors.get(MASTER, {}):
             state = MASTER
             self.masters += 1
-        return Weight(name, target, entry.shape, partial(self._read, state, name, target))
+        return StreamedWeight(name, target, entry.shape, partial(self._read, state, name, target))
 
     def _read(self, state: str, name: str, target: str) -> Iterator[Buffer]:
         entry = self._manifest.tensors[state][name]

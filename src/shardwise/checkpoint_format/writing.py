@@ -27,7 +27,7 @@ STREAM_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedPiece:
     """A box of a tensor in a file: of which state (`model`, `exp_avg`, …), and where its bytes begin."""
 
     state: str
@@ -39,24 +39,24 @@ class Part:
 
 
 @dataclass(frozen=True)
-class File:
+class PlannedFile:
     """A safetensors file as it will be, before its first byte is written."""
 
     path: str
     header: bytes
     size: int
-    parts: tuple[Part, ...]
+    parts: tuple[PlannedPiece, ...]
 
     @staticmethod
-    def of(path: str, parts: Sequence[Part]) -> File:
+    def of(path: str, parts: Sequence[PlannedPiece]) -> PlannedFile:
         """The file that holds these parts, in their order."""
         labelled = [(label(part.state, part.name, part.shape, part.box), part.dtype, part.box.size) for part in parts]
         head, offsets, total = header(labelled, {"format": "pt"})
         placed = tuple(replace(part, offset=offset) for part, offset in zip(parts, offsets, strict=True))
-        return File(path, head, total, placed)
+        return PlannedFile(path, head, total, placed)
 
 
-def tensor_entries(entries: Sequence[FileEntry], files: Sequence[File]) -> dict[str, dict[str, TensorEntry]]:
+def tensor_entries(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> dict[str, dict[str, TensorEntry]]:
     """What a manifest says of the tensors in `files`; `entries`: its files, in its order."""
     index = {entry.path: number for number, entry in enumerate(entries)}
     pieces: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
@@ -74,7 +74,7 @@ def tensor_entries(entries: Sequence[FileEntry], files: Sequence[File]) -> dict[
 
 
 @dataclass(frozen=True)
-class Weight:
+class StreamedWeight:
     """A weight that comes piece by piece: `read` yields its bytes, contiguous and row-major, in any cuts."""
 
     name: str
@@ -105,13 +105,13 @@ class WrittenFolder:
 def write_folder(
     parent: Root,
     name: str,
-    weights: Sequence[Weight],
+    weights: Sequence[StreamedWeight],
     beside: Mapping[str, bytes],
     *,
     partial: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
-    manifest: Callable[[Sequence[FileEntry], Sequence[File]], Manifest] | None = None,
+    manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
     replaces: bool = False,
 ) -> WrittenFolder:
     """A Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
@@ -159,13 +159,13 @@ def weight_index(names: Mapping[str, Iterable[str]], weights: Iterable[Sized]) -
 
 
 def _write_weights(
-    folder: Root, weights: Sequence[Weight], max_shard_bytes: int, progress: Callable[[int], None] | None
-) -> tuple[list[File], list[FileEntry]]:
+    folder: Root, weights: Sequence[StreamedWeight], max_shard_bytes: int, progress: Callable[[int], None] | None
+) -> tuple[list[PlannedFile], list[FileEntry]]:
     """The shards, named as `transformers` names them."""
     shards = list(cut(weights, max_shard_bytes))
     files, entries = [], []
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
-        file = File.of(name, [Part(MODEL, w.name, w.shape, w.dtype, Box.whole(w.shape)) for w in shard])
+        file = PlannedFile.of(name, [PlannedPiece(MODEL, w.name, w.shape, w.dtype, Box.whole(w.shape)) for w in shard])
         with ChunkedWriter(folder / name, file.size, name) as writer:
             writer.write(file.header)
             for weight in shard:

@@ -150,3 +150,15 @@ def test_any_box_of_any_cut(tmp_path: Path) -> None:
     values = tensors["exp_avg"]["embed.weight"][1]
     for box in (Box.whole((11, 6)), Box((2, 1), (7, 3)), Box((10, 5), (1, 1))):
         assert np.array_equal(stored.read("exp_avg", "embed.weight", box), values[box.slices])
+
+
+@pytest.mark.parametrize("at_once", [1, 60, 2**20])
+def test_any_box_of_a_plain_file(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns come from whole rows, which are read in groups: rows of 24 bytes here."""
+    monkeypatch.setattr("shardwise.checkpoint_format.tensors.READ_BYTES", at_once)
+    values = {"matrix": np.arange(66, dtype=np.float32).reshape(11, 6), "scalar": np.array(7, np.float32)}
+    save_file(values, tmp_path / "model.safetensors")
+    stored = StoredTensors.of(Root.of(tmp_path))
+    for box in (Box.whole((11, 6)), Box((2, 1), (7, 3)), Box((10, 5), (1, 1)), Box((0, 5), (11, 1))):
+        assert np.array_equal(stored.read("model", "matrix", box), values["matrix"][box.slices])
+    assert stored.read("model", "scalar", Box.whole(())) == 7

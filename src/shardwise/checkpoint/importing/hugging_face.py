@@ -10,12 +10,12 @@ from typing import Any
 
 from shardwise.boxes import Box
 from shardwise.checkpoint.agreement import read_model
-from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
+from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
 from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
-from shardwise.checkpoint_format.writing import STREAM_BYTES, Weight
+from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError
 from shardwise.hub import BESIDE_WEIGHTS, INDEX
 from shardwise.storage.root import Buffer, Root
@@ -23,7 +23,7 @@ from shardwise.storage.root import Buffer, Root
 _CONFIG = "config.json"
 
 
-def open_hugging_face(folder: Root) -> Opened:
+def open_hugging_face(folder: Root) -> ForeignModel:
     """The model of a folder with config.json and safetensors weights.
 
     Raises:
@@ -44,11 +44,11 @@ def open_hugging_face(folder: Root) -> Opened:
     if problems:
         raise ConfigError(problems)
     weights = [
-        Weight(name, stored[source].dtype, shape, partial(_read, tensors, source))
+        StreamedWeight(name, stored[source].dtype, shape, partial(_read, tensors, source))
         for name, shape in shapes.items()
         for source in sources[name][:1]
     ]
-    return Opened(config, weights, beside=_beside(folder), tokens=token_ids(folder / _CONFIG))
+    return ForeignModel(config, weights, beside=_beside(folder), tokens=token_ids(folder / _CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:

@@ -27,8 +27,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.importing import pickled
+from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.megatron_args import SIZES, choose_vocabulary, is_count, read_args
-from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
 from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, stack
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
@@ -65,7 +65,7 @@ _OUR_LAYER = re.compile(r"layers\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq)")
 
 
-def open_megatron(source: Path, vocab_size: int | None = None) -> Opened:
+def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
     """The model in a Megatron-LM checkpoint. `vocab_size`: without padding, where the checkpoint lacks it.
 
     Raises:
@@ -94,7 +94,7 @@ def open_megatron(source: Path, vocab_size: int | None = None) -> Opened:
     found = dict(model.llama(config) if isinstance(config, LlamaConfig) else model.gpt(config))
     weights = shards.weights(canonical_shapes(config), found)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return Opened(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
+    return ForeignModel(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
 
 
 # ---- files

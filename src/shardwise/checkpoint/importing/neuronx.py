@@ -26,8 +26,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.importing import pickled
+from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.hugging_face import token_ids
-from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
 from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, same_bits, stack
 from shardwise.checkpoint_format.spelling import spelling
 from shardwise.config import GPTNeoXConfig, LlamaConfig
@@ -42,7 +42,7 @@ _STARTED, _DONE = "checkpoint", "done"
 _SHOWN = 6
 
 
-def open_neuronx(source: Path, config_file: Path) -> Opened:
+def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     """The model in a checkpoint of neuronx-distributed; `config_file`: its Hugging Face `config.json`, or the folder.
 
     Raises:
@@ -68,7 +68,7 @@ def open_neuronx(source: Path, config_file: Path) -> Opened:
     shapes = canonical_shapes(config)
     found = dict(_llama(shards, config) if isinstance(config, LlamaConfig) else _neox(shards, config))
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return Opened(config, shards.weights(shapes, found), layout, tokens=token_ids(Root.of(described)))
+    return ForeignModel(config, shards.weights(shapes, found), layout, tokens=token_ids(Root.of(described)))
 
 
 # ---- files

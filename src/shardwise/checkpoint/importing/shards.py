@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.checkpoint.dtypes import DTYPE_NAMES
 from shardwise.checkpoint_format.comparison import TRAINABLE, Shapes, lines_of_layers, mismatches
 from shardwise.checkpoint_format.manifest import TensorEntry
-from shardwise.checkpoint_format.writing import STREAM_BYTES, Weight
+from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError, listing
 from shardwise.storage.root import Buffer
 
@@ -64,8 +64,8 @@ class Stacked:
     def entry(self) -> TensorEntry:
         return TensorEntry(self.shape, DTYPE_NAMES[self.parts[0].dtype], ())
 
-    def weight(self, name: str) -> Weight:
-        return Weight(name, DTYPE_NAMES[self.parts[0].dtype], self.shape, self.segments)
+    def weight(self, name: str) -> StreamedWeight:
+        return StreamedWeight(name, DTYPE_NAMES[self.parts[0].dtype], self.shape, self.segments)
 
 
 def stack(parts: Iterable[Stacked | Tensor]) -> Stacked:
@@ -220,7 +220,7 @@ class Shards:
     def misshapen(self, name: str, shape: Sequence[int], wanted: str) -> None:
         self.problems.append(f"{self.where}: shape of {name} {list(shape)} must be {wanted}")
 
-    def weights(self, shapes: Shapes, found: dict[str, Stacked | None]) -> list[Weight]:
+    def weights(self, shapes: Shapes, found: dict[str, Stacked | None]) -> list[StreamedWeight]:
         """The canonical weights, in the order of `shapes`.
 
         Raises:

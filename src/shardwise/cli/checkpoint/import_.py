@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.units import count, size
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.importing import Opened
+    from shardwise.checkpoint.importing import ForeignModel
     from shardwise.storage.root import Root
 
 _HUB, _MEGATRON, _NEURONX = "hugging-face", "megatron", "neuronx-distributed"
@@ -103,7 +103,7 @@ def _checkpoints(dest: str) -> Root:
     return root / "checkpoints" if (root / "checkpoints").is_folder() else root
 
 
-def _open(arguments: argparse.Namespace) -> Opened:
+def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint import importing
 
     if arguments.kind == _HUB:

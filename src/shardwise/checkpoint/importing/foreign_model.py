@@ -20,8 +20,8 @@ from shardwise.checkpoint_format.verify import non_finite, non_finite_text
 from shardwise.checkpoint_format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,
-    File,
-    Weight,
+    PlannedFile,
+    StreamedWeight,
     WrittenFolder,
     tensor_entries,
     to_json,
@@ -40,7 +40,7 @@ STEP = 0
 
 
 @dataclass(frozen=True)
-class Opened:
+class ForeignModel:
     """A model of another program, whose weights have not been read yet.
 
     Attributes:
@@ -52,7 +52,7 @@ class Opened:
     """
 
     config: FamilyConfig
-    weights: Sequence[Weight]
+    weights: Sequence[StreamedWeight]
     layout: Mapping[str, Any] = field(default_factory=dict)
     beside: Mapping[str, bytes] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Opened:
         return max(sizes, key=lambda name: sizes[name])
 
 
-def _numel(weight: Weight) -> int:
+def _numel(weight: StreamedWeight) -> int:
     return torch.Size(weight.shape).numel()
 
 
@@ -91,7 +91,7 @@ def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
 
 
 def write_checkpoint(
-    opened: Opened,
+    opened: ForeignModel,
     root: Root,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
@@ -104,7 +104,7 @@ def write_checkpoint(
     """
     not_finite: Counter[str] = Counter()
 
-    def manifest(entries: Sequence[FileEntry], files: Sequence[File]) -> Manifest:
+    def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
         if not_finite:
             raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
         return Manifest(
@@ -136,7 +136,7 @@ def write_checkpoint(
     )
 
 
-def _counted(weight: Weight, found: Counter[str]) -> Iterator[Buffer]:
+def _counted(weight: StreamedWeight, found: Counter[str]) -> Iterator[Buffer]:
     """The bytes of a weight; how many of its values are not finite is added to `found`."""
     for data in weight.read():
         if count := non_finite(memoryview(data).cast("B"), weight.dtype):
@@ -144,5 +144,5 @@ def _counted(weight: Weight, found: Counter[str]) -> Iterator[Buffer]:
         yield data
 
 
-def _described(opened: Opened) -> dict[str, Any]:
+def _described(opened: ForeignModel) -> dict[str, Any]:
     return {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
