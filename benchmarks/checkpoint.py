@@ -48,7 +48,7 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
 
 def saver_of(trainer: Any, folder: str, buffer_bytes: int | None = None) -> Any:
     from shardwise.checkpoint.save import Keeping, Saver
-    from shardwise.store.root import Root
+    from shardwise.storage.root import Root
 
     group = trainer.mesh.host_group("checkpoint")
     parts = (trainer.model, trainer.optimizer, trainer.config, trainer.mesh, group)
@@ -158,7 +158,7 @@ def loading(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
 
     from shardwise import comm
     from shardwise.checkpoint.restore import read_manifest, restore
-    from shardwise.store.root import Root
+    from shardwise.storage.root import Root
 
     trainer = trainer_of(overrides)
     where = Root.of(folder)

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box
-from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.folders import step_name
-from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, PieceEntry, TensorEntry
-from shardwise.store.root import Root
-from shardwise.store.safetensors import DTYPES, header
+from shardwise.checkpoint_format.folders import step_name
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.safetensors import DTYPES, header
+from shardwise.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.storage.root import Root
 
 Tensor = tuple[str, npt.NDArray[Any]]
 """(dtype of the format, values or their bits)."""

@@ -81,9 +81,11 @@ def refuse_unknown_arguments(
     raise ArgumentError(f"{owner} does not take {named}{takes}")
 
 
-def listing(items: Iterable[object], conjunction: str = "and") -> str:
-    """`a, b and c`."""
+def listing(items: Iterable[object], conjunction: str = "and", most: int | None = None) -> str:
+    """`a, b and c`; of more than `most` items the first ones, and how many more there are: `a, b and 7 more`."""
     words = [str(item) for item in items]
+    if most is not None and len(words) > most:
+        words = [*words[:most], f"{len(words) - most:,} more"]
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

@@ -264,7 +264,7 @@ def _without_weights(shown: str, names: Iterable[str]) -> str:
 
 
 def _some(names: list[str]) -> str:
-    return listing([*names[:_SHOWN], f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else names)
+    return listing(names, most=_SHOWN)
 
 
 def _path_problem(load: str, path: Path) -> str | None:

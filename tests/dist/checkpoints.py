@@ -12,7 +12,7 @@ from shardwise.checkpoint.save import Saved, Saver
 from shardwise.config import Config
 from shardwise.mesh import Mesh
 from shardwise.optim.state import state_slices, state_tensors
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer

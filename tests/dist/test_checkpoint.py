@@ -11,11 +11,11 @@ import torch
 
 from shardwise.checkpoint import load_checkpoint
 from shardwise.checkpoint.reading import Source
+from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
+from shardwise.checkpoint_format.verify import verify
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError
-from shardwise.store.manifest import Manifest, TensorEntry
-from shardwise.store.root import Root
-from shardwise.store.verify import verify
+from shardwise.storage.root import Root
 from shardwise.testing import canonical_weights
 from tests.dist.checkpoints import (
     PLACE,
@@ -394,7 +394,7 @@ def test_a_dtype_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
 
     run(config_of(), 1, 0, None, str(tmp_path))
     rewritten(step_folder(tmp_path, 1), retype)
-    assert "dtype of model.norm.weight (I32) must be one of" in refusal(config_of(), step_folder(tmp_path, 1))
+    assert "dtype of model.norm.weight (I32) must be float64" in refusal(config_of(), step_folder(tmp_path, 1))
 
 
 def fail_to_copy(config: Config, root: str, buffer_bytes: int | None) -> tuple[str, float]:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint import load_hugging_face
+from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config, check_layout, config_from, load_config
 from shardwise.data import prepare
 from shardwise.mesh import Group
 from shardwise.models import build_model
 from shardwise.plan import parameter_count
-from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.manifest import Manifest
-from shardwise.store.root import Root
+from shardwise.storage.chunks import ChunkedWriter
+from shardwise.storage.root import Root
 from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer
 from tests.dist.checkpoints import load as load_checkpoint

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from shardwise.checkpoint.save import Keeping
+from shardwise.checkpoint_format.folders import checkpoints, partial_name, survey
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.verify import verify
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
-from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.folders import checkpoints, partial_name, survey
-from shardwise.store.manifest import Manifest
-from shardwise.store.root import Root, StoreError
-from shardwise.store.verify import verify
+from shardwise.storage.chunks import ChunkedWriter
+from shardwise.storage.root import Root, StoreError
 from tests.dist.checkpoints import (
     PLACE,
     Result,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.store.folders import checkpoints
-from shardwise.store.root import Root
-from shardwise.store.verify import verify
+from shardwise.checkpoint_format.folders import checkpoints
+from shardwise.checkpoint_format.verify import verify
+from shardwise.storage.root import Root
 from tests.e2e.command import ALONE, Outcome, metrics, miniature, shardwise
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk")
@@ -24,7 +24,7 @@ HOOK = """
 import os, shutil, signal, subprocess
 from pathlib import Path
 if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS_ON_RANK"):
-    from shardwise.store.root import Root
+    from shardwise.storage.root import Root
     from shardwise.train.trainer import Trainer
     events = dict(each.split(":") for each in os.environ["EVENTS"].split(","))
     free_bytes, step, filler = Root.free_bytes, Trainer.step, Path("disk/filler")

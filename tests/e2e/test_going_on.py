@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.store.folders import checkpoints
-from shardwise.store.manifest import Manifest
-from shardwise.store.root import Root
-from shardwise.store.verify import verify
+from shardwise.checkpoint_format.folders import checkpoints
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.verify import verify
+from shardwise.storage.root import Root
 from tests.e2e.command import Outcome, metrics, miniature, shardwise
 
 QUIET = ("train.eval_every=0", "log.tensorboard=false", "log.sample_tokens=0", "train.steps=8", "--run-dir", "run")

@@ -162,7 +162,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_mismatch(pretrained
     text = said.failed(2)
     for key, ours, theirs in (("num_hidden_layers", 6, 8), ("intermediate_size", 128, 256)):
         assert f"model.{key} ({ours}) must be that of {pretrained}/config.json ({theirs})" in text
-    assert "has transformer.h.{6…7}.ln_1.weight [64], which the model has not" in text
+    assert "has transformer.h.{6…7}.ln_1.weight [64], which the model lacks" in text
     assert "shape of transformer.h.{0…5}.mlp.c_fc.weight [64, 256] must be [64, 128]" in text
     assert text.count("must be that of") == 2, f"both ranks told:\n{text}"
     assert not metrics(tmp_path / "runs/latest", "step"), "no step may be taken"

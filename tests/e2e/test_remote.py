@@ -26,7 +26,7 @@ SECRET = "open-sesame-123"
 KILLED_MIDWAY = """
 import os, signal
 if os.environ.get("RANK") == "1":
-    from shardwise.store.chunks import ChunkedWriter
+    from shardwise.storage.chunks import ChunkedWriter
     close = ChunkedWriter.close
     def closing(self):
         if "step-00000003" in str(self._file._root):
@@ -70,12 +70,12 @@ class Used:
 
 NAMES = """
 import json, sys
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 print(json.dumps(list(Root.of(sys.argv[1]).files())))
 """
 DIGEST = """
 import hashlib, sys
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 print(hashlib.sha256((Root.of(sys.argv[1]) / "step-00000004/model.safetensors").read()).hexdigest())
 """
 
@@ -212,7 +212,7 @@ import s3fs
 from shardwise.config import load_config
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunDirectory
-from shardwise.store.places import newest_of
+from shardwise.checkpoint_format.places import newest_of
 from shardwise.train.resume import find_checkpoints
 said = []
 for key, address, url in json.loads(sys.argv[2]):
@@ -251,7 +251,7 @@ def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path
 
 def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     """Its client would try again for minutes; the command's own patience is shortened here."""
-    (tmp_path / "sitecustomize.py").write_text("from shardwise.store import reach\nreach.PATIENCE_SECONDS = 2.0\n")
+    (tmp_path / "sitecustomize.py").write_text("from shardwise.storage import reach\nreach.PATIENCE_SECONDS = 2.0\n")
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
     with silent() as address:
         began = time.monotonic()
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
 
 ABANDON = f"""
 import boto3
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 file = (Root.of("{URL}") / "large").open(60 * 2**20)
 for _ in range(60):
     file.write(bytes(2**20))

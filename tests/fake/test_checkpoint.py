@@ -17,17 +17,17 @@ from shardwise.checkpoint.pieces import compact
 from shardwise.checkpoint.reading import _segments
 from shardwise.checkpoint.restore import _wants
 from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint_format.manifest import MODEL, Manifest
+from shardwise.checkpoint_format.verify import untiled
+from shardwise.checkpoint_format.writing import PlannedFile, tensor_entries
 from shardwise.config import Config, load_config
 from shardwise.mesh import Group, Mesh
 from shardwise.models import build_model
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import MASTER, begin_restoring
 from shardwise.plan import parameter_count
-from shardwise.store.chunks import chunk_bytes
-from shardwise.store.manifest import FileEntry, Manifest
-from shardwise.store.root import Root
-from shardwise.store.verify import MODEL, untiled
-from shardwise.store.writing import File, tensor_entries
+from shardwise.storage.chunks import FileEntry, chunk_bytes
+from shardwise.storage.root import Root
 from shardwise.train.build import build_optimizer
 
 WORLD, TENSOR = 1024, 8
@@ -99,11 +99,11 @@ def savers_of(roles: list[Role]) -> list[Saver]:
     return [role.saver() for role in roles]  # by now all have told what they hold
 
 
-def planned(saver: Saver) -> list[File]:
+def planned(saver: Saver) -> list[PlannedFile]:
     return list(saver._files(saver._slices()))
 
 
-def manifest_of(files: list[File]) -> Manifest:
+def manifest_of(files: list[PlannedFile]) -> Manifest:
     """What a manifest says of files; checksums are 0."""
     entries = []
     for file in files:
@@ -149,7 +149,7 @@ def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
     """By TP 8 × DP 128; some ranks of TP 4 × DP 256 read."""
     writers = [Role.of(tensor, TENSOR, SEVERAL) for tensor in range(TENSOR)]
     readers = [Role.of(tensor, TENSOR // 2, SEVERAL) for tensor in range(TENSOR // 2)]
-    files: list[File] = []
+    files: list[PlannedFile] = []
     for role, saver in zip(writers, savers_of(writers), strict=True):
         for data in range(DATA):
             role.move(data)

@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.files import NoLocksError, free_bytes, lock, new_file, open_lock, open_own, write_atomic
 from shardwise.prepare.work import Work
 from shardwise.runlog import RunLock
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 
 @pytest.fixture(params=["symbolic", "dangling", "hard"])

@@ -1,4 +1,4 @@
-"""A model's state outside of the run: canonical tensors and Hugging Face folders."""
+"""The state of a model and its optimizer: saved, restored, exported, and imported from other programs."""
 
 from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint.canonical import canonical

@@ -1,10 +1,9 @@
-"""Agreement: of the ranks on what they found, and of a folder's `config.json` and tokenizer with the recipe's."""
+"""Agreement of ranks on problems, and of a folder's `config.json` and tokenizer with the recipe's."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 
 def agree(problems: list[str], group: Group) -> None:
@@ -24,53 +23,6 @@ def agree(problems: list[str], group: Group) -> None:
     found = dict.fromkeys(problem for each in comm.all_gather_objects(problems, group) for problem in each)
     if found:
         raise ConfigError(list(found))
-
-
-def by_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """The same of many layers in one line: `h.0.ln_1.bias` … `h.11.ln_1.bias` as `h.{0…11}.ln_1.bias`."""
-    layers: dict[tuple[str, str], list[int]] = {}
-    for name, fact in found:
-        number = re.search(r"(?<=\.)\d+(?=\.)", f".{name}")
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}", count=1)[1:]
-        layers.setdefault((pattern, fact), []).extend([int(number[0])] if number else [])
-    for (pattern, fact), numbers in layers.items():
-        runs = _runs(numbers)
-        yield pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1), fact
-
-
-def mismatch_texts(
-    where: str,
-    *,
-    missing: Iterable[tuple[str, str]],
-    unknown: Iterable[tuple[str, str]],
-    misshapen: Iterable[tuple[str, str]],
-    strange: Iterable[tuple[str, str]],
-) -> list[str]:
-    """In what the tensors of a place are not the model's, a line for the same of many layers.
-
-    Each is (name, fact): the shape of those that are missing or unknown, both shapes where they differ, the dtype of
-    those whose dtype no model can have.
-    """
-    problems = [f"{where} lacks {name} {shape}" for name, shape in by_layers(missing)]
-    problems += [f"{where} has {name} {shape}, which the model has not" for name, shape in by_layers(unknown)]
-    problems += [f"{where}: shape of {name} {shapes}" for name, shapes in by_layers(misshapen)]
-    problems += [
-        f"{where}: dtype of {name} ({dtype}) must be float64, float32, float16 or bfloat16: quantized weights cannot "
-        "be trained"
-        for name, dtype in by_layers(strange)
-    ]
-    return problems
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    """`0…3, 7` of 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("…".join(map(str, run)) for run in runs)
 
 
 def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
@@ -126,14 +78,18 @@ def read_model(path: Root) -> FamilyConfig:
     """The model that a `config.json` describes.
 
     Raises:
-        ConfigError: it is none that we have, or the file cannot be read: every problem.
+        ConfigError: with every problem: the model is not supported, or the file cannot be read.
     """
-    section = parse_hugging_face(path.read(), str(path))
+    return validated(parse_hugging_face(path.read(), str(path)), str(path))
+
+
+def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
+    """The model of a `model` section; ConfigError, with every problem, where `where` describes none."""
     try:
         return FAMILIES[section["family"]].model_validate(section)
     except ValidationError as error:
         reasons = [": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors()]
-        raise ConfigError([f"{path} describes no model that can be built: {reason}" for reason in reasons]) from None
+        raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons]) from None
 
 
 def _meaning(config: FamilyConfig) -> dict[str, Any]:

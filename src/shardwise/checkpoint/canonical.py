@@ -15,12 +15,14 @@ from shardwise.placement import Placement, placements
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter of the model.
 
     Attributes:
-        stage: pipeline stage, and number: place in it. rank: at which index of the pipeline's group. tensors: canonical
-        names, shapes and dtypes of what it holds that none before it does.
+        stage: its pipeline stage.
+        number: its place among the parameters of the stage.
+        rank: index in the pipeline's group of the rank that holds it.
+        tensors: canonical name, shape and dtype of each tensor that it holds and no parameter before it does.
     """
 
     stage: int
@@ -31,13 +33,15 @@ class Held:
 
 def held_parameters(
     model: nn.Module, pipeline: Group, take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach()
-) -> list[Held]:
+) -> list[HeldParameter]:
     """Every parameter of the whole model, in its order; collective over the pipeline."""
     mine = [
-        Held(stage, number, pipeline.rank, tuple((p.name, p.shape, take(parameter).dtype) for p in record.pieces))
+        HeldParameter(
+            stage, number, pipeline.rank, tuple((p.name, p.shape, take(parameter).dtype) for p in record.pieces)
+        )
         for (stage, number), (parameter, record) in _by_place(model).items()
     ]
-    found: list[Held] = []
+    found: list[HeldParameter] = []
     seen: set[str] = set()
     everyone = [held for each in comm.all_gather_objects(mine, pipeline) for held in each]
     for held in sorted(everyone, key=lambda held: (held.stage, held.number)):

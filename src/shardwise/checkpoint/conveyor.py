@@ -14,15 +14,15 @@ BLOCK_BYTES = 16 * 2**20
 
 
 class Aborted(Exception):
-    """The thread that copies failed: what was copied so far is no whole."""
+    """The thread that copies failed, so the bytes that arrived are incomplete."""
 
 
 class Conveyor:
-    """A stream of bytes through a pool of blocks, which are used again from save to save.
+    """A stream of bytes through a pool of memory blocks, which every save uses again.
 
     Args:
-        device: where the tensors are; an accelerator's copies go to pinned memory.
-        limit: bytes of the pool. `put` waits while all of it is full. None: as much as a save needs.
+        device: where the tensors are; copies from an accelerator go to pinned memory.
+        limit: bytes of the pool, None for as much as a save needs. `put` waits while the pool is full.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
@@ -67,12 +67,12 @@ class Conveyor:
             self.put(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def end(self) -> None:
-        """Say that the save is whole."""
+        """All bytes of the save have been put."""
         self._pass_on()
         self._full.put(None)
 
     def abort(self) -> None:
-        """Say that the rest will not come."""
+        """The remaining bytes of the save will not come."""
         self._filled = 0
         self._pass_on()
         self._full.put(Aborted())

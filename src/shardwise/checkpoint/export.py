@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.canonical import Held, canonical, held_parameters
-from shardwise.checkpoint.reading import DTYPES
+from shardwise.checkpoint.canonical import HeldParameter, canonical, held_parameters
+from shardwise.checkpoint.dtypes import DTYPE_NAMES
+from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.config import ModelConfig, OwnConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data import special_token_ids
-from shardwise.hub import INDEX
 from shardwise.mesh import Mesh
-from shardwise.store.root import Buffer, Root
-from shardwise.store.writing import MAX_SHARD_BYTES, Weight, staged, to_json, write_weights
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from shardwise.storage.root import Buffer, Root
 
 
 def export_hugging_face(
@@ -44,19 +41,21 @@ def export_hugging_face(
     if mesh.dp.rank == 0:
         tensors, parameters = canonical(model, pipeline=mesh.pp), held_parameters(model, mesh.pp)
         if mesh.world.rank == 0:
-            described = hugging_face_config(config, next(model.parameters()).dtype, tokenizer)
-            with staged(Root.of(folder.parent), folder.name, f".{folder.name}.partial") as staging:
-                written = write_weights(staging, _streamed(parameters, tensors), max_shard_bytes)
-                if written.index is not None:
-                    (staging / INDEX).write(to_json(written.index))
-                for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-                    (staging / file.name).write(file.read_bytes())
-                (staging / "config.json").write(to_json(described))
-                Root.of(folder).remove()
+            beside = model_files(config, next(model.parameters()).dtype, tokenizer)
+            weights = _streamed(parameters, tensors)
+            write_folder(
+                Root.of(folder.parent), folder.name, weights, beside, max_shard_bytes=max_shard_bytes, replaces=True
+            )
         else:
             for _ in tensors:
                 pass
     comm.barrier(mesh.world)
+
+
+def model_files(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None) -> dict[str, bytes]:
+    """What `transformers` reads beside the weights: name → content of `config.json` and of the tokenizer's files."""
+    files = {file.name: file.read_bytes() for file in sorted(tokenizer.iterdir())} if tokenizer else {}
+    return {**files, CONFIG: to_json(hugging_face_config(config, dtype, tokenizer))}
 
 
 def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None = None) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path
     return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
 
 
-def _streamed(parameters: Iterable[Held], tensors: Iterator[tuple[str, Tensor]]) -> list[Weight]:
+def _streamed(parameters: Iterable[HeldParameter], tensors: Iterator[tuple[str, Tensor]]) -> list[StreamedWeight]:
     """The canonical weights of a model, each read from `tensors`, which gives them in this order."""
 
     def read(name: str) -> Iterator[Buffer]:
@@ -82,7 +81,7 @@ def _streamed(parameters: Iterable[Held], tensors: Iterator[tuple[str, Tensor]])
         yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
     return [
-        Weight(name, _DTYPE_NAMES[dtype], shape, partial(read, name))
+        StreamedWeight(name, DTYPE_NAMES[dtype], shape, partial(read, name))
         for held in parameters
         for name, shape, dtype in held.tensors
     ]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box
-from shardwise.store.manifest import Manifest, PieceEntry
+from shardwise.checkpoint_format.manifest import Manifest, PieceEntry
 
 
 class Pieces(Sequence[PieceEntry]):

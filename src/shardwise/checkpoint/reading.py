@@ -1,11 +1,11 @@
 """Reading boxes of stored tensors into however a model is cut, each byte by one rank.
 
-The ranks of a group tell each other what they want. What one rank alone wants, it reads. What several want (a tensor
+The ranks of a group exchange what they want. What one rank alone wants, it reads. What several want (a tensor
 that they hold copies of, rows of which each holds some columns) is read by one of them and sent to the others: a
-checksum covers a whole chunk, so whoever reads a part of a row has read the row.
+checksum covers a whole chunk, so to read a part of a row is to read all of it.
 
-What data parallelism holds alike, its ranks read by equal parts, which they then bring to each other; so do the two
-ends of a pipeline with a tied weight.
+Where the ranks of data parallelism hold the same values, each reads an equal part, and an all-gather completes them; so
+do the two ends of a pipeline with a tied weight.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.boxes import Box
+from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint.pieces import Pieces
+from shardwise.checkpoint_format.folders import is_damage
+from shardwise.checkpoint_format.manifest import Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.tensors import StoredTensors
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece
-from shardwise.store.chunks import READ_BYTES, ChunkedReader, require_size
-from shardwise.store.folders import is_damage
-from shardwise.store.manifest import Manifest, PieceEntry, TensorEntry
-from shardwise.store.root import DamageError, Root, StoreError
+from shardwise.storage.chunks import READ_BYTES, require_size
+from shardwise.storage.root import DamageError, Root, StoreError
 
 SEGMENT_BYTES = 4 * 2**20
 """Of a stored tensor that are read at a time."""
 _ROUND_BYTES = 64 * 2**20
 _SHOWN = 3
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Names of safetensors → of torch: what a model can be trained from."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Want:
     name: str
     box: Box
     target: Tensor
+
+    def part(self, box: Box) -> Want:
+        """What it wants of `box`, whose start counts from its own."""
+        start = tuple(a + b for a, b in zip(self.box.start, box.start, strict=True))
+        return Want(self.state, self.name, Box(start, box.size), self.target[box.slices])
 
 
 _Wanted: TypeAlias = tuple[int, int, Box]
@@ -62,7 +67,7 @@ class _Segment:
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * DTYPES[self.entry.dtype].itemsize
+        return self.box.numel * TORCH_DTYPES[self.entry.dtype].itemsize
 
     @property
     def ranks(self) -> set[int]:
@@ -78,11 +83,11 @@ class Source:
 
     def __init__(self, folder: Root, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self._readers: dict[int, ChunkedReader] = {}
+        self._tensors = StoredTensors(folder, manifest.tensors, manifest)
 
     @property
     def bytes_read(self) -> int:
-        return sum(reader.bytes_read for reader in self._readers.values())
+        return sum(reader.bytes_read for reader in self._tensors.readers.values())
 
     def read(self, entry: TensorEntry, piece: PieceEntry, box: Box) -> Tensor:
         """Whole rows of a piece.
@@ -90,19 +95,15 @@ class Source:
         Raises:
             StoreError: the file cannot be read, or is damaged there.
         """
-        dtype = DTYPES[entry.dtype]
-        inside = box.relative_to(piece.box)
-        ((offset, length),) = inside.runs(piece.box.size)
-        start = piece.offset + offset * dtype.itemsize
-        data = self._reader(piece.file).read(start, start + length * dtype.itemsize)
-        return torch.frombuffer(bytearray(data), dtype=dtype).view(box.size)
+        rows = self._tensors.read_part(piece, entry.dtype, box.relative_to(piece.box))
+        return torch.from_numpy(rows.copy()).view(TORCH_DTYPES[entry.dtype])
 
     def verified(self) -> npt.NDArray[np.uint8]:
         """Of each chunk of all files, end to end, whether it was read and is intact."""
         files = self.manifest.files
         found = np.zeros(sum(file.chunks for file in files), np.uint8)
         starts = _first_chunks(self.manifest)
-        for file, reader in self._readers.items():
+        for file, reader in self._tensors.readers.items():
             found[starts[file] : starts[file] + files[file].chunks] = reader.verified
         return found
 
@@ -118,12 +119,7 @@ class Source:
         for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
             for i in range(0, len(run), at_once):
                 part = run[i : i + at_once] * entry.chunk_bytes
-                self._reader(file).read(int(part[0]), min(int(part[-1]) + entry.chunk_bytes, entry.bytes))
-
-    def _reader(self, file: int) -> ChunkedReader:
-        if file not in self._readers:
-            self._readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
-        return self._readers[file]
+                self._tensors.reader(file).read(int(part[0]), min(int(part[-1]) + entry.chunk_bytes, entry.bytes))
 
 
 @torch.no_grad()
@@ -151,9 +147,9 @@ def read(source: Source, wants: Sequence[Want], mesh: Mesh, group: Group | None 
 
 
 def _raise_alike(problems: Sequence[StoreError], world: Group) -> None:
-    """Every rank raises what any rank met, or none does. What is lost is lost, whatever else gave no answer."""
-    told = [(str(problem), is_damage(problem)) for problem in problems]
-    found = dict.fromkeys(problem for each in comm.all_gather_objects(told, world) for problem in each)
+    """Every rank raises what any rank met, or none does. Damage counts before a place that gave no answer."""
+    mine = [(str(problem), is_damage(problem)) for problem in problems]
+    found = dict.fromkeys(problem for each in comm.all_gather_objects(mine, world) for problem in each)
     if damage := [text for text, lost in found if lost]:
         raise DamageError("; ".join(damage[:_SHOWN]))
     if found:
@@ -196,12 +192,11 @@ def _first_chunks(manifest: Manifest) -> npt.NDArray[np.int64]:
 
 
 def parts(wants: Iterable[Want], group: Group) -> Iterator[Want]:
-    """Of wants that all ranks of a group have alike, this rank's equal part of each."""
+    """This rank's equal part of each want; all ranks of the group have the same wants."""
     for want in wants:
         run = _part_of(want, group)
         for part in Box.of_run(run.start, run.stop - run.start, want.box.size):
-            start = tuple(a + b for a, b in zip(want.box.start, part.start, strict=True))
-            yield Want(want.state, want.name, Box(start, part.size), want.target[part.slices])
+            yield want.part(part)
 
 
 @torch.no_grad()
@@ -254,7 +249,7 @@ def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Itera
     if not box.size:
         yield _Segment(entry, piece, box, tuple(wanted))
         return
-    row_bytes = max(1, box.numel // box.size[0] * DTYPES[entry.dtype].itemsize)
+    row_bytes = max(1, box.numel // box.size[0] * TORCH_DTYPES[entry.dtype].itemsize)
     step = max(1, SEGMENT_BYTES // row_bytes)
     first = stop = -1
     by_start: dict[int, list[_Wanted]] = {}
@@ -281,7 +276,7 @@ def _read(source: Source, segment: _Segment, problems: list[StoreError]) -> Tens
             return source.read(segment.entry, segment.piece, segment.box)
         except StoreError as error:
             problems.append(error)
-    return torch.zeros(segment.box.size, dtype=DTYPES[segment.entry.dtype])
+    return torch.zeros(segment.box.size, dtype=TORCH_DTYPES[segment.entry.dtype])
 
 
 def _deliver(segment: _Segment, rows: Tensor, wants: Sequence[Want], rank: int) -> None:
@@ -338,7 +333,7 @@ def _share(
                 if rank == group.rank:
                     slot = _slot(wants[number], part)
                     # What was stored in another dtype is cast on arrival, where it belongs.
-                    room = torch.empty(part.size, dtype=DTYPES[segment.entry.dtype], device=device)
+                    room = torch.empty(part.size, dtype=TORCH_DTYPES[segment.entry.dtype], device=device)
                     arriving.append(room)
                     deliveries.append(lambda slot=slot, room=room: slot.copy_(room))  # type: ignore[misc]
         arrivals.append(arriving)

@@ -9,17 +9,18 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import agree, by_layers
+from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.pieces import compact
-from shardwise.checkpoint.reading import DTYPES, Source, Want, gather_parts, other_ends, parts, read, verify_rest
-from shardwise.errors import ConfigError, ShardwiseError, listing
+from shardwise.checkpoint.reading import Source, Want, gather_parts, other_ends, parts, read, verify_rest
+from shardwise.checkpoint_format.comparison import mismatches
+from shardwise.checkpoint_format.manifest import MODEL, Manifest
+from shardwise.checkpoint_format.verify import untiled
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_slices, state_tensors
 from shardwise.placement import Piece, placements
-from shardwise.store.manifest import Manifest
-from shardwise.store.root import DamageError, Root
-from shardwise.store.verify import MODEL, untiled
+from shardwise.storage.root import DamageError, Root
 
 _SHOWN = 3
 
@@ -29,7 +30,9 @@ class Restored:
     """What was read.
 
     Attributes:
-        bytes_read: of files by this rank, whole chunks. damage: in what a training does not need.
+        manifest: of the checkpoint.
+        bytes_read: bytes of files that this rank read, in whole chunks.
+        damage: damage in parts of the checkpoint that training does not need, one line each.
     """
 
     manifest: Manifest
@@ -73,11 +76,12 @@ def restore(
 ) -> Restored:
     """Set weights, and unless `weights_only` the optimizer's state, to those of a checkpoint; collective.
 
-    Each rank reads what it answers for (its ZeRO-1 slices; with whole state, and of frozen weights, an equal part),
-    once over the tensor-parallel ranks and the ends of a pipeline (`reading.py`), and data parallelism brings the rest.
-    Matrices that are stored transposed are read once over data parallelism too, whose slices are columns of them.
-    Weights come from the stored masters where there are any, so that no rounding is added. What nobody needs for that
-    (weights beside masters, the tokenizer) is verified, unless `weights_only`, by equal parts on all ranks.
+    Each rank reads what it updates: its ZeRO-1 slices, or, of whole state and of frozen weights, an equal part. What
+    the tensor-parallel ranks or the ends of a pipeline share is read once (`reading.py`), and data parallelism
+    completes the weights. A matrix that is stored transposed is also read once for all data-parallel ranks, whose
+    slices are columns of it.
+    Weights come from the stored masters where there are any, so that no rounding is added. The rest of the checkpoint
+    (weights beside masters, the tokenizer) is verified by all ranks in equal parts, unless `weights_only`.
 
     Raises:
         ConfigError: on every rank, the checkpoint is of another model or optimizer: every mismatch.
@@ -145,7 +149,7 @@ def _precise(manifest: Manifest, name: str) -> str:
 
 
 def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mesh: Mesh, folder: Root) -> list[str]:
-    """In what the checkpoint's tensors are not the model's; every rank of a pipeline finds what any does."""
+    """Every way in which the checkpoint's tensors are not the model's; the same on every rank of a pipeline."""
     here = {
         piece.name: (piece.shape, parameter.requires_grad)
         for _, parameter, record in placements(model)
@@ -155,24 +159,9 @@ def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mes
     everywhere = {name: facts for each in comm.all_gather_objects(here, mesh.pp) for name, facts in each.items()}
     shapes = {name: shape for name, (shape, _) in everywhere.items()}
     trained = [name for name, (_, is_trained) in everywhere.items() if is_trained]
-    stored = manifest.tensors.get(MODEL, {})
-    unknown = [(name, f"{list(entry.shape)}") for name, entry in stored.items() if name not in shapes]
-    problems = [f"{folder} has {name} {shape}, which the model has not" for name, shape in by_layers(unknown)]
-    for state in dict.fromkeys((MODEL, MASTER, *states)):
+    problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
+    for state in dict.fromkeys((MASTER, *states)):
         kept = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}
-        needed = [] if state == MASTER else trained if state != MODEL else list(shapes)
-        what = "" if state == MODEL else f"the {state} of "
-        missing = [(name, f"{list(shapes[name])}") for name in needed if name not in kept]
-        misshapen = [
-            (name, f"{list(entry.shape)} must be {list(shapes[name])}")
-            for name, entry in kept.items()
-            if entry.shape != shapes[name]
-        ]
-        strange = [(name, entry.dtype) for name, entry in kept.items() if entry.dtype not in DTYPES]
-        problems += [f"{folder} lacks {what}{name} {shape}" for name, shape in by_layers(missing)]
-        problems += [f"{folder}: shape of {what}{name} {shape}" for name, shape in by_layers(misshapen)]
-        problems += [
-            f"{folder}: dtype of {what}{name} ({dtype}) must be one of {listing(DTYPES)}"
-            for name, dtype in by_layers(strange)
-        ]
+        needed = [] if state == MASTER else trained
+        problems += mismatches(str(folder), shapes, kept, needed=needed, state=state)
     return problems

@@ -24,38 +24,48 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.boxes import Box
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
-from shardwise.checkpoint.export import hugging_face_config
-from shardwise.checkpoint.reading import DTYPES
+from shardwise.checkpoint.dtypes import DTYPE_NAMES
+from shardwise.checkpoint.export import model_files
 from shardwise.checkpoint.weights import WeightPlan
+from shardwise.checkpoint_format.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, too_large
+from shardwise.checkpoint_format.verify import untiled
+from shardwise.checkpoint_format.writing import (
+    MAX_SHARD_BYTES,
+    PlannedFile,
+    PlannedPiece,
+    tensor_entries,
+    weight_index,
+    write_small,
+)
 from shardwise.config import Config
 from shardwise.errors import ShardwiseError, listing
 from shardwise.hardware import available_memory
-from shardwise.hub import INDEX
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import StateSlice, state_slices, state_tensors
-from shardwise.store.chunks import ChunkedWriter
-from shardwise.store.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
-from shardwise.store.manifest import MANIFEST, FileEntry, Manifest, too_large
-from shardwise.store.root import Root, StoreError
-from shardwise.store.verify import MODEL, untiled
-from shardwise.store.writing import MAX_SHARD_BYTES, File, Part, tensor_entries, to_json, write_small
+from shardwise.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.storage.root import Root, StoreError
 from shardwise.units import size
 
 _SEEN_WITHIN_SECONDS = 30.0
 """For rank 0 to see the files of other machines; network file systems remember for some seconds what was not there."""
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended: what the trainer tells the user.
+    """How a save ended.
 
     Attributes:
-        bytes: of all files, over all ranks. blocked: seconds that training waited; seconds: until it was complete.
-        problem: why there is no checkpoint, or None. removed: steps whose checkpoints `keep` let go. warning: why one
-        of them is still there. lost_peer: another rank has ended meanwhile; the problem, if there is one, follows from
-        that.
+        step: updates done.
+        folder: where the checkpoint is.
+        bytes: length of all files, over all ranks.
+        blocked: seconds for which training waited.
+        seconds: from the call to the complete checkpoint.
+        problem: why there is no checkpoint, or None.
+        removed: steps of the older checkpoints that were removed, as `Keeping` says.
+        warning: why an older checkpoint could not be removed, or None.
+        lost_peer: another rank ended during the save; the problem, if there is one, is a consequence.
     """
 
     step: int
@@ -74,7 +84,7 @@ class _Job:
     """One save, as the writing thread needs it."""
 
     step: int
-    files: tuple[File, ...]
+    files: tuple[PlannedFile, ...]
     manifest: dict[str, Any]
     started: float
     blocked: float = 0.0
@@ -92,11 +102,14 @@ class Saver:
     """Saves one training to one root; every rank of the mesh has one and calls it alike.
 
     Args:
-        root: the folder of the checkpoints. group: all ranks, for the writing threads alone: their agreements must not
-        meet the training's collectives. tokenizer: a folder whose files are copied along. described: what the manifest
-        says that no save changes (`data`, `versions`, `layout`). buffer_bytes: host memory of this rank for copies;
-        None: as much as a save needs, unless that is more than this rank's share of half the memory that is free.
-        keeping: what stays after each save.
+        root: the folder of the checkpoints.
+        group: all ranks, for the writing threads alone: their collectives must not meet those of the training.
+        described: fields of the manifest that are the same for every save (`data`, `versions`, `layout`).
+        tokenizer: a folder whose files are copied into each checkpoint.
+        buffer_bytes: host memory of this rank for copies; None: as much as a save needs, but at most this rank's share
+            of half the memory that is free.
+        keeping: which checkpoints stay after each save.
+        max_shard_bytes: largest size of a file with weights; a larger tensor has a file to itself.
     """
 
     def __init__(
@@ -147,7 +160,7 @@ class Saver:
         try:
             self._copy(slices, files)
         except BaseException:
-            # Whoever leaves does not wait: the writing threads of the other ranks wait for a copy that never comes.
+            # This rank must not wait for its writing thread: those of the other ranks wait for a copy that never comes.
             self._conveyor.abort()
             self._thread = None
             raise
@@ -191,26 +204,25 @@ class Saver:
             for state, flats in sorted(state_tensors(self._optimizer).items())
         }
 
-    def _files(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]]) -> Iterator[File]:
+    def _files(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]]) -> Iterator[PlannedFile]:
         """This rank's files, in the order in which their bytes are copied."""
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
-                parts = [
-                    (w.name, Part(MODEL, w.name, w.shape, _DTYPE_NAMES[w.dtype], Box.whole(w.shape)))
-                    for w in file.weights
-                ]
-                yield File.of(file.name, parts)
-        named = []
-        for state, held in slices.items():
-            for each, flat in held:
-                start = ",".join(map(str, each.box.start))
-                part = Part(state, each.piece.name, each.piece.shape, _DTYPE_NAMES[flat.dtype], each.box)
-                named.append((f"{state}/{each.piece.name}@{start}", part))
-        if named:
-            yield File.of(f"optimizer/rank-{rank:05}.safetensors", named)
+                weights = file.weights
+                yield PlannedFile.of(
+                    file.name,
+                    [PlannedPiece(MODEL, w.name, w.shape, DTYPE_NAMES[w.dtype], Box.whole(w.shape)) for w in weights],
+                )
+        state_parts = [
+            PlannedPiece(state, each.piece.name, each.piece.shape, DTYPE_NAMES[flat.dtype], each.box)
+            for state, held in slices.items()
+            for each, flat in held
+        ]
+        if state_parts:
+            yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_parts)
 
-    def _copy(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]], files: Sequence[File]) -> None:
+    def _copy(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]], files: Sequence[PlannedFile]) -> None:
         heads = {file.parts[0].name: file.header for file in files if file.parts[0].state == MODEL}
         for weight, box, segment in self._weights.collect():
             if not any(box.start):
@@ -239,7 +251,7 @@ class Saver:
     def _write(self, job: _Job) -> None:
         try:
             saved = self._saved(job)
-        except Exception as error:  # noqa: BLE001  nobody else would hear of it, and take the checkpoint for saved
+        except Exception as error:  # noqa: BLE001  else the error would end with this thread, and the checkpoint would count as saved
             saved = self._broken_off(job, error)
         self._done.append(saved)
 
@@ -300,7 +312,7 @@ class Saver:
         return self._agreed(problem)
 
     def _agreed(self, problem: str | None) -> str | None:
-        """What any rank found, the same text on all; None where nobody found anything."""
+        """The problems of all ranks, the same text on each; None where no rank has one."""
         found = dict.fromkeys(each for each in comm.all_gather_objects(problem, self._group) if each)
         return "; ".join(found) or None
 
@@ -319,13 +331,13 @@ class Saver:
 
     def _drain(self, staging: Root, job: _Job, entries: list[FileEntry], problem: str | None) -> str | None:
         """Write what comes along the conveyor, which is emptied in any case; returns why it could not be written."""
-        stream = _Files(staging, job.files, entries)
+        stream = _FileStream(staging, job.files, entries)
         try:
             for block in self._conveyor.blocks():
                 if problem is None:
                     try:
                         stream.write(block)
-                    except Exception as error:  # noqa: BLE001  told to all ranks; the conveyor must run on
+                    except Exception as error:  # noqa: BLE001  all ranks get to know it; the conveyor must be emptied
                         problem = (
                             str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
                         )
@@ -336,7 +348,11 @@ class Saver:
         return problem
 
     def _commit(
-        self, staging: Root, final: Root, job: _Job, gathered: list[tuple[list[FileEntry], tuple[File, ...]]] | None
+        self,
+        staging: Root,
+        final: Root,
+        job: _Job,
+        gathered: list[tuple[list[FileEntry], tuple[PlannedFile, ...]]] | None,
     ) -> None:
         """On rank 0: the small files, the manifest, and the folder's name."""
         if gathered is None:
@@ -363,22 +379,16 @@ class Saver:
 
     def _small_files(self, tokenizer: Path | None) -> dict[str, bytes]:
         """What `transformers` reads beside the weights."""
+        files = self._weights.files
+        index = weight_index({file.name: [w.name for w in file.weights] for file in files}, self._weights.weights())
         dtype = next(self._weights.weights()).dtype
-        described = hugging_face_config(self._config.model, dtype, tokenizer)
-        files = {"config.json": to_json(described)}
-        if len(self._weights.files) > 1:
-            names = {weight.name: file.name for file in self._weights.files for weight in file.weights}
-            total = sum(weight.nbytes for weight in self._weights.weights())
-            files[INDEX] = to_json({"metadata": {"total_size": total}, "weight_map": names})
-        for file in sorted(tokenizer.iterdir()) if tokenizer else ():
-            files.setdefault(file.name, file.read_bytes())
-        return files
+        return {**model_files(self._config.model, dtype, tokenizer), **index}
 
 
 def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
     """StoreError where a rank wrote to a disk that this one does not see."""
     missing, deadline = [entry.path for entry in entries], time.monotonic() + _SEEN_WITHIN_SECONDS
-    while missing and time.monotonic() < deadline:  # a network file system tells of others' files after a while
+    while missing and time.monotonic() < deadline:  # a network file system shows other machines' files after a while
         there = staging.files()
         missing = [entry.path for entry in entries if there.get(entry.path) != entry.bytes]
         time.sleep(1.0 if missing else 0.0)
@@ -390,11 +400,11 @@ def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
 
 
 @dataclass
-class _Files:
+class _FileStream:
     """Cuts the stream of bytes into files."""
 
     folder: Root
-    files: Sequence[File]
+    files: Sequence[PlannedFile]
     entries: list[FileEntry]
     _number: int = 0
     _left: int = 0

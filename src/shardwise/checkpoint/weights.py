@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.boxes import Box
+from shardwise.checkpoint_format.tensors import segments
+from shardwise.checkpoint_format.writing import cut, shard_names
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece, placements
-from shardwise.store.writing import cut, shard_names
 
 TRANSFER_BYTES = 16 * 2**20
 """Of a canonical tensor that travel to its owner at a time."""
@@ -38,16 +39,6 @@ class CanonicalWeight:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def segments(self) -> Iterator[Box]:
-        """The tensor, run of rows by run of rows."""
-        if not self.shape or self.nbytes <= TRANSFER_BYTES:
-            yield Box.whole(self.shape)
-            return
-        rows, rest = self.shape[0], self.shape[1:]
-        step = max(1, TRANSFER_BYTES // (self.nbytes // rows))
-        for start in range(0, rows, step):
-            yield Box((start, *[0] * len(rest)), (min(step, rows - start), *rest))
 
 
 @dataclass(frozen=True)
@@ -134,7 +125,7 @@ class WeightPlan:
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:
-                    for box in weight.segments():
+                    for box in segments(weight.shape, TRANSFER_BYTES // weight.dtype.itemsize):
                         yield weight, box
 
     def _direct(self, wanted: tuple[CanonicalWeight, Box] | None) -> Tensor | None:
@@ -174,7 +165,7 @@ def _weight(piece: Piece, parameter: nn.Parameter) -> CanonicalWeight:
 
 
 def _balanced(weights: list[CanonicalWeight], ranks: int) -> list[list[CanonicalWeight]]:
-    """The weights by owner, largest first to whoever has least; a small model has few owners."""
+    """The weights of each owner: the largest first, each to the owner with the fewest bytes. A small model has few."""
     owners = min(ranks, max(1, sum(weight.nbytes for weight in weights) // _BYTES_WORTH_A_FILE))
     owned: list[list[CanonicalWeight]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(owners)]

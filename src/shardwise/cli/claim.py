@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from shardwise.checkpoint_format.earlier_run import earlier_run
 from shardwise.cli import output
 from shardwise.cli.inputs import prepare_inputs
 from shardwise.config import Config
 from shardwise.launch import stopping
 from shardwise.launch.environment import Rank
 from shardwise.runlog import RunDirectory, RunLock, new_run_path
-from shardwise.store.earlier_run import earlier_run
 
 
 def claim(held: ExitStack, run_path: Path) -> None:

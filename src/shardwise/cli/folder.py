@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import hub
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
 from shardwise.cli.checkpoint import places
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import parse_hugging_face
@@ -20,9 +21,8 @@ from shardwise.config.model import OwnConfig
 from shardwise.data import Tokenizer, reads_datasets, reads_indexed, reads_shards
 from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.files import reason_of
-from shardwise.store.chunks import read_whole
-from shardwise.store.manifest import MANIFEST, Manifest
-from shardwise.store.root import Root
+from shardwise.storage.chunks import read_whole
+from shardwise.storage.root import Root
 
 HELP = (
     "a checkpoint, a run's folder or a folder of checkpoints (the newest one), a path or a URL (s3://bucket/run); "

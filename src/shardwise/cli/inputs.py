@@ -21,8 +21,8 @@ def prepare_inputs(config: Config, announce: Callable[[str], None] | None) -> No
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
     from shardwise import hub
+    from shardwise.checkpoint_format.places import newest_of
     from shardwise.data import fetch_dataset, prepare
-    from shardwise.store.places import newest_of
 
     if config.checkpoint.load is not None:
         load = newest_of(config.checkpoint.load, announce)

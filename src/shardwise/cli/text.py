@@ -16,7 +16,7 @@ from shardwise.redaction import redacted
 from shardwise.units import duration
 
 if TYPE_CHECKING:
-    from shardwise.store.folders import Found
+    from shardwise.checkpoint_format.folders import Found
 
 
 def shown(text: object) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint import load_checkpoint, load_hugging_face
+from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.config import Config, check_layout
 from shardwise.data import Tokenizer, make_evaluation, prepare
 from shardwise.data.split import Part
@@ -24,8 +25,7 @@ from shardwise.inference.sampling import Sampler
 from shardwise.inference.text import Detokenizer
 from shardwise.mesh import Mesh, join
 from shardwise.models import Stages, build_stages
-from shardwise.store.manifest import MANIFEST
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from shardwise.checkpoint.agreement import agree, require_model
 from shardwise.checkpoint.load import require_finite
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.checkpoint_format.folders import is_damage
+from shardwise.checkpoint_format.manifest import MANIFEST, ManifestError
 from shardwise.config import Config, Layout, OwnConfig, Precision, check_layout
 from shardwise.cost.memory import expected_memory
 from shardwise.data import PreparedData, StreamBatches, make_batches
@@ -26,9 +28,7 @@ from shardwise.optim import LAMB, ZeroRedundancyOptimizer
 from shardwise.placement import of_or_whole
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.partition import stage_plan
-from shardwise.store.folders import is_damage
-from shardwise.store.manifest import MANIFEST, ManifestError
-from shardwise.store.root import Root, StoreError
+from shardwise.storage.root import Root, StoreError
 from shardwise.train.opening import Run, versions
 from shardwise.train.own import count_parameters, state_memory
 from shardwise.train.record import Progress

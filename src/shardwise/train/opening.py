@@ -9,6 +9,10 @@ from pathlib import Path
 from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree
+from shardwise.checkpoint_format.earlier_run import earlier_run
+from shardwise.checkpoint_format.manifest import MANIFEST
+from shardwise.checkpoint_format.owner import Owner, take
+from shardwise.checkpoint_format.places import newest_of
 from shardwise.config import Config, Layout, dump_yaml, resume_changes
 from shardwise.data import PreparedData, prepare
 from shardwise.errors import ConfigError
@@ -16,12 +20,8 @@ from shardwise.hardware import cpu_count
 from shardwise.launch import stdio
 from shardwise.mesh import Mesh
 from shardwise.runlog import RunDirectory, new_run_path
-from shardwise.store.earlier_run import earlier_run
-from shardwise.store.manifest import MANIFEST
-from shardwise.store.owner import Owner, take
-from shardwise.store.places import newest_of
-from shardwise.store.reach import in_time
-from shardwise.store.root import Root, StoreError
+from shardwise.storage.reach import in_time
+from shardwise.storage.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
 

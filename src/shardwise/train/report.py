@@ -20,12 +20,12 @@ from rich.text import Text
 
 from shardwise import units
 from shardwise.checkpoint.save import Saved
+from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config, Layout, Precision
 from shardwise.cost import flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
-from shardwise.store.manifest import Manifest
 from shardwise.train.console import open_log, plain, print_summary, result_line
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss

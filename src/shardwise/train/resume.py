@@ -11,13 +11,7 @@ from torch import nn
 
 from shardwise import comm
 from shardwise.checkpoint.restore import read_manifest, restore
-from shardwise.config import Config
-from shardwise.data import PreparedData
-from shardwise.errors import ConfigError, RunError, listing
-from shardwise.mesh import Mesh
-from shardwise.optim import ZeroRedundancyOptimizer
-from shardwise.runlog import RunDirectory
-from shardwise.store.folders import (
+from shardwise.checkpoint_format.folders import (
     Found,
     abandon,
     glance,
@@ -27,10 +21,16 @@ from shardwise.store.folders import (
     step_name,
     survey,
 )
-from shardwise.store.manifest import Manifest
-from shardwise.store.owner import require_own
-from shardwise.store.reach import in_time, require_writable
-from shardwise.store.root import Root, StoreError
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.owner import require_own
+from shardwise.config import Config
+from shardwise.data import PreparedData
+from shardwise.errors import ConfigError, RunError, listing
+from shardwise.mesh import Mesh
+from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.runlog import RunDirectory
+from shardwise.storage.reach import in_time, require_writable
+from shardwise.storage.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 

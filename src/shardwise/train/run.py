@@ -12,12 +12,12 @@ import torch.distributed as dist
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import differ_in_tokens
+from shardwise.checkpoint_format.folders import step_name
 from shardwise.config import Config, Layout, check_layout
 from shardwise.data import StreamBatches
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.launch import stopping
 from shardwise.mesh import Mesh, join
-from shardwise.store.folders import step_name
 from shardwise.train.build import build_checkpoints, build_reporter, build_run_trainer
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.opening import Run, open_run

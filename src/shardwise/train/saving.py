@@ -11,6 +11,7 @@ import torch
 
 from shardwise import comm
 from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
 from shardwise.data import StreamBatches
 from shardwise.errors import LostPeerError, RunError
@@ -19,7 +20,6 @@ from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
 from shardwise.runlog import RunDirectory
-from shardwise.store.manifest import Manifest
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 

@@ -15,7 +15,7 @@ from shardwise.config import LlamaConfig
 from shardwise.data.tokenizer import train_tokenizer
 from shardwise.mesh import Mesh
 from shardwise.models import Llama
-from shardwise.store.root import StoreError
+from shardwise.storage.root import StoreError
 
 MODEL: dict[str, Any] = {
     "family": "llama",

@@ -182,8 +182,8 @@ def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Pa
     assert problems(tmp_path) == [
         "checkpoint.load (FOLDER) lacks model.layers.{0…1}.mlp.up_proj.weight [48, 32]",
         "checkpoint.load (FOLDER) lacks lm_head.weight [61, 32]",
-        "checkpoint.load (FOLDER) has model.layers.1.self_attn.k_proj.bias [16], which the model has not",
-        "checkpoint.load (FOLDER) has score.weight [3, 32], which the model has not",
+        "checkpoint.load (FOLDER) has model.layers.1.self_attn.k_proj.bias [16], which the model lacks",
+        "checkpoint.load (FOLDER) has score.weight [3, 32], which the model lacks",
         "checkpoint.load (FOLDER): shape of model.norm.weight [31] must be [32]",
         "checkpoint.load (FOLDER): dtype of model.layers.0.mlp.down_proj.weight (I8) must be float64, float32, float16 "
         "or bfloat16: quantized weights cannot be trained",
@@ -274,9 +274,9 @@ def test_a_config_that_we_do_not_support_is_refused(tmp_path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "truncated": (lambda content: content[:-100], "is truncated or no safetensors file"),
-    "empty": (lambda content: b"", "is truncated or no safetensors file"),
-    "text": (lambda content: b"<html>Not found</html>", "is truncated or no safetensors file"),
+    "truncated": (lambda content: content[:-100], "is damaged: "),
+    "empty": (lambda content: b"", "is damaged: "),
+    "text": (lambda content: b"<html>Not found</html>", "is damaged: "),
     "a Git LFS pointer": (
         lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
         "is a Git LFS pointer, not the weights: run `git lfs pull`",

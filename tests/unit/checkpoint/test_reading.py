@@ -15,9 +15,9 @@ from fsspec.implementations.local import LocalFileSystem
 from shardwise.boxes import Box
 from shardwise.checkpoint.pieces import Pieces, compact
 from shardwise.checkpoint.reading import Source, Want, read
+from shardwise.checkpoint_format.manifest import Manifest, PieceEntry
 from shardwise.mesh import Mesh
-from shardwise.store.manifest import Manifest, PieceEntry
-from shardwise.store.root import DamageError, Root, StoreError
+from shardwise.storage.root import DamageError, Root, StoreError
 from tests.stored import small_tensors, write_checkpoint
 
 

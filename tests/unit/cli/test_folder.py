@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from shardwise.cli import main
 from shardwise.data.tokenizer import train_tokenizer
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 from tests.hugging_face import save
 
 TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 4

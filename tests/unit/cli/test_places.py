@@ -5,8 +5,8 @@ import time
 import pytest
 
 from shardwise.cli import main
-from shardwise.store import reach
-from shardwise.store.root import Root
+from shardwise.storage import reach
+from shardwise.storage.root import Root
 
 URL = "memory://far/run"
 COMMANDS = {

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.local import launch
+from shardwise.launch import local
+from shardwise.launch.local import LaunchError, launch
 from shardwise.launch.stopping import NOTICE
 from tests.e2e import processes
 from tests.e2e.command import Process, outcome, start

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.owner import Owner, take
+from shardwise.checkpoint_format.verify import verify
 from shardwise.config import Config
 from shardwise.errors import ConfigError, RunError
 from shardwise.runlog import RunDirectory, RunLock
-from shardwise.store.manifest import Manifest
-from shardwise.store.owner import Owner, take
-from shardwise.store.root import Root, StoreError
-from shardwise.store.verify import verify
+from shardwise.storage.root import Root, StoreError
 from shardwise.train import resume
 from shardwise.train.record import Progress, end_of_run
 from shardwise.train.resume import find_checkpoints, goes_back, went_back

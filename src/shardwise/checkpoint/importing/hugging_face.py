@@ -1,4 +1,4 @@
-"""A Hugging Face folder, its weights spelled as any of its writers did; torch-free once it is open."""
+"""A Hugging Face folder, whichever program spelled the names of its weights."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from shardwise.boxes import Box
 from shardwise.checkpoint.agreement import read_model
-from shardwise.checkpoint.importing.opened import Opened, canonical_shapes, mismatches
-from shardwise.checkpoint.reading import DTYPES
-from shardwise.checkpoint.spelling import spelling
+from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
+from shardwise.checkpoint_format.comparison import differing_copies, find_sources
+from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
+from shardwise.checkpoint_format.safetensors import DTYPES
+from shardwise.checkpoint_format.tensors import StoredTensors, segments
+from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError
 from shardwise.hub import BESIDE_WEIGHTS, INDEX
-from shardwise.store import safetensors
-from shardwise.store.root import Buffer, Root
-from shardwise.store.tensors import Tensors, segments
-from shardwise.store.verify import MODEL
-from shardwise.store.writing import STREAM_BYTES, Weight
+from shardwise.storage.root import Buffer, Root
 
 _CONFIG = "config.json"
 
 
-def open_hugging_face(folder: Root) -> Opened:
+def open_hugging_face(folder: Root) -> ForeignModel:
     """The model of a folder with config.json and safetensors weights.
 
     Raises:
@@ -35,48 +33,32 @@ def open_hugging_face(folder: Root) -> Opened:
     if not (folder / _CONFIG).exists():
         raise ConfigError(f"{folder} must hold a {_CONFIG} that describes the model: it has none")
     config = read_model(folder / _CONFIG)
-    tensors = Tensors.of(folder)
+    tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
-    spelled = spelling(config.family)
-    canonical = spelled.canonical(list(stored), shapes)
-    sources: dict[str, list[str]] = {}
-    for name, whole in canonical.items():
-        sources.setdefault(whole, []).append(name)
-    for names in sources.values():
-        names.sort(key=lambda name: (name not in shapes, name in spelled.tied))
-    strange = [(name, stored[name].dtype) for name in canonical if stored[name].dtype not in DTYPES]
-    found = {name: stored[names[0]].shape for name, names in sources.items()}
-    problems = mismatches(str(folder), shapes, found, strange)
+    sources, problems = find_sources(str(folder), config.family, shapes, stored)
     if not problems:
-        problems = [
-            f"{folder}: {copy} must equal {names[0]}: the model has one weight for both"
-            for names in sources.values()
-            for copy in names[1:]
-            if not _equal(tensors, names[0], copy)
-        ]
+        copied = [name for name, names in sources.items() if len(names) > 1]
+        boxes = [(name, box) for name in copied for box in _boxes(stored[sources[name][0]])]
+        problems = differing_copies(str(folder), tensors, sources, boxes)
     if problems:
         raise ConfigError(problems)
     weights = [
-        Weight(name, stored[source].dtype, shape, partial(_read, tensors, source))
+        StreamedWeight(name, stored[source].dtype, shape, partial(_read, tensors, source))
         for name, shape in shapes.items()
         for source in sources[name][:1]
     ]
-    return Opened(config, weights, beside=_beside(folder), tokens=token_ids(folder / _CONFIG))
+    return ForeignModel(config, weights, beside=_beside(folder), tokens=token_ids(folder / _CONFIG))
 
 
-def _read(tensors: Tensors, name: str) -> Iterator[Buffer]:
-    entry = tensors.states[MODEL][name]
-    for box in segments(entry.shape, STREAM_BYTES // safetensors.DTYPES[entry.dtype].itemsize):
+def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
+    for box in _boxes(tensors.states[MODEL][name]):
         yield tensors.read(MODEL, name, box).tobytes()
 
 
-def _equal(tensors: Tensors, name: str, copy: str) -> bool:
-    first, second = (tensors.states[MODEL][each] for each in (name, copy))
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    boxes = segments(first.shape, STREAM_BYTES // safetensors.DTYPES[first.dtype].itemsize)
-    return all(np.array_equal(tensors.read(MODEL, name, box), tensors.read(MODEL, copy, box)) for box in boxes)
+def _boxes(entry: TensorEntry) -> Iterator[Box]:
+    """A tensor, cut so that one box fits into memory."""
+    return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)
 
 
 def _beside(folder: Root) -> dict[str, bytes]:

@@ -27,9 +27,9 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint.importing import pickled
+from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.megatron_args import SIZES, choose_vocabulary, is_count, read_args
-from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
-from shardwise.checkpoint.importing.shards import Shards, Stacked, stack
+from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, stack
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
 
@@ -65,8 +65,8 @@ _OUR_LAYER = re.compile(r"layers\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq)")
 
 
-def open_megatron(source: Path, vocab_size: int | None = None) -> Opened:
-    """The model in a Megatron-LM checkpoint. `vocab_size`: without padding, where the checkpoint does not tell.
+def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
+    """The model in a Megatron-LM checkpoint. `vocab_size`: without padding, where the checkpoint lacks it.
 
     Raises:
         ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
@@ -94,7 +94,7 @@ def open_megatron(source: Path, vocab_size: int | None = None) -> Opened:
     found = dict(model.llama(config) if isinstance(config, LlamaConfig) else model.gpt(config))
     weights = shards.weights(canonical_shapes(config), found)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return Opened(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
+    return ForeignModel(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
 
 
 # ---- files
@@ -177,21 +177,8 @@ def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path)
         raise ConfigError(
             f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
         )
-    wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
-
-    def names(ranks: set[tuple[int, int]]) -> str:
-        listed = [f"mp_rank_{t:02d}_{p:03d}" if pipeline > 1 else f"mp_rank_{t:02d}" for t, p in sorted(ranks)]
-        return listing([*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"] if len(listed) > _SHOWN else listed)
-
-    problems = []
-    if missing := wanted - found:
-        problems.append(f"{folder} must have every rank of TP {tensor} × PP {pipeline}: it lacks {names(missing)}")
-    if extra := found - wanted:
-        problems.append(
-            f"{folder} must have the ranks of TP {tensor} × PP {pipeline} alone: it also has {names(extra)}"
-        )
-    if problems:
-        raise ConfigError(problems)
+    is_cut = pipeline > 1  # else the names lack the stage
+    require_ranks(str(folder), found, tensor, pipeline, lambda t, p: f"mp_rank_{t:02d}" + f"_{p:03d}" * is_cut)
     return tensor, pipeline
 
 
@@ -201,7 +188,9 @@ def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path)
 def _collect(
     states: Mapping[tuple[int, int], Mapping[str, Any]], tensor: int, pipeline: int, where: str
 ) -> tuple[Shards, bool]:
-    """All tensors by names of this module, layers counted from the model's first; and whether they are of legacy."""
+    """All tensors by the names of `_INSIDE` and `_OUTSIDE`, layers counted over all stages; and whether it is
+    a model of `megatron.legacy`.
+    """
     shards = Shards(where, {})
     keys = _chunk_keys(states, where)
     legacy = "language_model" in states[0, 0][keys[0]]
@@ -213,9 +202,7 @@ def _collect(
             shards.add(ranks, f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}")
             first += _layers([name for tensors in ranks for name in tensors], first)
     if unknown:
-        named = list(unknown)
-        more = [f"{len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
-        shards.problems.append(f"{where} has {listing(named[:_SHOWN] + more)}, of which no GPT-2 or Llama has any")
+        shards.problems.append(f"{where} has {listing(unknown, most=_SHOWN)}, of which no GPT-2 or Llama has any")
     shards.require_floats()
     return shards, legacy
 

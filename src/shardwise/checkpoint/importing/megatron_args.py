@@ -1,7 +1,7 @@
 """The model that Megatron-LM's arguments describe: they are saved in every file of a checkpoint, under "args".
 
-Names and defaults are those of megatron/training/arguments.py, older spellings included. What would make another model
-is an error, all of it at once; what only concerns training is left aside.
+Names and defaults are those of megatron/training/arguments.py, older spellings included. An argument that would make
+another model is an error, and all such errors are reported at once; arguments that only concern training are ignored.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
+from shardwise.checkpoint.agreement import validated
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
 
-_FAMILIES: dict[str, type[GPTConfig | LlamaConfig]] = {"gpt": GPTConfig, "llama": LlamaConfig}
 _UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
-# Set, each of these makes a model that is none of ours; the value beside it is the one that changes nothing.
+# Each of these, where it is set, makes a model that no family here covers; the value beside it changes nothing.
 _MUST_BE_UNSET: dict[str, Any] = {
     "num_experts": None, "expert_model_parallel_size": 1, "multi_latent_attention": None, "mtp_num_layers": None,
     "qk_layernorm": None, "qk_l2_norm": None, "attention_output_gate": None, "window_size": None,
@@ -31,6 +29,9 @@ _MUST_BE_UNSET: dict[str, Any] = {
 }  # fmt: skip
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
+_KIND = ("position_embedding_type", "normalization", "swiglu")
+_GPT, _LLAMA = ("learned_absolute", "LayerNorm", False), ("rope", "RMSNorm", True)
+"""Values of these arguments, by which Megatron-LM's models are told apart."""
 _LARGEST = 10**9
 # Megatron's own llama3 scaling has these numbers in its code (rotary_pos_embedding.py); only the factor is an argument.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -38,11 +39,12 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 def read_args(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
-) -> tuple[GPTConfig | LlamaConfig, tuple[str, ...]]:
+) -> tuple[GPTConfig | LlamaConfig, list[str]]:
     """The model, and notes on what of the arguments has no counterpart.
 
     Args:
-        vocab_size: without padding. legacy: the model is of `megatron.legacy`, whose activations are chosen otherwise.
+        vocab_size: without padding.
+        legacy: the model is one of `megatron.legacy`, which chooses its activation by other arguments.
 
     Raises:
         ConfigError: with every argument that makes another model, and every one that is missing.
@@ -62,23 +64,17 @@ def read_args(
     if problems:
         raise ConfigError(problems)
     section, notes = _section(args, vocab_size, where, legacy)
-    try:
-        return _FAMILIES[section["family"]].model_validate(section), notes
-    except ValidationError as error:
-        reasons = [": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors()]
-        raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons]) from None
+    config = validated(section, where)
+    assert isinstance(config, GPTConfig | LlamaConfig)
+    return config, notes
 
 
-def _section(
-    args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
+    """The configuration's `model` section, and notes on what of the arguments has no counterpart."""
     positions = "rope" if args.get("use_rotary_position_embeddings") else args.get("position_embedding_type")
     kind = (positions or "learned_absolute", args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
-    biased = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
     hidden, heads = args["hidden_size"], args["num_attention_heads"]
-    groups = args.get("num_query_groups") or heads if args.get("group_query_attention") else heads
-    head_dim = args.get("kv_channels") or hidden // heads
-    common = {
+    section = {
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "intermediate_size": args.get("ffn_hidden_size") or 4 * hidden,
@@ -88,51 +84,19 @@ def _section(
         "initializer_range": args.get("init_method_std") or 0.02,
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
     }
+    attention = {
+        "num_key_value_heads": args.get("num_query_groups") or heads if args.get("group_query_attention") else heads,
+        "head_dim": args.get("kv_channels") or hidden // heads,
+        "biased": bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False))),
+    }
     epsilon = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
-    if kind == ("rope", "RMSNorm", True):
-        section = {
-            "family": "llama",
-            **common,
-            "num_key_value_heads": groups,
-            "head_dim": head_dim,
-            "rms_norm_eps": epsilon,
-            "rope_theta": float(args.get("rotary_base") or 10000),
-            "attention_bias": biased,
-            "mlp_bias": biased,
-            "attention_dropout": args.get("attention_dropout", 0.0),
-        }
-        if args.get("use_rope_scaling"):
-            factor = float(args.get("rope_scaling_factor") or 8.0)
-            section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-        if args.get("rotary_percent", 1.0) not in (None, 1.0):
-            raise ConfigError(
-                f"{where}: its argument rotary_percent ({args['rotary_percent']}) must be 1.0 for a Llama"
-            )
+    if kind == _LLAMA:
         dropout = args.get("hidden_dropout")
-        return section, (f"hidden_dropout ({dropout}) is left out: a Llama has none",) if dropout else ()
-    if kind == ("learned_absolute", "LayerNorm", False):
-        problems = [
-            f"{where}: its argument {name} ({value!r}) must be {wanted!r} for a GPT-2"
-            for name, value, wanted in (
-                ("add_bias_linear", biased, True),
-                ("num_query_groups", groups, heads),
-                ("kv_channels", head_dim * heads, hidden),
-            )
-            if value != wanted
-        ]
-        if problems:
-            raise ConfigError(problems)
-        tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
-        hidden_dropout = args.get("hidden_dropout", 0.1)
-        return {
-            "family": "gpt",
-            **common,
-            "activation_function": "gelu_new" if tanh else "gelu",
-            "layer_norm_epsilon": epsilon,
-            "embd_pdrop": hidden_dropout,
-            "resid_pdrop": hidden_dropout,
-            "attn_pdrop": args.get("attention_dropout", 0.1),
-        }, ()
+        notes = [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
+        return {**section, **_llama(args, where, **attention), "rms_norm_eps": epsilon}, notes
+    if kind == _GPT:
+        _require_gpt_attention(section, where, **attention)
+        return {**section, **_gpt(args, legacy), "layer_norm_epsilon": epsilon}, []
     found = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
     raise ConfigError(
         f"{where}: its arguments {found} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
@@ -140,8 +104,56 @@ def _section(
     )
 
 
-_KIND = ("position_embedding_type", "normalization", "swiglu")
-_GPT, _LLAMA = ("learned_absolute", "LayerNorm", "False"), ("rope", "RMSNorm", "True")
+def _llama(
+    args: Mapping[str, Any], where: str, *, num_key_value_heads: int, head_dim: int, biased: bool
+) -> dict[str, Any]:
+    """The fields that only a Llama has."""
+    if args.get("rotary_percent", 1.0) not in (None, 1.0):
+        raise ConfigError(f"{where}: its argument rotary_percent ({args['rotary_percent']}) must be 1.0 for a Llama")
+    fields = {
+        "family": "llama",
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
+        "rope_theta": float(args.get("rotary_base") or 10000),
+        "attention_bias": biased,
+        "mlp_bias": biased,
+        "attention_dropout": args.get("attention_dropout", 0.0),
+    }
+    if args.get("use_rope_scaling"):
+        factor = float(args.get("rope_scaling_factor") or 8.0)
+        fields["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    return fields
+
+
+def _gpt(args: Mapping[str, Any], legacy: bool) -> dict[str, Any]:
+    """The fields that only a GPT-2 has."""
+    tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
+    hidden_dropout = args.get("hidden_dropout", 0.1)
+    return {
+        "family": "gpt",
+        "activation_function": "gelu_new" if tanh else "gelu",
+        "embd_pdrop": hidden_dropout,
+        "resid_pdrop": hidden_dropout,
+        "attn_pdrop": args.get("attention_dropout", 0.1),
+    }
+
+
+def _require_gpt_attention(
+    section: Mapping[str, Any], where: str, *, num_key_value_heads: int, head_dim: int, biased: bool
+) -> None:
+    """ConfigError where a GPT-2 would lack biases, or share keys and values, or have heads of another size."""
+    hidden, heads = section["hidden_size"], section["num_attention_heads"]
+    problems = [
+        f"{where}: its argument {name} ({value!r}) must be {wanted!r} for a GPT-2"
+        for name, value, wanted in (
+            ("add_bias_linear", biased, True),
+            ("num_query_groups", num_key_value_heads, heads),
+            ("kv_channels", head_dim * heads, hidden),
+        )
+        if value != wanted
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def is_count(value: object) -> bool:
@@ -152,7 +164,7 @@ def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, w
     """Rows of the embedding that are tokens: the others were added so that ranks hold equally many.
 
     Raises:
-        ConfigError: nothing tells them apart.
+        ConfigError: the size of the vocabulary is not known.
     """
     known = given
     # NullTokenizer adds a token to the size that it is given.

@@ -9,7 +9,7 @@ As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. La
 stages. What a rank's fused tensors mean, its model code says (modeling_llama_nxd.py, modules/qkv_linear.py):
 gate_up_proj is [gate; up]; qkv_proj.weight [q; k; v]; weight_q, weight_k and weight_v, or weight_qkv = [q; k; v], are
 of GQAQKVColumnParallelLinear, which holds each key/value head `m` times. The query heads of a rank attend to the
-key/value heads of that rank, so that copies of a head tell which query heads are of its group, and in which order:
+key/value heads of that rank, so the order of the copies gives the query heads of each group:
 copies lie g slots apart as scripts/checkpoint_converter.py writes them (K0 K1 … K0 K1 …), or next to each other. A
 GPT-NeoX rank's query_key_value is [its heads, 3, head size], as in the whole model.
 """
@@ -26,13 +26,13 @@ from torch import Tensor
 
 from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.importing import pickled
+from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.hugging_face import token_ids
-from shardwise.checkpoint.importing.opened import Opened, canonical_shapes
-from shardwise.checkpoint.importing.shards import Shards, Stacked, same_bits, stack
-from shardwise.checkpoint.spelling import spelling
+from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, same_bits, stack
+from shardwise.checkpoint_format.spelling import spelling
 from shardwise.config import GPTNeoXConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 
 _CURRENT = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 _OLD = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})")
@@ -42,7 +42,7 @@ _STARTED, _DONE = "checkpoint", "done"
 _SHOWN = 6
 
 
-def open_neuronx(source: Path, config_file: Path) -> Opened:
+def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     """The model in a checkpoint of neuronx-distributed; `config_file`: its Hugging Face `config.json`, or the folder.
 
     Raises:
@@ -57,10 +57,7 @@ def open_neuronx(source: Path, config_file: Path) -> Opened:
         raise ConfigError(f"the model in {described} ({config.family}) must be llama or gpt_neox")
     ranks = _ranks(source)
     tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
-    wanted = [(t, p) for t in range(tensor) for p in range(pipeline)]
-    if missing := [f"tp_rank_{t:02d}_pp_rank_{p:02d}" for t, p in wanted if (t, p) not in ranks]:
-        shown = missing[:_SHOWN] + ([f"{len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else [])
-        raise ConfigError(f"{source} must have every rank of TP {tensor} × PP {pipeline}: it lacks {listing(shown)}")
+    require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
     buffers = re.compile(spelling(config.family).buffers)
     states = {rank: _state(path, buffers) for rank, path in sorted(ranks.items())}
     shards = Shards(str(source), {})
@@ -71,7 +68,7 @@ def open_neuronx(source: Path, config_file: Path) -> Opened:
     shapes = canonical_shapes(config)
     found = dict(_llama(shards, config) if isinstance(config, LlamaConfig) else _neox(shards, config))
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return Opened(config, shards.weights(shapes, found), layout, tokens=token_ids(Root.of(described)))
+    return ForeignModel(config, shards.weights(shapes, found), layout, tokens=token_ids(Root.of(described)))
 
 
 # ---- files

@@ -69,7 +69,7 @@ def load(path: Path) -> Any:
     """What a file holds; its tensors stay in the file until they are read, where the format allows it.
 
     Raises:
-        ConfigError: it is none of `torch.save`, it cannot be read, or it names what it could run code by.
+        ConfigError: it was not written by `torch.save`, cannot be read, or names what could run code.
     """
     classes = dict(_CLASSES)
     try:
@@ -89,7 +89,7 @@ def load(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise ConfigError(f"{path} is refused: {_sentence(error)}; no code of it was run") from None
     except OSError as error:
-        if error.errno == errno.EINVAL:  # an offset that is none
+        if error.errno == errno.EINVAL:  # the file ends before an offset in it
             raise ConfigError(f"{path} is truncated or no file of torch.save") from None
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -99,5 +99,5 @@ def load(path: Path) -> Any:
 def _sentence(error: Exception) -> str:
     """What torch says, without its advice to open the file in an unsafe way."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in lines if "GLOBAL" in line or "nsupported" in line), lines[0] if lines else "")
-    return told.partition(". ")[0].rstrip(".") or type(error).__name__
+    line = next((line for line in lines if "GLOBAL" in line or "nsupported" in line), lines[0] if lines else "")
+    return line.partition(". ")[0].rstrip(".") or type(error).__name__

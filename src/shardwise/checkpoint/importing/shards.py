@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.agreement import by_layers
-from shardwise.checkpoint.importing.opened import Shapes, mismatches
-from shardwise.checkpoint.reading import DTYPES
-from shardwise.errors import ConfigError
-from shardwise.store.root import Buffer
-from shardwise.store.writing import STREAM_BYTES, Weight
+from shardwise.checkpoint.dtypes import DTYPE_NAMES
+from shardwise.checkpoint_format.comparison import TRAINABLE, Shapes, lines_of_layers, mismatches
+from shardwise.checkpoint_format.manifest import TensorEntry
+from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
+from shardwise.errors import ConfigError, listing
+from shardwise.storage.root import Buffer
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SHOWN = 8
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -60,8 +60,12 @@ class Stacked:
             data = self.read(start, min(start + step, total)).contiguous()
             yield data.view(torch.uint8).numpy().data.cast("B")
 
-    def weight(self, name: str) -> Weight:
-        return Weight(name, _NAMES[self.parts[0].dtype], self.shape, self.segments)
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(self.shape, DTYPE_NAMES[self.parts[0].dtype], ())
+
+    def weight(self, name: str) -> StreamedWeight:
+        return StreamedWeight(name, DTYPE_NAMES[self.parts[0].dtype], self.shape, self.segments)
 
 
 def stack(parts: Iterable[Stacked | Tensor]) -> Stacked:
@@ -82,14 +86,34 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits), other.view(bits))
 
 
+def require_ranks(
+    where: str, found: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
+) -> None:
+    """ConfigError where (tensor-parallel rank, pipeline stage) are not those of the degrees; `name`: of a rank."""
+    wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
+    problems = [
+        f"{where} must have {text} {listing((name(*rank) for rank in sorted(ranks)), most=_SHOWN)}"
+        for text, ranks in (
+            (f"every rank of TP {tensor} × PP {pipeline}: it lacks", wanted - found),
+            (f"the ranks of TP {tensor} × PP {pipeline} alone: it also has", found - wanted),
+        )
+        if ranks
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 @dataclass
 class Shards:
     """What the tensor-parallel ranks hold, all pipeline stages together.
 
-    Every method notes what is wrong instead of raising, and gives None then: the user reads all of it at once.
+    A method that finds a problem adds it to `problems` and returns None instead of raising, so that the user reads all
+    problems at once.
 
     Attributes:
-        where: names the source in messages. tensors: name → one tensor a rank. problems: found so far.
+        where: names the source in messages.
+        tensors: name → its tensors, one for each tensor-parallel rank.
+        problems: what was found to be wrong, one line each.
     """
 
     where: str
@@ -128,18 +152,17 @@ class Shards:
         strange, ragged = [], []
         for name, parts in list(self.tensors.items()):
             dtypes = {part.dtype for part in parts}
-            if len(dtypes) > 1 or not dtypes <= set(_NAMES):
+            if len(dtypes) > 1 or not dtypes <= set(DTYPE_NAMES):
                 strange.append((name, " and ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))))
             if len({part.shape for part in parts}) > 1 or not parts[0].dim():
                 ragged.append((name, ", ".join(f"{list(part.shape)}" for part in parts)))
         self.problems += [
-            f"{self.where}: dtype of {name} ({dtypes}) must be float64, float32, float16 or bfloat16, the same on "
-            "every tensor-parallel rank"
-            for name, dtypes in by_layers(strange)
+            f"{self.where}: dtype of {name} ({dtypes}) must be {TRAINABLE}, the same on every tensor-parallel rank"
+            for name, dtypes in lines_of_layers(strange)
         ]
         self.problems += [
             f"{self.where}: shape of {name} must be the same on every tensor-parallel rank: it is {shapes}"
-            for name, shapes in by_layers(ragged)
+            for name, shapes in lines_of_layers(ragged)
         ]
         for name, _ in strange + ragged:
             self.tensors.pop(name, None)
@@ -149,7 +172,7 @@ class Shards:
         return name in self.tensors
 
     def parts(self, name: str) -> list[Tensor] | None:
-        """One tensor a rank; None where there is none, which is a problem."""
+        """The tensors of a name, one for each rank; None where no rank has it, which is noted."""
         if name in self.tensors:
             self._used.add(name)
             return self.tensors[name]
@@ -197,7 +220,7 @@ class Shards:
     def misshapen(self, name: str, shape: Sequence[int], wanted: str) -> None:
         self.problems.append(f"{self.where}: shape of {name} {list(shape)} must be {wanted}")
 
-    def weights(self, shapes: Shapes, found: dict[str, Stacked | None]) -> list[Weight]:
+    def weights(self, shapes: Shapes, found: dict[str, Stacked | None]) -> list[StreamedWeight]:
         """The canonical weights, in the order of `shapes`.
 
         Raises:
@@ -205,12 +228,14 @@ class Shards:
         """
         known = {name: each for name, each in found.items() if each is not None}
         problems = list(self.problems)
-        problems += [f"{self.where} lacks {name}" for name, _ in by_layers(self._missing)]
+        problems += [f"{self.where} lacks {name}" for name, _ in lines_of_layers(self._missing)]
         unused = [(n, f"{list(parts[0].shape)}") for n, parts in self.tensors.items() if n not in self._used]
-        problems += [f"{self.where} has {name} {shape}, which the model has not" for name, shape in by_layers(unused)]
+        problems += [
+            f"{self.where} has {name} {shape}, which the model lacks" for name, shape in lines_of_layers(unused)
+        ]
         absent = dict.fromkeys(name for name in shapes if found.get(name, 0) is None)
         wanted = {name: shape for name, shape in shapes.items() if name not in absent}
-        problems += mismatches(self.where, wanted, {name: each.shape for name, each in known.items()})
+        problems += mismatches(self.where, wanted, {name: each.entry for name, each in known.items()})
         if problems:
             raise ConfigError(problems)
         return [known[name].weight(name) for name in shapes]

@@ -16,8 +16,8 @@ from shardwise.cli.checkpoint import places
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from shardwise.store.diff import Difference, TensorDifference
-    from shardwise.store.root import Root
+    from shardwise.checkpoint_format.diff import Difference, TensorDifference
+    from shardwise.storage.root import Root
 
 _MOST = 20
 
@@ -33,8 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.store.diff import diff
-    from shardwise.store.root import StoreError
+    from shardwise.checkpoint_format.diff import diff
+    from shardwise.storage.root import StoreError
 
     try:
         a, b = (places.newest_intact(each, text.progress).root for each in (arguments.a, arguments.b))
@@ -94,6 +94,6 @@ def _row(each: TensorDifference) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    from shardwise.store.diff import ABSENT
+    from shardwise.checkpoint_format.diff import ABSENT
 
     return ABSENT if value is ABSENT else json.dumps(value)

@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.units import parse_size, size
 
 if TYPE_CHECKING:
-    from shardwise.store.root import Root
+    from shardwise.storage.root import Root
 
 _MAX_SHARD_SIZE = "5GB"
 
@@ -45,7 +45,7 @@ def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.store.export import Export
+    from shardwise.checkpoint_format.to_hugging_face import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     export = Export(places.newest_intact(arguments.checkpoint, text.progress).root, arguments.dtype)

@@ -21,8 +21,8 @@ from shardwise.errors import ConfigError
 from shardwise.units import count, size
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.importing import Opened
-    from shardwise.store.root import Root
+    from shardwise.checkpoint.importing import ForeignModel
+    from shardwise.storage.root import Root
 
 _HUB, _MEGATRON, _NEURONX = "hugging-face", "megatron", "neuronx-distributed"
 _OPTIONS = {
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
     text.line(
         f"{done.folder}: {opened.config.family}, {count(opened.parameters)} parameters in {opened.dtype}{cut}; "
-        f"{text.of(done.files, 'file')}, {size(done.nbytes)}"
+        f"{text.of(done.files, 'file')}, {size(done.bytes)}"
     )
     text.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
     return 0
@@ -103,7 +103,7 @@ def _checkpoints(dest: str) -> Root:
     return root / "checkpoints" if (root / "checkpoints").is_folder() else root
 
 
-def _open(arguments: argparse.Namespace) -> Opened:
+def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint import importing
 
     if arguments.kind == _HUB:
@@ -123,7 +123,7 @@ def _open(arguments: argparse.Namespace) -> Opened:
 
 def _hugging_face(source: str, revision: str | None) -> Root:
     from shardwise import hub
-    from shardwise.store.root import Root
+    from shardwise.storage.root import Root
 
     if hub.is_url(source):
         return places.reached(source)

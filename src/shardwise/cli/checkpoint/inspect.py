@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError
 from shardwise.units import count, size
 
 if TYPE_CHECKING:
-    from shardwise.store.folders import Found
-    from shardwise.store.manifest import Manifest, TensorEntry
+    from shardwise.checkpoint_format.folders import Found
+    from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(place: places.Place, found: list[Found]) -> None:
-    from shardwise.store.folders import abandoned
+    from shardwise.checkpoint_format.folders import abandoned
 
     text.line(f"{place.root}: {text.of(len(found), 'checkpoint')}")
     if found:
@@ -87,7 +87,7 @@ def _show(found: Found, tensors: bool) -> None:
 
 
 def _show_tensors(manifest: Manifest) -> None:
-    from shardwise.store.tensors import ordered_names
+    from shardwise.checkpoint_format.tensors import ordered_names
 
     body = [
         [state, name, str(list(entry.shape)), entry.dtype, str(len(entry.pieces))]
@@ -130,7 +130,7 @@ def _described_tensor(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _states(manifest: Manifest) -> list[str]:
-    from shardwise.store.tensors import ordered_states
+    from shardwise.checkpoint_format.tensors import ordered_states
 
     return ordered_states(manifest.tensors)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardwise.store.places import LATEST, Place, all_of, locate, newest_intact, reached
+from shardwise.checkpoint_format.places import LATEST, Place, all_of, locate, newest_intact, reached
 
 __all__ = ["Place", "add_path", "all_of", "locate", "newest_intact", "reached"]
 

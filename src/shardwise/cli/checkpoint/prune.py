@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.store.folders import abandoned, removable
+    from shardwise.checkpoint_format.folders import abandoned, removable
 
     keep, every = arguments.keep, arguments.keep_every
     problems = [
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _runs(place: places.Place, given: str) -> list[Path]:
     """The folders on this machine of runs that may save there."""
-    from shardwise.store.owner import owner
+    from shardwise.checkpoint_format.owner import owner
 
     folders = [Path(given)]
     if place.root.is_local:

@@ -16,8 +16,8 @@ from shardwise.errors import ConfigError
 from shardwise.units import duration, size
 
 if TYPE_CHECKING:
-    from shardwise.store.folders import Found
-    from shardwise.store.verify import Report
+    from shardwise.checkpoint_format.folders import Found
+    from shardwise.checkpoint_format.verify import Report
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(found: Found) -> tuple[Report, float]:
-    from shardwise.store.verify import verify
+    from shardwise.checkpoint_format.verify import verify
 
     start = time.monotonic()
     with text.bar(f"verifying {found.folder.name}", found.bytes) as progress:

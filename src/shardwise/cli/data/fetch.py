@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.store.fetch import Remote, fetch, find
+    from shardwise.storage.fetch import Remote, fetch, find
 
     sha256: str | None = arguments.sha256 and arguments.sha256.lower()
     if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from shardwise.checkpoint.importing import Opened, write_checkpoint
-from shardwise.store.manifest import Manifest
-from shardwise.store.root import Root
-from shardwise.store.verify import verify
+from shardwise.checkpoint.importing import ForeignModel, write_checkpoint
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.verify import verify
+from shardwise.storage.root import Root
 from tests.hugging_face import open_folder
 
 
-def write(opened: Opened, root: Path, **options: Any) -> Path:
+def write(opened: ForeignModel, root: Path, **options: Any) -> Path:
     """Write the checkpoint and verify it."""
     folder = write_checkpoint(opened, Root.of(root), **options).folder
     assert verify(folder).sound
@@ -29,7 +29,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def assert_same_model(opened: Opened, root: Path, original: Any, saved: Path) -> None:
+def assert_same_model(opened: ForeignModel, root: Path, original: Any, saved: Path) -> None:
     """Tensors equal to the bit to what `original` saved, and logits equal where transformers opens the checkpoint."""
     folder = write(opened, root)
     found, wanted = weights(folder), weights(saved)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.checkpoint.importing import open_hugging_face
 from shardwise.data.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError
-from shardwise.store.root import Root
+from shardwise.storage.root import Root
 from tests.hugging_face import CASES, make, open_folder, save
 from tests.unit.checkpoint.importing.checks import assert_same_model, weights, write
 
@@ -93,7 +93,7 @@ def test_every_mismatch_is_listed(tmp_path: Path) -> None:
         open_hugging_face(source(tmp_path / "saved"))
     assert [each.replace(str(tmp_path / "saved"), "FOLDER") for each in caught.value.problems] == [
         "FOLDER lacks transformer.h.0.ln_1.bias [32]",
-        "FOLDER has transformer.extra [2], which the model has not",
+        "FOLDER has transformer.extra [2], which the model lacks",
         "FOLDER: shape of transformer.wpe.weight [3, 32] must be [24, 32]",
         "FOLDER: dtype of transformer.ln_f.bias (I8) must be float64, float32, float16 or bfloat16: quantized weights "
         "cannot be trained",
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_exists_is_kept(tmp_path: Path) -> None:
     save("gpt", tmp_path / "saved")
     opened = open_hugging_face(source(tmp_path / "saved"))
     write(opened, tmp_path / "ours")
-    with pytest.raises(ConfigError, match="step-00000000 exists already: choose another folder, or remove it"):
+    with pytest.raises(ConfigError, match="step-00000000 exists already: choose another name, or remove it"):
         write(opened, tmp_path / "ours")
 
 

@@ -99,7 +99,7 @@ def test_all_mismatches_come_at_once(shards: Path) -> None:
         rewrite(shards, rank, lambda state: state.update({"model.layers.1.mlp.down_proj.weight": torch.ones(32, 3)}))
     assert problems(shards) == [
         "FOLDER lacks lm_head.weight",
-        "FOLDER has model.layers.0.self_attn.q_norm.weight [8], which the model has not",
+        "FOLDER has model.layers.0.self_attn.q_norm.weight [8], which the model lacks",
         "FOLDER: shape of model.layers.1.mlp.down_proj.weight [32, 12] must be [32, 48]",
     ]
 

@@ -1,0 +1,148 @@
+"""A model of another program, and how it becomes a checkpoint of step 0."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise import __version__
+from shardwise.checkpoint_format.casting import FLOATING
+from shardwise.checkpoint_format.folders import partial_name, step_name
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.checkpoint_format.verify import non_finite, non_finite_text
+from shardwise.checkpoint_format.writing import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    PlannedFile,
+    StreamedWeight,
+    WrittenFolder,
+    tensor_entries,
+    to_json,
+    write_folder,
+)
+from shardwise.config import FamilyConfig, config_from
+from shardwise.config.hugging_face import to_hugging_face
+from shardwise.errors import ConfigError
+from shardwise.mesh import Group
+from shardwise.models import build_model
+from shardwise.placement import placements
+from shardwise.storage.chunks import FileEntry
+from shardwise.storage.root import Buffer, Root
+
+STEP = 0
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A model of another program, whose weights have not been read yet.
+
+    Attributes:
+        weights: all canonical weights, in the model's order.
+        layout: degrees of parallelism of the source; empty where it is not sharded.
+        beside: name → content of other files of the model.
+        tokens: ids of special tokens, for `config.json`.
+        notes: for the user, what has no counterpart here.
+    """
+
+    config: FamilyConfig
+    weights: Sequence[StreamedWeight]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    tokens: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    @property
+    def parameters(self) -> int:
+        return sum(_numel(weight) for weight in self.weights)
+
+    @property
+    def dtype(self) -> str:
+        """That most of the weights have, as torch names it."""
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[FLOATING[weight.dtype]] += _numel(weight)
+        return max(sizes, key=lambda name: sizes[name])
+
+
+def _numel(weight: StreamedWeight) -> int:
+    return torch.Size(weight.shape).numel()
+
+
+def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
+    """Every canonical tensor of a model, in its order; nothing is allocated."""
+    sections = {
+        "model": model.model_dump(),
+        "train": {"steps": 1, "global_batch": 1, "sequence_length": 1},
+        "optimizer": {"lr": 1.0},
+    }
+    built = build_model(config_from(sections), Group(), sequence_parallel=False, device="meta")
+    return {piece.name: piece.shape for _, _, record in placements(built) for piece in record.pieces}
+
+
+def write_checkpoint(
+    opened: ForeignModel,
+    root: Root,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> WrittenFolder:
+    """Write the checkpoint of step 0 into a folder of checkpoints: weights alone, complete or not at all.
+
+    Raises:
+        ConfigError: there is one, or a weight has values that are not finite. StoreError: a file cannot be read or
+        written.
+    """
+    not_finite: Counter[str] = Counter()
+
+    def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
+        if not_finite:
+            raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
+        return Manifest(
+            step=STEP,
+            samples=0,
+            position=0,
+            tokens=0,
+            config={"model": opened.config.model_dump(mode="json")},
+            layout=opened.layout,
+            schedule={},
+            data={},
+            rng={},
+            versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            optimizer=None,
+            files=tuple(entries),
+            tensors=tensor_entries(entries, files),
+        )
+
+    return write_folder(
+        root,
+        step_name(STEP),
+        [replace(weight, read=partial(_counted, weight, not_finite)) for weight in opened.weights],
+        {**opened.beside, CONFIG: to_json(_described(opened))},
+        partial=partial_name(STEP),
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+        manifest=manifest,
+    )
+
+
+def _counted(weight: StreamedWeight, found: Counter[str]) -> Iterator[Buffer]:
+    """The bytes of a weight; how many of its values are not finite is added to `found`."""
+    for data in weight.read():
+        if count := non_finite(memoryview(data).cast("B"), weight.dtype):
+            found[weight.name] += count
+        yield data
+
+
+def _described(opened: ForeignModel) -> dict[str, Any]:
+    return {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}

@@ -1,0 +1,1 @@
+"""The format of a checkpoint, without torch: manifest, safetensors files, folders of steps; verify, diff and export."""

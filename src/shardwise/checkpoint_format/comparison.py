@@ -1,0 +1,122 @@
+"""The tensors of a place against those of a model: names, shapes, dtypes, and second copies of a tied weight."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from shardwise.boxes import Box
+from shardwise.checkpoint_format.casting import FLOATING, cast
+from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
+from shardwise.checkpoint_format.spelling import spelling
+from shardwise.checkpoint_format.tensors import StoredTensors
+
+Shapes = Mapping[str, tuple[int, ...]]
+TRAINABLE = "float64, float32, float16 or bfloat16"
+"""What the dtype of a weight must be, for messages."""
+
+
+def mismatches(
+    where: str,
+    shapes: Shapes,
+    stored: Mapping[str, TensorEntry],
+    *,
+    canonical: Mapping[str, str] | None = None,
+    needed: Iterable[str] | None = None,
+    state: str = MODEL,
+) -> list[str]:
+    """Every way in which the tensors of a place are not the model's, in one line for all layers alike.
+
+    Args:
+        where: names the place in the lines.
+        shapes: canonical name → shape, of the model.
+        stored: name at the place → tensor.
+        canonical: name at the place → canonical name; what it leaves out is no weight. Default: they are the same.
+        needed: canonical names that must be there. Default: all of the model's. A tensor without elements never is.
+        state: `model`, or the optimizer state of which these are the tensors.
+    """
+    names = {name: name for name in stored} if canonical is None else canonical
+    known = {name: own for name, own in names.items() if own in shapes}
+    present = set(known.values())
+    of = "" if state == MODEL else f"the {state} of "
+    missing = [
+        (name, f"{list(shapes[name])}")
+        for name in (shapes if needed is None else needed)
+        if name not in present and 0 not in shapes[name]
+    ]
+    problems = [f"{where} lacks {of}{name} {shape}" for name, shape in lines_of_layers(missing)]
+    unknown = [(name, f"{list(stored[name].shape)}") for name in names if name not in known]
+    problems += [f"{where} has {of}{name} {shape}, which the model lacks" for name, shape in lines_of_layers(unknown)]
+    misshapen = [
+        (name, f"{list(stored[name].shape)} must be {list(shapes[own])}")
+        for name, own in known.items()
+        if stored[name].shape != shapes[own]
+    ]
+    problems += [f"{where}: shape of {of}{name} {both}" for name, both in lines_of_layers(misshapen)]
+    strange = [(name, stored[name].dtype) for name in known if stored[name].dtype not in FLOATING]
+    problems += [
+        f"{where}: dtype of {of}{name} ({dtype}) must be {TRAINABLE}: quantized weights cannot be trained"
+        for name, dtype in lines_of_layers(strange)
+    ]
+    return problems
+
+
+def find_sources(
+    where: str, family: str, shapes: Shapes, stored: Mapping[str, TensorEntry]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Under which names a place holds each canonical tensor, the one to read first; and every mismatch.
+
+    Names may be spelled as `spelling.py` says for the model's family.
+    """
+    spelled = spelling(family)
+    canonical = spelled.canonical(list(stored), set(shapes))
+    sources: dict[str, list[str]] = {name: [] for name in shapes}
+    for name, own in canonical.items():
+        sources.setdefault(own, []).append(name)
+    for own, names in sources.items():
+        names.sort(key=lambda name: (name != own, name in spelled.tied))
+    return sources, mismatches(where, shapes, stored, canonical=canonical)
+
+
+def differing_copies(
+    where: str, tensors: StoredTensors, sources: Mapping[str, Sequence[str]], boxes: Iterable[tuple[str, Box]]
+) -> list[str]:
+    """Second copies of a tied weight that differ from the first in one of the boxes (canonical name, box).
+
+    Raises:
+        StoreError: the weights cannot be read.
+    """
+    stored = tensors.states[MODEL]
+    problems: dict[str, None] = {}
+    for own, box in boxes:
+        first, *copies = sources[own]
+        for copy in copies:
+            values = cast(tensors.read(MODEL, copy, box), stored[copy].dtype, stored[first].dtype)
+            if not np.array_equal(tensors.read(MODEL, first, box), values):
+                problems[f"{where}: {copy} must equal {first}: the model has one weight for both"] = None
+    return list(problems)
+
+
+def lines_of_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(name, fact), one for all layers with the same fact: `h.0.ln.bias` … `h.11.ln.bias` as `h.{0…11}.ln.bias`."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name, fact in found:
+        number = re.search(r"(?<=\.)\d+(?=\.)", f".{name}")
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}", count=1)[1:]
+        layers.setdefault((pattern, fact), []).extend([int(number[0])] if number else [])
+    for (pattern, fact), numbers in layers.items():
+        runs = _runs(numbers)
+        yield pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1), fact
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """`0…3, 7` of 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("…".join(map(str, run)) for run in runs)

@@ -1,0 +1,351 @@
+"""`manifest.json`: what a checkpoint holds, where each tensor lies in its files, and the checksums of all of it.
+
+The manifest is written last: a folder without one is no checkpoint. It is canonical JSON (sorted keys, no spaces,
+ASCII) with a digest of itself, so that a changed bit is found before any value is used. Every value is checked as input
+from a stranger: names stay inside the folder, offsets inside the files, boxes inside the tensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import gc
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import xxhash
+
+from shardwise.boxes import Box
+from shardwise.checkpoint_format.safetensors import DTYPES, MAX_DIMS, is_counts
+from shardwise.names import name_problem
+from shardwise.storage.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
+from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.units import size as size_text
+
+MANIFEST = "manifest.json"
+MODEL = "model"
+"""The state whose tensors are the weights, each whole in a file under its own name."""
+FORMAT = "shardwise-checkpoint"
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
+"""About ten times what a 20 B-parameter model on 1,024 ranks has. Memory goes with the values: each takes up to 240
+bytes once it is parsed, so what a stranger wrote takes at most 8 GB; the bytes alone would allow 32 GB."""
+_DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
+
+
+class ManifestError(StoreError):
+    """A manifest is intact, and this version cannot use it."""
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """A box of a tensor, contiguous and row-major from byte `offset` of file number `file`."""
+
+    file: int
+    offset: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A canonical tensor in canonical orientation; its pieces tile it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: Sequence[PieceEntry]
+
+    def nbytes(self, piece: PieceEntry) -> int:
+        return piece.box.numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the checkpoint of one step holds.
+
+    Attributes:
+        step: updates done.
+        samples: samples that were trained on.
+        position: next sample of the data order; skipped samples count.
+        tokens: tokens that were trained on.
+        config: as it was resolved.
+        layout: degrees of parallelism of the run that wrote it.
+        schedule: state of the learning rate's schedule.
+        data: identity of the data, and the run's id.
+        rng: state of the random number generators.
+        versions: of the programs that wrote it.
+        created: date and time, in ISO 8601.
+        optimizer: name, steps and names of its states; None where the checkpoint has weights alone.
+        files: every file of the folder but the manifest.
+        tensors: state (`model`, `exp_avg`, …) → canonical name → tensor.
+    """
+
+    step: int
+    samples: int
+    position: int
+    tokens: int
+    config: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    schedule: Mapping[str, Any]
+    data: Mapping[str, Any]
+    rng: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    created: str
+    optimizer: Mapping[str, Any] | None
+    files: tuple[FileEntry, ...] = field(repr=False)
+    tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
+
+    def to_json(self) -> str:
+        """Canonical JSON with its digest; floats in the mappings must be finite."""
+        simple = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
+        plain = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            **simple,
+            "files": [
+                {
+                    "path": file.path,
+                    "bytes": file.bytes,
+                    "chunk_bytes": file.chunk_bytes,
+                    "checksums": base64.b64encode(file.checksums).decode(),
+                }
+                for file in self.files
+            ],
+            "tensors": {
+                state: {name: _plain(tensor) for name, tensor in tensors.items()}
+                for state, tensors in self.tensors.items()
+            },
+        }
+        return _canonical({**plain, "digest": _digest(plain)}) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Manifest:
+        """The manifest that `text` is; `where` names it in messages.
+
+        Raises:
+            DamageError: it is not what was written. ManifestError: another version's, or it contradicts itself.
+        """
+        try:
+            plain = json.loads(text)
+        except (ValueError, RecursionError):
+            raise DamageError(f"{where} is damaged: it is no JSON") from None
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            raise DamageError(f"{where} is damaged: its format must be {FORMAT}")
+        _require_version(plain, where)
+        if not _matches_digest(text):
+            raise DamageError(f"{where} is damaged: it does not match its digest")
+        return _Reader(where).manifest(plain)
+
+    @staticmethod
+    def read(folder: Root) -> Manifest:
+        """The manifest of a checkpoint's folder.
+
+        Raises:
+            StoreError: there is none (`missing`), or it cannot be read. DamageError, ManifestError: as `from_json`.
+        """
+        file = folder / MANIFEST
+        total = file.size()
+        if total > MAX_MANIFEST_BYTES:
+            limit = size_text(MAX_MANIFEST_BYTES)
+            raise DamageError(f"{file} is damaged: its length ({size_text(total)}) must be at most {limit}")
+        try:
+            text = file.read().decode("ascii")
+        except UnicodeDecodeError:
+            raise DamageError(f"{file} is damaged: it has bytes that are not ASCII") from None
+        if problem := too_large(text):
+            raise DamageError(f"{file} is damaged: {problem}")
+        with _no_garbage_collection():
+            return Manifest.from_json(text, str(file))
+
+
+def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
+    """What a box of a tensor is called in its file: a weight by its own name, others STATE/NAME@START."""
+    if state == MODEL and box == Box.whole(shape):
+        return name
+    return f"{state}/{name}@{','.join(map(str, box.start))}"
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A million small objects, none of them garbage, would be searched for it again and again: half of the time."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(_canonical(plain).encode())}"
+
+
+def _matches_digest(text: str) -> bool:
+    """Whether a manifest is, but for its digest, the text that this is of: that is not made anew, it takes seconds."""
+    found = _DIGEST.search(text)
+    if found is None or not text.endswith("\n"):
+        return False
+    digest = xxhash.xxh3_128(text[: found.start()].encode())
+    digest.update(text[found.end() : -1].encode())
+    return digest.hexdigest() == found[1]
+
+
+def too_large(text: str) -> str | None:
+    """Why reading a manifest would take too much memory or time, or None."""
+    if len(text) > MAX_MANIFEST_BYTES:
+        return f"its length ({size_text(len(text))}) must be at most {size_text(MAX_MANIFEST_BYTES)}"
+    if (values := text.count(",") + 1) > MAX_MANIFEST_VALUES:
+        return f"it must have at most {MAX_MANIFEST_VALUES:,} values, and it has about {values:,}"
+    return None
+
+
+def _plain(tensor: TensorEntry) -> dict[str, Any]:
+    pieces = [[piece.file, piece.offset, list(piece.box.start), list(piece.box.size)] for piece in tensor.pieces]
+    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "pieces": pieces}
+
+
+def _require_version(plain: Mapping[str, Any], where: str) -> None:
+    version = plain.get("version")
+    if type(version) is not int or version < 1:
+        raise DamageError(f"{where} is damaged: its version ({version!r}) must be a whole number from 1 on")
+    if version > FORMAT_VERSION:
+        versions = plain.get("versions")
+        writer = versions.get("shardwise") if isinstance(versions, dict) else None
+        release = (
+            f"shardwise ≥ {writer}, which wrote it"
+            if isinstance(writer, str) and writer.isprintable()
+            else "a newer one"
+        )
+        raise ManifestError(
+            f"the format version of {where} ({version}) must be at most the one that this shardwise reads "
+            f"({FORMAT_VERSION}): it is read by {release}"
+        )
+
+
+class _Reader:
+    """From plain JSON values to entries; every value is checked before it is used."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def manifest(self, plain: Mapping[str, Any]) -> Manifest:
+        optimizer = plain.get("optimizer")
+        self._require(optimizer is None or isinstance(optimizer, dict), "optimizer must be an object or null")
+        files = tuple(self._file(entry) for entry in self._of(plain, "files", list))
+        paths = [file.path for file in files]
+        self._require(len(set(paths)) == len(paths), "files must name each file once")
+        tensors: dict[str, dict[str, TensorEntry]] = {}
+        for state in (stored := self._of(plain, "tensors", dict)):
+            named = self._of(stored, state, dict)
+            tensors[state] = {name: self._tensor(f"{state}/{name}", named[name], files) for name in named}
+        self._require_disjoint(tensors)
+        return Manifest(
+            step=self._count(plain, "step"),
+            samples=self._count(plain, "samples"),
+            position=self._count(plain, "position"),
+            tokens=self._count(plain, "tokens"),
+            config=self._of(plain, "config", dict),
+            layout=self._of(plain, "layout", dict),
+            schedule=self._of(plain, "schedule", dict),
+            data=self._of(plain, "data", dict),
+            rng=self._of(plain, "rng", dict),
+            versions=self._of(plain, "versions", dict),
+            created=self._of(plain, "created", str),
+            optimizer=optimizer,
+            files=files,
+            tensors=tensors,
+        )
+
+    def _file(self, plain: object) -> FileEntry:
+        if not isinstance(plain, dict):
+            raise self._error("files must be JSON objects")
+        path, packed = self._of(plain, "path", str), self._of(plain, "checksums", str)
+        total, chunk = self._count(plain, "bytes"), self._count(plain, "chunk_bytes")
+        self._require(
+            name_problem(path, nested=True) is None and path.isprintable() and path != MANIFEST,
+            f"the path of a file ({path!r}) must be a plain name in the checkpoint's folder",
+        )
+        power = MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES and chunk & (chunk - 1) == 0
+        limits = f"{size_text(MIN_CHUNK_BYTES)} to {size_text(MAX_CHUNK_BYTES)}"
+        self._require(power, f"chunk_bytes of {path} ({chunk}) must be a power of two from {limits}")
+        try:
+            checksums = base64.b64decode(packed, validate=True)
+        except (binascii.Error, ValueError):
+            checksums = b"none"
+        file = FileEntry(path, total, chunk, checksums)
+        self._require(len(checksums) == 8 * file.chunks, f"{path} must have {file.chunks} checksums of 8 bytes")
+        return file
+
+    def _tensor(self, name: str, plain: object, files: tuple[FileEntry, ...]) -> TensorEntry:
+        if not name.isprintable():  # it will be shown, and a terminal obeys some characters
+            raise self._error(f"the name of a tensor ({name!r}) must be printable")
+        if not isinstance(plain, dict):
+            raise self._error(f"{name} must be a JSON object")
+        shape, dtype = plain.get("shape"), plain.get("dtype")
+        if not is_counts(shape) or len(shape) > MAX_DIMS:
+            raise self._error(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise self._error(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
+        # Texts are made for what is wrong only: a large model has a million pieces.
+        pieces = []
+        for entry in self._of(plain, "pieces", list):
+            right = isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])
+            if not (
+                right and is_counts(entry[2]) and is_counts(entry[3]) and len(entry[2]) == len(entry[3]) == len(shape)
+            ):
+                numbers = f"start and size with {len(shape)} numbers"
+                raise self._error(f"a piece of {name} must be [file, offset, start, size], {numbers}")
+            file, offset, start, size = entry
+            if not all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)):
+                raise self._error(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({shape})")
+            pieces.append(PieceEntry(file, offset, Box(tuple(start), tuple(size))))
+        tensor = TensorEntry(tuple(shape), dtype, tuple(pieces))
+        for piece in tensor.pieces:
+            if piece.file >= len(files):
+                raise self._error(f"a piece of {name} must be in a file that is listed")
+            end, total = piece.offset + tensor.nbytes(piece), files[piece.file].bytes
+            if end > total:
+                raise self._error(f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
+        return tensor
+
+    def _require_disjoint(self, tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
+        """No two tensors share a byte: to read all tensors is to read no more than the files hold."""
+        spans = sorted(
+            (piece.file, piece.offset, piece.offset + tensor.nbytes(piece), f"{state}/{name}")
+            for state, named in tensors.items()
+            for name, tensor in named.items()
+            for piece in tensor.pieces
+        )
+        for (file, _, stop, name), (next_file, start, _, next_name) in itertools.pairwise(spans):
+            if file == next_file and stop > start:
+                raise self._error(f"{name} and {next_name} must not share bytes of a file")
+
+    def _of(self, plain: Mapping[str, Any], key: str, kind: type) -> Any:
+        value = plain.get(key)
+        self._require(isinstance(value, kind), f"{key} must be a JSON {_KINDS[kind]}")
+        return value
+
+    def _count(self, plain: Mapping[str, Any], key: str) -> int:
+        values = [plain.get(key)]
+        if not is_counts(values):
+            raise self._error(f"{key} ({values[0]!r}) must be a whole number")
+        return values[0]
+
+    def _require(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise self._error(text)
+
+    def _error(self, text: str) -> ManifestError:
+        return ManifestError(f"{self.where} cannot be used: {text}")
+
+
+_KINDS: dict[type, str] = {dict: "object", list: "array", str: "string"}

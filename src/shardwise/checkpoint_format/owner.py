@@ -1,0 +1,75 @@
+"""Which run saves at a place: `run.json` beside its checkpoints, so that no other run overwrites them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.runlog import RunLock
+from shardwise.storage.root import Root
+
+OWNER = "run.json"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run: its id, and the folder and machine where it was last started."""
+
+    id: str
+    folder: str
+    host: str
+
+    @staticmethod
+    def here(run: str, folder: Path) -> Owner:
+        return Owner(run, str(folder.resolve()), platform.node())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the run has surely ended: it ran on this machine, and no process holds its folder."""
+        return self.host == platform.node() and not RunLock.is_held(Path(self.folder))
+
+
+def owner(root: Root) -> Owner | None:
+    """The run that saves there; None where no file, or none that can be understood, names one.
+
+    Raises:
+        StoreError: the place cannot be read.
+    """
+    if OWNER not in root.names():
+        return None
+    try:
+        plain = json.loads((root / OWNER).read())
+        return Owner(str(plain["id"]), str(plain["folder"]), str(plain["host"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
+    """ConfigError where the place belongs to another run, unless that run has ended and saved nothing.
+
+    Args:
+        run: id of the run that is to save there; None where it has none yet.
+        is_empty: the place holds no checkpoints.
+    """
+    other = owner(root)
+    if other is None or other.id == run or (is_empty and other.is_gone):
+        return
+    raise ConfigError(
+        f"checkpoint.path ({root}) must be a run's own, and it is that of {other.folder} on {other.host}: choose "
+        f"another checkpoint.path, give --run-dir that folder to continue it, or remove {root / OWNER} if that "
+        "run is gone"
+    )
+
+
+def take(root: Root, run: Owner) -> None:
+    """Record that the place belongs to this run.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    if owner(root) != run:
+        root.make()
+        (root / OWNER).write(json.dumps(asdict(run)).encode())

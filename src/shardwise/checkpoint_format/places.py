@@ -1,0 +1,140 @@
+"""What a path or URL of the user's is: a checkpoint, a run's folder, or a folder of checkpoints; on any storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint_format.folders import Found, checkpoints, glance, step_of
+from shardwise.checkpoint_format.manifest import MANIFEST
+from shardwise.errors import ConfigError
+from shardwise.hub import INDEX, SINGLE, is_url
+from shardwise.storage.reach import in_time
+from shardwise.storage.root import Root, StoreError
+
+LATEST = "runs/latest"
+_CONFIG, _FOLDER, _MODEL = "config.yaml", "checkpoints", "config.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One checkpoint (`single`), or another folder.
+
+    Attributes:
+        location: the path or URL that `root` is made of; it may hold a login, and is not to be shown.
+    """
+
+    root: Root
+    single: bool
+    location: str
+
+
+def reached(location: str | Path) -> Root:
+    """The place of a path or URL, which has answered.
+
+    Raises:
+        ConfigError: the URL's client is not there. StoreError: no answer within the time that a first one may take.
+    """
+    root = Root.of(location)
+    in_time(root, root.exists)
+    return root
+
+
+def locate(location: str) -> Place:
+    """What lies at a path or URL.
+
+    Raises:
+        ConfigError: nothing that has to do with checkpoints. StoreError: it cannot be read.
+    """
+    root = reached(location)
+    if not root.exists():
+        hint = ": no run was started in this folder, name a run's" if location == LATEST else ""
+        raise ConfigError(f"{root} must be a checkpoint or a run's folder: there is nothing of that name{hint}")
+    if not root.is_folder():
+        raise ConfigError(f"{root} must be a checkpoint's or a run's folder: it is a file")
+    names = root.names()
+    if MANIFEST in names:
+        return Place(root, True, location)
+    if step_of(root.name) is not None:
+        raise ConfigError(f"{root} is no checkpoint: it has no {MANIFEST}, so it was not completed")
+    if _CONFIG in names and (configured := _configured(root)):
+        return Place(reached(configured), False, configured)
+    if _FOLDER in names:
+        return Place(root / _FOLDER, False, _inside(location, _FOLDER))
+    if any(step_of(name) is not None for name in names):
+        return Place(root, False, location)
+    kind = "a run without checkpoints so far" if _CONFIG in names else "neither"
+    raise ConfigError(f"{root} must be a checkpoint (with {MANIFEST}) or a run's folder: it is {kind}")
+
+
+def all_of(place: Place) -> list[Found]:
+    """The checkpoints at a place, newest first."""
+    return [glance(place.root)] if place.single else list(checkpoints(place.root))
+
+
+def newest_intact(location: str, announce: Callable[[str], None] | None) -> Place:
+    """The checkpoint at a path or URL, or the newest one of a run or folder; a folder of another kind as it is.
+
+    `announce` is called with one line where newer ones are left out, and says why.
+
+    Raises:
+        ConfigError: there is nothing of that name, or no intact checkpoint. StoreError: it cannot be read.
+    """
+    root = reached(location)
+    names = root.names()
+    if MANIFEST not in names and step_of(root.name) is None and (_MODEL in names or not _holds_checkpoints(names)):
+        if not root.exists():
+            raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")
+        return Place(root, False, location)
+    place = locate(location)
+    if place.single:
+        return place
+    skipped: list[str] = []
+    for found in checkpoints(place.root):
+        if found.problem is None:
+            if skipped and announce is not None:
+                announce(f"taking {found.folder}, the newest intact one: {'; '.join(skipped)}")
+            return Place(found.folder, True, _inside(place.location, found.folder.name))
+        skipped.append(found.problem)
+    if skipped:
+        raise ConfigError([f"{place.root} holds no intact checkpoint", *skipped])
+    raise ConfigError(f"{place.root} holds no checkpoint yet")
+
+
+def newest_of(load: str, announce: Callable[[str], None] | None = None) -> str:
+    """What `checkpoint.load` names: of a run's folder or a folder of checkpoints the newest intact one in it.
+
+    Raises:
+        ConfigError: there is none that is intact, or a URL gives no answer.
+    """
+    if not is_url(load) and not Path(load).expanduser().is_dir():
+        return load
+    try:
+        names = reached(load).names()
+        if {MANIFEST, SINGLE, INDEX, _MODEL} & set(names) or not _holds_checkpoints(names):
+            return load
+        return newest_intact(load, announce).location
+    except ConfigError as error:
+        raise ConfigError([f"checkpoint.load: {problem}" for problem in error.problems]) from None
+    except StoreError as error:
+        raise ConfigError(f"checkpoint.load: {error}") from None
+
+
+def _holds_checkpoints(names: Collection[str]) -> bool:
+    return _FOLDER in names or _CONFIG in names or any(step_of(name) is not None for name in names)
+
+
+def _inside(location: str, name: str) -> str:
+    return f"{location.rstrip('/')}/{name}"
+
+
+def _configured(run: Root) -> str | None:
+    """Where a run keeps its checkpoints, if its `checkpoint.path` says so."""
+    import yaml
+
+    try:
+        path = yaml.safe_load((run / _CONFIG).read())["checkpoint"]["path"]
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
+        return None
+    return path if isinstance(path, str) and path else None

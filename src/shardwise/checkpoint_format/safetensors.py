@@ -1,0 +1,144 @@
+"""The safetensors format: 8 bytes with the header's length, a JSON header, then the tensors, contiguous and in order.
+
+https://github.com/huggingface/safetensors#format. The header is written first, so that the tensors can be
+streamed into the file; of a file that exists only the header is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from shardwise.storage.root import DamageError, Root, StoreError
+from shardwise.units import size as size_text
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library accepts."""
+_LENGTH = struct.Struct("<Q")
+MAX_DIMS = 64
+_LARGEST = 2**63
+_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """`numpy`: the dtype whose bits are these; the formats that numpy lacks are unsigned integers there."""
+
+    name: str
+    itemsize: int
+    numpy: str
+
+
+DTYPES: Mapping[str, Dtype] = {
+    name: Dtype(name, itemsize, numpy)
+    for name, itemsize, numpy in (
+        ("BOOL", 1, "|b1"), ("U8", 1, "|u1"), ("I8", 1, "|i1"), ("F8_E4M3", 1, "|u1"), ("F8_E5M2", 1, "|u1"),
+        ("U16", 2, "<u2"), ("I16", 2, "<i2"), ("F16", 2, "<f2"), ("BF16", 2, "<u2"),
+        ("U32", 4, "<u4"), ("I32", 4, "<i4"), ("F32", 4, "<f4"),
+        ("U64", 8, "<u8"), ("I64", 8, "<i8"), ("F64", 8, "<f8"),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: bytes `start` to `stop`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int], int]:
+    """How a file begins that holds these tensors, one after the other.
+
+    Args:
+        tensors: (name, dtype as in `DTYPES`, shape).
+
+    Returns:
+        the file's first bytes (a multiple of 8), each tensor's offset in the file, and the file's length.
+    """
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets, end = [], 0
+    for name, dtype, shape in tensors:
+        assert name not in fields, f"two tensors of the name {name}"
+        offsets.append(end)
+        end += math.prod(shape) * DTYPES[dtype].itemsize
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[-1], end]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    first = _LENGTH.size + len(text)
+    return _LENGTH.pack(len(text)) + text, [first + offset for offset in offsets], first + end
+
+
+def parse_header(file: Root) -> dict[str, StoredTensor]:
+    """The tensors of a file, in the order of their bytes.
+
+    Raises:
+        DamageError: the header cannot be parsed, or does not fit the file, which the tensors must fill exactly.
+        StoreError: the file cannot be read, or is a Git LFS pointer.
+    """
+    total = file.size()
+    raw = file.read(0, _LENGTH.size)
+    if len(raw) < _LENGTH.size:
+        raise DamageError(f"{file} is damaged: a safetensors file ({total} bytes) must have at least 8 bytes")
+    (length,) = _LENGTH.unpack(raw)
+    most = min(total - _LENGTH.size, MAX_HEADER_BYTES)
+    if length > most and file.read(0, len(_POINTER)) == _POINTER:
+        raise StoreError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository")
+    if length > most:
+        raise DamageError(f"{file} is damaged: the length of its header ({length:,} bytes) must be at most {most:,}")
+    try:
+        fields = json.loads(file.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=_without_duplicates)
+        if not isinstance(fields, dict):
+            raise ValueError("it is no JSON object")
+        fields.pop("__metadata__", None)
+        first = _LENGTH.size + length
+        tensors = {name: _tensor(name, entry, first) for name, entry in fields.items()}
+        tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
+        end = first
+        for name, tensor in tensors.items():
+            if tensor.start != end:
+                raise ValueError(f"{name} begins at byte {tensor.start:,} and must begin at byte {end:,}")
+            end = tensor.stop
+        if end != total:
+            raise ValueError(f"its tensors end at byte {end:,}, the file ({size_text(total)}) at byte {total:,}")
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{file} is damaged: its header cannot be used: {error}") from None
+    return tensors
+
+
+def _tensor(name: str, entry: object, first: int) -> StoredTensor:
+    """Raises ValueError where the entry describes no tensor."""
+    if not name.isprintable():  # it will be shown, and a terminal obeys some characters
+        raise ValueError(f"the name of a tensor ({name!r}) must be printable")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is no JSON object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
+    if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
+        raise ValueError(f"the shape and offsets of {name} must be whole numbers")
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != needed:
+        raise ValueError(f"{name} has {offsets[1] - offsets[0]:,} bytes, and its shape needs {needed:,}")
+    return StoredTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
+
+
+def is_counts(value: object) -> TypeGuard[list[int]]:
+    """Whether `value`, as JSON has it, is a list of whole numbers that a tensor or a file can have."""
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < _LARGEST for each in value)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found

@@ -1,0 +1,149 @@
+"""A checkpoint as a plain Hugging Face folder: weights in any floating-point format, and the files beside them.
+
+Weights are read, cast and written some rows at a time, whatever the layout that wrote them; every chunk that is read is
+verified. What only training needs, optimizer states and the manifest, stays behind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from shardwise.checkpoint_format.casting import FLOATING, FLOATS, cast, overflows
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest
+from shardwise.checkpoint_format.safetensors import DTYPES
+from shardwise.checkpoint_format.tensors import StoredTensors, segments
+from shardwise.checkpoint_format.writing import (
+    CONFIG,
+    MAX_SHARD_BYTES,
+    STREAM_BYTES,
+    StreamedWeight,
+    to_json,
+    write_folder,
+)
+from shardwise.errors import ConfigError, RunError, listing
+from shardwise.hub import INDEX
+from shardwise.storage.chunks import read_whole
+from shardwise.storage.root import Buffer, DamageError, Root
+
+MASTER = "master"
+_DTYPE_FIELDS = ("torch_dtype", "dtype")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where it is.
+        step: of the checkpoint.
+        files: number of files.
+        tensors: number of weights.
+        masters: number of weights that were taken from stored float32 masters.
+        dtypes: dtype as torch names it → bytes of weights.
+    """
+
+    folder: Root
+    step: int
+    files: int
+    tensors: int
+    masters: int
+    dtypes: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.dtypes.values())
+
+
+class Export:
+    """What an export will write, planned from the manifest.
+
+    Args:
+        folder: the checkpoint.
+        dtype: of all floating-point weights (a name in `FLOATS`); None: as they are stored. A weight that is to be cast
+            is taken from its float32 master, if the checkpoint has one.
+
+    Raises:
+        ConfigError: `folder` is no checkpoint. StoreError: it cannot be read, or is damaged.
+    """
+
+    def __init__(self, folder: Root, dtype: str | None = None) -> None:
+        if not (folder / MANIFEST).exists():
+            raise ConfigError(f"{folder} must be a checkpoint, and it has no {MANIFEST}")
+        self._folder = folder
+        self._manifest = Manifest.read(folder)
+        self._stored = StoredTensors.of(folder)
+        self._target = None if dtype is None else FLOATS[dtype]
+        self.masters = 0
+        self.weights = [self._weight(name) for name in self._names()]
+        if not self.weights:
+            raise ConfigError(f"{folder} must hold weights: it has none")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    def write(
+        self,
+        parent: Root,
+        name: str,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        progress: Callable[[int], None] | None = None,
+    ) -> Exported:
+        """The folder `name` in `parent`, which appears complete or not at all.
+
+        Raises:
+            ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
+            the range of float16. StoreError: out of space, or the like.
+        """
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[FLOATING.get(weight.dtype, weight.dtype)] += weight.nbytes
+        beside = self._beside(max(sizes, key=lambda dtype: sizes[dtype]))
+        written = write_folder(parent, name, self.weights, beside, max_shard_bytes=max_shard_bytes, progress=progress)
+        step, count = self._manifest.step, len(self.weights)
+        return Exported(written.folder, step, written.files, count, self.masters, dict(sizes))
+
+    def _names(self) -> list[str]:
+        """In the order in which they lie in the checkpoint's files."""
+        tensors = self._manifest.tensors.get(MODEL, {})
+        return sorted(tensors, key=lambda name: [(piece.file, piece.offset) for piece in tensors[name].pieces[:1]])
+
+    def _weight(self, name: str) -> StreamedWeight:
+        entry = self._manifest.tensors[MODEL][name]
+        target, state = entry.dtype, MODEL
+        if self._target is not None and entry.dtype in FLOATING:
+            target = self._target
+        if target != entry.dtype and name in self._manifest.tensors.get(MASTER, {}):
+            state = MASTER
+            self.masters += 1
+        return StreamedWeight(name, target, entry.shape, partial(self._read, state, name, target))
+
+    def _read(self, state: str, name: str, target: str) -> Iterator[Buffer]:
+        entry = self._manifest.tensors[state][name]
+        for box in segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
+            values = self._stored.read(state, name, box)
+            if target == "F16" and overflows(values, entry.dtype, target):
+                raise RunError(
+                    f"{name} has values beyond the range of float16 (65,504): export to bfloat16 or float32 instead"
+                )
+            yield cast(values, entry.dtype, target).tobytes()
+
+    def _beside(self, dtype: str) -> dict[str, bytes]:
+        """The other files of the model; `config.json` names the format of the weights."""
+        entries = {entry.path: entry for entry in self._manifest.files}
+        if CONFIG not in entries:
+            raise ConfigError(f"{self._folder} must have a {CONFIG}: it has {listing(sorted(entries)[:6])}")
+        kept = [path for path in entries if "/" not in path and not path.endswith(".safetensors") and path != INDEX]
+        files = {path: read_whole(self._folder, entries[path]) for path in kept}
+        try:
+            described = json.loads(files.pop(CONFIG))
+            if not isinstance(described, dict):
+                raise ValueError("it is no JSON object")
+        except (ValueError, RecursionError) as error:
+            raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
+        named = [field for field in _DTYPE_FIELDS if field in described] or ["torch_dtype"]
+        return {**files, CONFIG: to_json({**described, **dict.fromkeys(named, dtype)})}

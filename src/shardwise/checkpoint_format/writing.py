@@ -1,0 +1,253 @@
+"""Writing checkpoints: files that are planned whole and filled as their bytes come.
+
+Everything in a file is known before its first byte, so that tensors of any size go by in segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from shardwise.boxes import Box
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry, label
+from shardwise.checkpoint_format.safetensors import DTYPES, header
+from shardwise.errors import ConfigError
+from shardwise.hub import INDEX
+from shardwise.storage.chunks import ChunkedWriter, FileEntry
+from shardwise.storage.root import Buffer, Root, StoreError
+from shardwise.units import size
+
+CONFIG = "config.json"
+MAX_SHARD_BYTES = 5 * 10**9
+STREAM_BYTES = 64 * 2**20
+"""Of a tensor that are held in memory at a time."""
+
+
+@dataclass(frozen=True)
+class PlannedPiece:
+    """A box of a tensor in a file: of which state (`model`, `exp_avg`, …), and where its bytes begin."""
+
+    state: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A safetensors file as it will be, before its first byte is written."""
+
+    path: str
+    header: bytes
+    size: int
+    parts: tuple[PlannedPiece, ...]
+
+    @staticmethod
+    def of(path: str, parts: Sequence[PlannedPiece]) -> PlannedFile:
+        """The file that holds these parts, in their order."""
+        labelled = [(label(part.state, part.name, part.shape, part.box), part.dtype, part.box.size) for part in parts]
+        head, offsets, total = header(labelled, {"format": "pt"})
+        placed = tuple(replace(part, offset=offset) for part, offset in zip(parts, offsets, strict=True))
+        return PlannedFile(path, head, total, placed)
+
+
+def tensor_entries(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> dict[str, dict[str, TensorEntry]]:
+    """What a manifest says of the tensors in `files`; `entries`: its files, in its order."""
+    index = {entry.path: number for number, entry in enumerate(entries)}
+    pieces: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
+    for file in files:
+        for part in file.parts:
+            piece = PieceEntry(index[file.path], part.offset, part.box)
+            pieces.setdefault((part.state, part.name, part.shape, part.dtype), []).append(piece)
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for (state, name, shape, dtype), found in pieces.items():
+        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, tuple(found))
+    return tensors
+
+
+# ---- whole weights, one after the other
+
+
+@dataclass(frozen=True)
+class StreamedWeight:
+    """A weight that comes piece by piece: `read` yields its bytes, contiguous and row-major, in any cuts."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Iterator[Buffer]]
+
+    @property
+    def nbytes(self) -> int:
+        return Box.whole(self.shape).numel * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class WrittenFolder:
+    """A folder that was written.
+
+    Attributes:
+        folder: under its final name.
+        files: how many files it holds, the manifest included.
+        bytes: length of all files but the manifest.
+    """
+
+    folder: Root
+    files: int
+    bytes: int
+
+
+def write_folder(
+    parent: Root,
+    name: str,
+    weights: Sequence[StreamedWeight],
+    beside: Mapping[str, bytes],
+    *,
+    partial: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int], None] | None = None,
+    manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
+    replaces: bool = False,
+) -> WrittenFolder:
+    """A Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
+
+    Args:
+        beside: path → content of the other files. `config.json`, which makes a folder a model's, is written last.
+        partial: name of the folder until it is complete; default: `.NAME.partial`.
+        progress: called with the bytes of weights that were written since the last call.
+        manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
+        replaces: a folder of that name goes once the new one is complete; else there must be none.
+
+    Raises:
+        ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
+    """
+    final = parent / name
+    if not replaces and (final.exists() or final.names()):
+        raise ConfigError(f"{final} exists already: choose another name, or remove it")
+    parent.make()
+    require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
+    with staged(parent, name, partial or f".{name}.partial") as staging:
+        files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
+        small = {**beside, **weight_index({file.path: [part.name for part in file.parts] for file in files}, weights)}
+        for path in sorted(small, key=lambda path: path == CONFIG):
+            entries.append(write_small(staging / path, small[path], path))
+        if manifest is not None:
+            (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
+        if replaces and parent.is_local:
+            final.remove()
+    count = len(entries) + (manifest is not None)
+    return WrittenFolder(final, count, sum(entry.bytes for entry in entries))
+
+
+def weight_index(names: Mapping[str, Iterable[str]], weights: Iterable[Sized]) -> dict[str, bytes]:
+    """The file that says which shard holds which weight; nothing where there is one shard.
+
+    Args:
+        names: path of a shard → names of its weights.
+        weights: all weights.
+    """
+    if len(names) < 2:
+        return {}
+    total = sum(weight.nbytes for weight in weights)
+    places = {name: path for path, inside in names.items() for name in inside}
+    return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": places})}
+
+
+def _write_weights(
+    folder: Root, weights: Sequence[StreamedWeight], max_shard_bytes: int, progress: Callable[[int], None] | None
+) -> tuple[list[PlannedFile], list[FileEntry]]:
+    """The shards, named as `transformers` names them."""
+    shards = list(cut(weights, max_shard_bytes))
+    files, entries = [], []
+    for name, shard in zip(shard_names(len(shards)), shards, strict=True):
+        file = PlannedFile.of(name, [PlannedPiece(MODEL, w.name, w.shape, w.dtype, Box.whole(w.shape)) for w in shard])
+        with ChunkedWriter(folder / name, file.size, name) as writer:
+            writer.write(file.header)
+            for weight in shard:
+                for data in weight.read():
+                    writer.write(data)
+                    if progress is not None:
+                        progress(memoryview(data).nbytes)
+            entries.append(writer.close())
+        files.append(file)
+    return files, entries
+
+
+def write_small(file: Root, data: bytes, path: str | None = None) -> FileEntry:
+    """One of the files beside the weights."""
+    with ChunkedWriter(file, len(data), path) as writer:
+        writer.write(data)
+        return writer.close()
+
+
+class Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Weight = TypeVar("_Weight", bound=Sized)
+
+
+def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
+    """Shards of at most so many bytes; a larger tensor has one to itself."""
+    shard: list[_Weight] = []
+    held = 0
+    for weight in weights:
+        if shard and held + weight.nbytes > max_shard_bytes:
+            yield shard
+            shard, held = [], 0
+        shard.append(weight)
+        held += weight.nbytes
+    if shard:
+        yield shard
+
+
+def shard_names(count: int) -> list[str]:
+    """What `transformers` calls the shards of a model."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+def to_json(value: object) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+# ---- folders
+
+
+@contextlib.contextmanager
+def staged(parent: Root, name: str, partial: str) -> Iterator[Root]:
+    """A folder that is complete or not there: on a local disk it has the name `partial` until all of it is written.
+
+    An object store has no such thing as a rename; there, what makes the folder valid must be written last.
+    """
+    final = parent / name
+    staging = parent / partial if parent.is_local else final
+    staging.remove()
+    staging.make()
+    try:
+        yield staging
+        if parent.is_local:
+            staging.sync()
+            staging.rename(final)
+            parent.sync()
+    except BaseException:
+        with contextlib.suppress(StoreError):
+            staging.remove()
+        raise
+
+
+def require_room(folder: Root, needed: int, what: str) -> None:
+    """Raise StoreError where the disk has no room for `needed` bytes of what is to be written."""
+    free = folder.free_bytes()
+    if free is not None and free < needed:
+        raise StoreError(
+            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: make room there",
+            out_of_space=True,
+        )

@@ -1,0 +1,407 @@
+"""One place of a filesystem, local or remote: a file or a folder, and what can be done there.
+
+Everything goes through `fsspec`, so `runs/x/checkpoints` and `s3://bucket/x` take the same path through the code. On a
+local disk, a file is on the disk once it is closed, and renames are atomic. An object store has neither folders nor
+renames: there, the file that makes a group of files valid must be written last.
+
+Every failure becomes a `StoreError`, one sentence with the place, the reason and the way out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from shardwise.errors import ConfigError, RunError
+from shardwise.files import free_bytes, sync_folder, write_atomic
+from shardwise.names import name_problem
+from shardwise.redaction import redacted
+from shardwise.storage.write_behind import WriteBehind
+from shardwise.units import size as size_text
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+_LOCAL = ("file", "local")
+_EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
+"""URL scheme → the extra of this package that brings its client."""
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
+"""Schemes where a folder is but a prefix of names."""
+_ADVICE = {
+    "s3": (
+        (
+            re.compile(r"bucket (does|is) not|NoSuchBucket|invalid bucket", re.IGNORECASE),
+            "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it",
+        ),
+        (
+            re.compile(r"endpoint|connect|answer", re.IGNORECASE),
+            "set AWS_ENDPOINT_URL to the address of a server that answers here",
+        ),
+        (
+            re.compile(r""),
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an account that may do this, and "
+            "AWS_ENDPOINT_URL to the address of a server that is not Amazon's",
+        ),
+    ),
+}
+"""Extra → (pattern, advice): the advice of the first pattern that fits the reason of a failure."""
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class StoreError(RunError):
+    """A place cannot be read or written.
+
+    Attributes:
+        out_of_space: the disk is full.
+        missing: there is nothing of that name.
+    """
+
+    def __init__(self, text: str, *, out_of_space: bool = False, missing: bool = False) -> None:
+        super().__init__(text)
+        self.out_of_space, self.missing = out_of_space, missing
+
+
+class DamageError(StoreError):
+    """What is stored is not what was written."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """A place: `Root.of("runs/x") / "checkpoints"`. Making the object touches nothing.
+
+    Attributes:
+        path: as the filesystem expects it.
+        shown: as the user wrote it, without secrets, for messages.
+        scheme: of its URL; `file` on this machine.
+    """
+
+    path: str
+    shown: str
+    scheme: str
+    _remote: Any = None
+
+    @staticmethod
+    def of(location: str | Path) -> Root:
+        """The place that a path or a URL names.
+
+        Raises:
+            ConfigError: the URL's scheme is unknown, or its client is not installed.
+        """
+        text = str(location)
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme in _LOCAL:
+            path = Path(rest if separator else text).expanduser().absolute()
+            return Root(str(path), text.rstrip("/") or "/", "file")
+        shown = redacted(text)
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # takes 0.1 s
+
+        try:
+            if "::" in scheme:
+                raise ValueError("it has two schemes")
+            remote, path = url_to_fs(text, use_listings_cache=False)
+        except ImportError as error:
+            extra = _EXTRAS.get(scheme)
+            package = f"shardwise[{extra}]" if extra else getattr(error, "name", None) or f"its client ({error})"
+            raise ConfigError(f"{shown} needs a package that is not installed: pip install '{package}'") from None
+        except ValueError as error:
+            raise ConfigError(f"{shown} must be a path, or a URL such as s3://bucket/folder: {error}") from None
+        return Root(path, shown.rstrip("/"), scheme, remote)
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem, as fsspec has it."""
+        return _local_filesystem() if self._remote is None else self._remote
+
+    def __truediv__(self, name: str) -> Root:
+        """The place called `name` below this one.
+
+        Raises:
+            StoreError: the name leads elsewhere.
+        """
+        if problem := name_problem(name, nested=True):
+            raise StoreError(f"{self} cannot be left: {problem}")
+        return Root(f"{self.path.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", self.scheme, self._remote)
+
+    def __str__(self) -> str:
+        return self.shown
+
+    @property
+    def name(self) -> str:
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @property
+    def is_local(self) -> bool:
+        return self._remote is None
+
+    def local(self) -> Path:
+        assert self.is_local, f"{self} is not on this machine"
+        return Path(self.path)
+
+    # ---- what is there
+
+    def exists(self) -> bool:
+        return self._info() is not None
+
+    def is_folder(self) -> bool:
+        info = self._info()
+        return info is not None and info["type"] == "directory"
+
+    def size(self) -> int:
+        """Bytes of a file.
+
+        Raises:
+            StoreError: there is none (`missing`), or it is no regular file.
+        """
+        info = self._info()
+        if info is None:
+            raise StoreError(f"{self} cannot be read: there is no such file", missing=True)
+        if info["type"] != "file":
+            raise StoreError(f"{self} cannot be read: it is no file")
+        return int(info["size"] or 0)
+
+    def modified(self) -> float | None:
+        """When a file was last written, in seconds since 1970; None where the store does not report it."""
+        info = self._info() or {}
+        when = info.get("mtime") or info.get("LastModified") or info.get("created")
+        return when if isinstance(when, float | int | None) else float(when.timestamp())
+
+    def names(self) -> list[str]:
+        """Names of the files and folders in a folder, sorted; empty where there is no folder."""
+        with self.store_errors("read"):
+            try:
+                found = list(self.local().iterdir()) if self.is_local else self.fs.ls(self.path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        own = self.path.rstrip("/")
+        names = {str(each).rstrip("/").rpartition("/")[2] for each in found if str(each).rstrip("/") != own}
+        return sorted(names - {"", ".", ".."})
+
+    def files(self) -> dict[str, int]:
+        """Every file below this folder: relative path → bytes. Links to folders are not followed."""
+        with self.store_errors("read"):
+            if self.is_local:
+                return dict(sorted(_local_files(self.local())))
+            found: dict[str, Any] = self.fs.find(self.path, detail=True)
+        prefix = self.path.rstrip("/") + "/"
+        inside = {path.removeprefix(prefix): info for path, info in found.items() if path.startswith(prefix)}
+        return {path: int(info["size"] or 0) for path, info in sorted(inside.items()) if path}
+
+    # ---- reading and writing
+
+    def read(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of a file; fewer where it ends before."""
+        if stop is not None and stop <= start:
+            return b""
+        with self.store_errors("read"):
+            return bytes(self.fs.cat_file(self.path, start=start, end=stop))
+
+    def open(self, size: int | None = None) -> Writing:
+        """A file to write from its beginning; `size`: the bytes to come, for the message of a full disk."""
+        return Writing(self, size)
+
+    def write(self, data: bytes) -> None:
+        """Replaces the file: a reader or a crash sees the old one or the new one, never a part."""
+        if not self.is_local:
+            with self.store_errors("written", len(data)):
+                self.fs.pipe_file(self.path, data)
+            return
+        with self.store_errors("written", len(data)):
+            write_atomic(self.local(), data)
+
+    def make(self) -> None:
+        """The folder and those above it; an object store has none."""
+        if self.scheme not in _OBJECT_STORES:
+            with self.store_errors("made"):
+                if self.is_local:
+                    self.local().mkdir(parents=True, exist_ok=True)
+                else:
+                    self.fs.makedirs(self.path, exist_ok=True)
+
+    def rename(self, other: Root, *, last: str | None = None) -> None:
+        """Gives a file or a folder another name: atomic on a local disk, copies on an object store.
+
+        `last`: the file that makes a folder valid. Where the files are copied, it is copied last and removed first.
+        """
+        with self.store_errors(f"renamed to {other}"):
+            if self.is_local and other.is_local:
+                self.local().rename(other.path)
+            elif self.scheme in _OBJECT_STORES:
+                # One by one: `mv` would take * and [ in a name for patterns.
+                for name in sorted(self.files() or [""], key=lambda name: name == last):
+                    self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{other.path}/{name}".rstrip("/"))
+                if last is not None:
+                    (self / last).remove()
+                self.remove()
+            else:
+                self.fs.mv(self.path, other.path, recursive=self.is_folder())
+
+    def remove(self) -> None:
+        """A file, or a folder with all below; nothing where there is nothing. Links are removed, not followed."""
+        with self.store_errors("removed"), contextlib.suppress(FileNotFoundError):
+            if self.is_local:
+                path = self.local()
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif os.path.lexists(path):  # a disk that is read-only says so even of what is not there
+                    path.unlink()
+            elif self.scheme in _OBJECT_STORES:
+                for each in self.fs.find(self.path):  # one by one: `rm` would take * and [ in a name for patterns
+                    self.fs.rm_file(each)
+            else:
+                self.fs.rm(self.path, recursive=True)
+
+    def sync(self) -> None:
+        """Wait until a local folder's names are on the disk."""
+        if self.is_local:
+            with self.store_errors("written"):
+                sync_folder(self.local())
+
+    def free_bytes(self) -> int | None:
+        """Of the disk under this place, which need not exist yet; None on an object store."""
+        if not self.is_local:
+            return None
+        with self.store_errors("read"):
+            return free_bytes(self.local())
+
+    # ---- inside
+
+    def _sibling(self, name: str) -> Root:
+        parent = self.path.rpartition("/")[0]
+        return Root(f"{parent}/{name}", self.shown, self.scheme, self._remote)
+
+    def _info(self) -> dict[str, Any] | None:
+        with self.store_errors("read"):
+            try:
+                if self.is_local:
+                    return _local_info(self.local().stat())
+                info: dict[str, Any] = self.fs.info(self.path)
+                return info
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    @contextlib.contextmanager
+    def store_errors(self, verb: str, needed: int | None = None) -> Iterator[None]:
+        """Whatever the filesystem raises inside becomes a StoreError.
+
+        Args:
+            verb: what is done with this place, such as `read`.
+            needed: bytes that are to be written.
+        """
+        try:
+            yield
+        except RunError:
+            raise
+        except OSError as error:
+            raise self.failure(error, verb, needed) from None
+        except Exception as error:
+            # A client has exceptions of its own (botocore, aiohttp, google): whatever it is, the user reads a sentence.
+            if self.is_local:
+                raise
+            raise self.failure(error, verb, needed) from None
+
+    def failure(self, error: Exception, verb: str, needed: int | None = None) -> StoreError:
+        """The StoreError for what a filesystem raised, with advice; `verb`: what could not be done with this place."""
+        number = error.errno if isinstance(error, OSError) else None
+        if number in _OUT_OF_SPACE:
+            free = None
+            with contextlib.suppress(StoreError):
+                free = self.free_bytes()
+            wanted = f"{size_text(needed)} ({needed:,} bytes)" if needed is not None else "more"
+            left = f"{size_text(free)} ({free:,} bytes)" if free is not None else "none"
+            reason = "its quota is used up" if number == errno.EDQUOT else "the disk is full"
+            text = f"{self} cannot be {verb}: {reason}; it needs {wanted}, free is {left}: make room on that disk"
+            return StoreError(text, out_of_space=True)
+        if isinstance(error, FileNotFoundError) and (self.is_local or not str(error)):
+            return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        reason = redacted(" ".join(reason.split())).rstrip(".")
+        advice = [text for fits, text in _ADVICE.get(_EXTRAS.get(self.scheme, self.scheme), ()) if fits.search(reason)]
+        text = "; ".join([f"{self} cannot be {verb}: {reason}", *advice[:1]])
+        return StoreError(text, missing=isinstance(error, FileNotFoundError))
+
+
+class Writing:
+    """A file that is being written. A local one is on the disk once it is closed.
+
+    As a context it closes when all went well, and leaves nothing behind when not.
+    """
+
+    def __init__(self, root: Root, size: int | None = None) -> None:
+        self._root, self._size = root, size
+        with root.store_errors("written", size):
+            self._file: Any = root.fs.open(root.path, "wb")
+        self._behind = WriteBehind(self._file.fileno()) if root.is_local else None
+
+    def write(self, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        with self._root.store_errors("written", self._size):
+            while len(view):  # an unbuffered file may take a part
+                taken = self._file.write(view)
+                view = view[taken:]
+                if self._behind is not None:
+                    self._behind.wrote(taken)
+
+    def close(self) -> None:
+        with self._root.store_errors("written", self._size):
+            if self._behind is not None:
+                self._behind.finish()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Remove what was written. Failures on the way are dropped: the error that led here is the one to report."""
+        with contextlib.suppress(Exception):
+            if self._behind is not None:
+                with contextlib.suppress(OSError):
+                    self._behind.finish()
+            if hasattr(self._file, "discard") and not self._root.is_local:
+                self._file.discard()  # the parts that an object store has already
+                self._file.closed = True
+            else:
+                self._file.close()
+        with contextlib.suppress(StoreError):
+            self._root.remove()
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abandon()
+            raise
+
+
+@functools.cache
+def _local_filesystem() -> Any:
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+    return LocalFileSystem()
+
+
+def _local_info(found: os.stat_result) -> dict[str, Any]:
+    kind = "directory" if stat.S_ISDIR(found.st_mode) else "file" if stat.S_ISREG(found.st_mode) else "other"
+    return {"type": kind, "size": found.st_size, "mtime": found.st_mtime}
+
+
+def _local_files(folder: Path) -> Iterator[tuple[str, int]]:
+    for above, _, names in os.walk(folder):
+        for name in names:
+            path = Path(above, name)
+            with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere is no file
+                yield path.relative_to(folder).as_posix(), path.stat().st_size

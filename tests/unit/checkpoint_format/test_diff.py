@@ -1,0 +1,164 @@
+"""Differences: by values, whatever layouts wrote the two, and none where there is none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from shardwise.boxes import Box
+from shardwise.checkpoint_format.diff import ABSENT, diff
+from shardwise.checkpoint_format.tensors import StoredTensors, ordered_names, segments
+from shardwise.errors import ConfigError
+from shardwise.storage.root import DamageError, Root
+from tests.stored import Tensor, float32, small_tensors, write_checkpoint
+
+
+def test_other_layouts_hold_the_same_tensors(tmp_path: Path) -> None:
+    a = write_checkpoint(tmp_path / "a", ranks=1)
+    b = write_checkpoint(tmp_path / "b", ranks=5, shards=3, layout={"world": 5})
+    seen: list[int] = []
+    found = diff(a, b, seen.append)
+    assert found.equal
+    assert found.config == ()
+    assert len(found.tensors) == 16
+    assert all(each.equal and each.largest == each.relative == 0 for each in found.tensors)
+    assert sum(seen) == (66 + 42 + 7 + 6) * (2 + 3 * 4)
+
+
+def test_every_kind_of_difference(tmp_path: Path) -> None:
+    ours, theirs = small_tensors(), small_tensors()
+    dtype, bits = theirs["model"]["norm.weight"]
+    theirs["model"]["norm.weight"] = dtype, bits ^ 1
+    theirs["model"]["layer.0.bias"] = float32(3, 8)
+    del theirs["model"]["layer.0.weight"]
+    del theirs["master"]
+    ours["model"]["norm.weight"] = dtype, bits
+    theirs["exp_avg"]["embed.weight"][1][3, 4] += 0.5
+    a = write_checkpoint(tmp_path / "a", tensors=ours, config={"train": {"steps": 10, "seed": 1}, "x": 1})
+    b = write_checkpoint(tmp_path / "b", tensors=theirs, ranks=2, config={"train": {"steps": 20, "seed": 1}, "y": None})
+    found = diff(a, b)
+    assert not found.equal
+    assert found.config == (("train.steps", 10, 20), ("x", 1, ABSENT), ("y", ABSENT, None))
+    assert found.only_a == (("model", "layer.0.weight"), *(("master", name) for name in sorted(ours["master"])))
+    assert found.only_b == ()
+    assert found.shapes == (("model", "layer.0.bias", (7,), (8,)),)
+    changed = {(each.state, each.name): each for each in found.tensors if not each.equal}
+    assert set(changed) == {("model", "norm.weight"), ("exp_avg", "embed.weight")}
+    moment = changed["exp_avg", "embed.weight"]
+    assert moment.largest == pytest.approx(0.5, rel=1e-6)
+    assert moment.relative == pytest.approx(0.5 / np.linalg.norm(ours["exp_avg"]["embed.weight"][1]), rel=1e-6)
+
+
+def only(tmp_path: Path, a: Tensor, b: Tensor) -> tuple[bool, float | None, float | None]:
+    """Equal, largest and relative of one tensor."""
+    folders = [write_checkpoint(tmp_path / name, tensors={"model": {"w": w}}) for name, w in (("a", a), ("b", b))]
+    (found,) = diff(*folders).tensors
+    return found.equal, found.largest, found.relative
+
+
+def test_the_same_values_in_another_dtype(tmp_path: Path) -> None:
+    dtype, bits = small_tensors()["model"]["embed.weight"]
+    wide = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert only(tmp_path, (dtype, bits), ("F32", wide)) == (False, 0.0, 0.0)
+
+
+def test_zeros_differ_by_their_sign_alone(tmp_path: Path) -> None:
+    zeros = np.zeros(3, np.float32)
+    assert only(tmp_path, ("F32", zeros), ("F32", -zeros)) == (False, 0.0, 0.0)
+
+
+def test_a_change_of_zeros_is_infinitely_large(tmp_path: Path) -> None:
+    assert only(tmp_path, ("F32", np.zeros((), np.float32)), ("F32", np.ones((), np.float32))) == (False, 1.0, math.inf)
+
+
+def test_non_finite_values(tmp_path: Path) -> None:
+    a, b = np.array([np.inf, np.nan, 1], np.float32), np.array([np.inf, np.nan, 2], np.float32)
+    equal, largest, _ = only(tmp_path, ("F32", a), ("F32", b))
+    assert (equal, largest) == (False, 1.0)
+    _, largest, _ = only(tmp_path, ("F32", np.ones(3, np.float32)), ("F32", b))
+    assert largest is not None
+    assert math.isnan(largest)
+    assert only(tmp_path, ("F32", a), ("F32", a.copy()))[0]
+
+
+def test_hugging_face_folders(tmp_path: Path) -> None:
+    values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float32)}
+    single, sharded = tmp_path / "single", tmp_path / "sharded"
+    for folder, hidden in ((single, 1), (sharded, 2)):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"hidden": hidden}))
+    save_file(values, single / "model.safetensors")
+    for name in values:
+        save_file({name: values[name]}, sharded / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in values}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = diff(Root.of(single), Root.of(sharded))
+    assert found.equal
+    assert found.config == (("hidden", 1, 2),)
+    ours = write_checkpoint(tmp_path, tensors={"model": {name: ("F32", value) for name, value in values.items()}})
+    assert diff(ours, Root.of(single)).equal
+
+
+def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
+    for name in ("../secret", "/etc/passwd", ".."):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ConfigError, match="must name files of its own folder"):
+            StoredTensors.of(Root.of(tmp_path))
+
+
+def test_a_folder_without_tensors(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"must be a checkpoint .* it has notes\.txt"):
+        diff(Root.of(tmp_path), Root.of(tmp_path))
+
+
+def test_damage_is_no_difference(tmp_path: Path) -> None:
+    a, b = write_checkpoint(tmp_path / "a"), write_checkpoint(tmp_path / "b")
+    file = b.local() / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamageError, match="do not match their checksum"):
+        diff(a, b)
+
+
+@given(st.lists(st.integers(1, 6), max_size=3).map(tuple), st.integers(1, 40))
+@settings(deadline=None)
+def test_segments_tile_the_tensor(shape: tuple[int, ...], elements: int) -> None:
+    held = np.zeros(shape, int)
+    for box in segments(shape, elements):
+        assert 0 < box.numel <= elements
+        held[box.slices] += 1
+    assert (held == 1).all()
+
+
+def test_layers_come_in_the_order_of_their_numbers() -> None:
+    names = ["embed", "layer.2.b", "layer.2.w", "layer.10.b", "layer.10.w", "norm"]
+    assert ordered_names(sorted(names)) == names
+
+
+def test_any_box_of_any_cut(tmp_path: Path) -> None:
+    tensors = small_tensors()
+    stored = StoredTensors.of(write_checkpoint(tmp_path, tensors=tensors, ranks=4))
+    values = tensors["exp_avg"]["embed.weight"][1]
+    for box in (Box.whole((11, 6)), Box((2, 1), (7, 3)), Box((10, 5), (1, 1))):
+        assert np.array_equal(stored.read("exp_avg", "embed.weight", box), values[box.slices])
+
+
+@pytest.mark.parametrize("at_once", [1, 60, 2**20])
+def test_any_box_of_a_plain_file(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns come from whole rows, which are read in groups: rows of 24 bytes here."""
+    monkeypatch.setattr("shardwise.checkpoint_format.tensors.READ_BYTES", at_once)
+    values = {"matrix": np.arange(66, dtype=np.float32).reshape(11, 6), "scalar": np.array(7, np.float32)}
+    save_file(values, tmp_path / "model.safetensors")
+    stored = StoredTensors.of(Root.of(tmp_path))
+    for box in (Box.whole((11, 6)), Box((2, 1), (7, 3)), Box((10, 5), (1, 1)), Box((0, 5), (11, 1))):
+        assert np.array_equal(stored.read("model", "matrix", box), values["matrix"][box.slices])
+    assert stored.read("model", "scalar", Box.whole(())) == 7

@@ -1,0 +1,280 @@
+"""A run's checkpoints: which are found, which are intact at a glance, which stay."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardwise.checkpoint_format.folders import (
+    Removable,
+    abandon,
+    abandoned,
+    checkpoints,
+    partial_name,
+    prune,
+    put_in_place,
+    removable,
+    step_name,
+    survey,
+)
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
+from shardwise.checkpoint_format.verify import verify
+from shardwise.storage import root as places
+from shardwise.storage.root import Root, StoreError
+from tests.stored import bfloat16, write_checkpoint
+
+TENSORS = {"model": {"w": bfloat16(0, 4, 4)}}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    """Six checkpoints, of which the newest was not completed and the third is short of a byte; and strangers."""
+    for step in range(100, 700, 100):
+        write_checkpoint(tmp_path, step, TENSORS)
+    (tmp_path / step_name(600) / MANIFEST).unlink()
+    weights = tmp_path / step_name(300) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for name in (partial_name(200), partial_name(700), "step-7", "notes", "step-00000500.abandoned"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    return Root.of(tmp_path)
+
+
+def names(root: Root) -> set[str]:
+    return set(root.names())
+
+
+def test_newest_first_and_what_is_wrong(root: Root) -> None:
+    found = list(checkpoints(root))
+    assert [each.step for each in found] == [600, 500, 400, 300, 200, 100]
+    problems = {each.step: each.problem for each in found if each.problem}
+    assert set(problems) == {600, 300}
+    assert "step-00000600 has no manifest.json: it was not completed" in str(problems[600])
+    assert "model.safetensors is damaged: its length" in str(problems[300])
+    assert not any(each.unreadable for each in found)
+
+
+def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = (root / step_name(500) / MANIFEST).read().replace(b'"version":1', b'"version":2')
+    (root / step_name(500) / MANIFEST).write(newer)
+    assert {each.step for each in checkpoints(root) if each.unreadable} == {500}
+
+    def no_answer(folder: Root) -> Manifest:
+        raise StoreError(f"{folder} cannot be read: no answer")
+
+    monkeypatch.setattr(Manifest, "read", no_answer)
+    assert all(each.unreadable for each in checkpoints(root))
+
+
+def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
+    (root / step_name(100)).rename(root / step_name(150))
+    problem = list(checkpoints(root))[-1].problem
+    assert problem is not None
+    assert problem.endswith("is of step 100, and its folder of step 150")
+
+
+def test_no_folder_no_checkpoints(tmp_path: Path) -> None:
+    assert not list(checkpoints(Root.of(tmp_path / "none")))
+    assert survey(Root.of(tmp_path / "none")) == []
+    assert removable(Root.of(tmp_path / "none"), 1).checkpoints == ()
+
+
+def test_the_newest_intact_stay(root: Root) -> None:
+    removable(root, 2).remove()
+    assert names(root) == {
+        step_name(600), step_name(500), step_name(400), partial_name(700), "step-7", "notes", "step-00000500.abandoned"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "gone"),
+    [
+        (None, None, []),
+        (None, 200, []),
+        (1, 200, [300, 100]),
+        (0, None, [400, 300, 200, 100]),
+        (9, None, [300]),
+    ],
+)
+def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: list[int]) -> None:
+    going = removable(root, keep, every)
+    assert [each.step for each in going.checkpoints] == gone
+    assert all(each.bytes > 0 for each in going.checkpoints)
+    assert all(each.folder.exists() for each in going.checkpoints), "asking removes nothing"
+
+
+def test_nothing_intact_nothing_removed(root: Root) -> None:
+    for step in range(100, 600, 100):
+        (root / step_name(step) / MANIFEST).remove()
+    assert removable(root, 1) == Removable((), ())
+
+
+def test_what_may_be_intact_stays_until_there_are_enough(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that gives no answer about a checkpoint is no reason to remove it."""
+    read = Manifest.read
+
+    def no_answer(folder: Root) -> Manifest:
+        if folder.name in (step_name(400), step_name(100)):
+            raise StoreError(f"{folder} cannot be read: no answer")
+        return read(folder)
+
+    monkeypatch.setattr(Manifest, "read", no_answer)
+    assert [each.step for each in removable(root, 2).checkpoints] == [300, 100]
+    assert [each.step for each in removable(root, 3).checkpoints] == [300]
+
+
+# ---- after a save
+
+
+def lengths(root: Root, *steps: int) -> dict[int, dict[str, int]]:
+    """Of checkpoints as they were saved."""
+    return {step: {each.path: each.bytes for each in Manifest.read(root / step_name(step)).files} for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("mine", "keep", "every", "gone"),
+    [
+        ((500,), None, None, []),
+        ((500,), None, 200, []),
+        ((500,), 1, 200, [300, 100]),
+        ((500,), 2, None, [300, 200, 100]),
+        ((500,), 3, None, [200, 100]),  # the manifest of step 300 is there, and who wrote it is unknown
+        ((500, 300), 3, None, [300, 100]),
+        ((500, 300), 9, None, [300]),
+        ((400,), 1, None, [300, 200, 100]),  # what is newer may be somebody's save
+    ],
+)
+def test_after_a_save_no_manifest_is_read(
+    mine: tuple[int, ...],
+    keep: int | None,
+    every: int | None,
+    gone: list[int],
+    root: Root,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    saved = lengths(root, *mine)
+    (root / step_name(200) / "note").write(b"what somebody adds does not matter")
+    monkeypatch.setattr(Manifest, "read", None)
+    assert prune(root, saved, keep, every) == gone
+    assert [step for step in range(600, 0, -100) if not (root / step_name(step)).exists()] == gone
+    assert not (root / partial_name(200)).exists(), "the leftover of a killed save"
+    assert (root / partial_name(700)).exists(), "perhaps a save under way"
+
+
+def test_after_a_save_what_is_not_complete_does_not_count(root: Root) -> None:
+    saved = lengths(root, 500)
+    (root / step_name(400) / MANIFEST).remove()
+    (root / step_name(300) / MANIFEST).write(b"")
+    assert prune(root, saved, 2) == [400, 300, 100]
+
+
+def test_after_a_save_a_store_without_an_answer_removes_nothing(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, before = lengths(root, 500), names(root)
+
+    def no_answer(folder: Root) -> dict[str, int]:
+        raise StoreError(f"{folder} cannot be read: no answer")
+
+    monkeypatch.setattr(Root, "files", no_answer)
+    with pytest.raises(StoreError, match="no answer"):
+        prune(root, saved, 2)
+    assert names(root) == before
+
+
+def test_setting_aside(root: Root) -> None:
+    assert abandon(root, 500).name == "step-00000500.abandoned-2"
+    assert abandon(root, 300, damaged=True).name == "step-00000300.damaged"
+    assert [each.step for each in checkpoints(root)] == [600, 400, 200, 100]
+    assert [each.name for each in abandoned(root)] == [
+        "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
+    ]  # fmt: skip
+    assert [each.step for each in removable(root, 2).checkpoints] == [100], "what is set aside counts for keep"
+
+
+# ---- one in place of another
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+CHANGES: dict[str, list[tuple[Any, str]]] = {
+    "disk": [(os, "unlink"), (os, "rmdir"), (os, "rename")],
+    "object store": [(MemoryFileSystem, "cp_file"), (MemoryFileSystem, "rm_file")],
+}
+"""What changes a place, one name at a time."""
+
+
+def ended_before(change: int, kind: str, action: Callable[[], None]) -> bool:
+    """Whether the action was ended just before its change of that number, and not after its last one."""
+    counter = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in CHANGES[kind]:
+            unchanged = getattr(owner, name)
+
+            def counted(*args: Any, plain: Any = unchanged, **options: Any) -> Any:
+                if next(counter) == change:
+                    raise Killed
+                return plain(*args, **options)
+
+            patch.setattr(owner, name, counted)
+        try:
+            action()
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_crash_while_one_checkpoint_takes_the_place_of_another_loses_neither(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it comes, one of the two is found, complete; what goes on from there gives it its name."""
+    monkeypatch.setattr(places, "_OBJECT_STORES", {"memory"})
+    seeds = []
+    for change in itertools.count():
+        root = Root.of(tmp_path / str(change) if kind == "disk" else f"memory://{uuid.uuid4().hex}")
+        old = write_checkpoint(root, 100, TENSORS, rng={"seed": 1})
+        new = write_checkpoint(root / "new", 100, TENSORS, rng={"seed": 2})
+        new.rename(root / partial_name(100))
+        ended = ended_before(change, kind, lambda root=root, old=old: put_in_place(root / partial_name(100), old))
+        (found,) = survey(root)
+        if found.folder.name != old.name:
+            put_in_place(found.folder, old)
+        report = verify(old)
+        assert report.sound, f"ended before change {change}: {report.problems}"
+        seeds.append(Manifest.read(old).rng["seed"])
+        if not ended:
+            break
+    assert len(seeds) > 4
+    assert seeds == [1] + [2] * (len(seeds) - 1), "the new one counts once the old one is no longer complete"
+
+
+def test_a_partial_folder_is_a_checkpoint_only_where_it_is_complete(root: Root) -> None:
+    assert [each.step for each in survey(root)] == [600, 500, 400, 300, 200, 100], "700 has no manifest"
+    assert {each.step for each in survey(root) if each.incomplete} == {600}
+    for step in (500, 600):
+        write_checkpoint(root / "new", step, TENSORS).rename(root / partial_name(step))
+    partial = [each.step for each in survey(root) if each.folder.name == partial_name(each.step)]
+    assert partial == [600], "500 has a complete one of its own name"
+
+
+def test_a_prune_that_breaks_off_leaves_no_checkpoint(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that lacks files must not have a manifest any more."""
+    remove = Root.remove
+
+    def break_off(place: Root) -> None:
+        if place.is_folder():
+            raise StoreError(f"{place} cannot be removed: no answer")
+        remove(place)
+
+    monkeypatch.setattr(Root, "remove", break_off)
+    with pytest.raises(StoreError, match="no answer"):
+        removable(root, 2).remove()
+    assert not (root / step_name(300) / MANIFEST).exists()

@@ -1,0 +1,144 @@
+"""The manifest: what is written is read back, any changed byte is found, and a stranger's is not believed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, ManifestError
+from shardwise.storage.root import DamageError, Root, StoreError
+from tests.stored import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Root:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints"), ranks=3, rng={"seed": 1, "ä": [1e-05, 0.1, None]})
+
+
+def text_of(folder: Root) -> str:
+    return (folder / MANIFEST).read().decode()
+
+
+def signed(plain: dict[str, Any]) -> str:
+    """A manifest with these values and a digest that fits them, as an attacker would write it."""
+    plain = {key: value for key, value in plain.items() if key != "digest"}
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    digest = f"xxh3_128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+    return json.dumps({**plain, "digest": digest}, sort_keys=True, separators=(",", ":")) + "\n"
+
+
+def test_what_is_written_is_read_back(folder: Root) -> None:
+    manifest = Manifest.read(folder)
+    assert (manifest.step, manifest.samples, manifest.rng["ä"]) == (100, 800, [1e-05, 0.1, None])
+    assert Manifest.from_json(manifest.to_json(), "x") == manifest
+    assert set(manifest.tensors) == {"model", "exp_avg", "exp_avg_sq", "master"}
+    assert manifest.tensors["model"]["embed.weight"].shape == (11, 6)
+
+
+def test_every_changed_byte_is_found(folder: Root) -> None:
+    text = text_of(folder)
+    chance = random.Random(0)
+    places = {chance.randrange(len(text)) for _ in range(300)} | set(range(40)) | {len(text) - 1}
+    for at in places:
+        changed = chr(ord(text[at]) ^ 1 << chance.randrange(7))
+        with pytest.raises((DamageError, ManifestError)):
+            Manifest.from_json(text[:at] + changed + text[at + 1 :], "x")
+    for at in (0, 1, len(text) // 2, len(text) - 2, len(text) - 1):
+        with pytest.raises(DamageError):
+            Manifest.from_json(text[:at], "x")
+
+
+def test_the_same_json_written_otherwise_is_found(folder: Root) -> None:
+    text = text_of(folder)
+    for changed in (text + " ", text.replace("1e-05", "1E-05"), text.replace("\\u00e4", "\\u00E4"), " " + text):
+        assert changed != text
+        assert json.loads(changed) == json.loads(text)
+        with pytest.raises(DamageError, match="does not match its digest"):
+            Manifest.from_json(changed, "x")
+
+
+def test_a_manifest_is_read_without_writing_it_anew(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To verify the digest of a large one that took as long as to parse it."""
+    monkeypatch.setattr("shardwise.checkpoint_format.manifest._canonical", None)
+    assert Manifest.read(folder).step == 100
+
+
+def test_more_values_than_a_checkpoint_can_need_are_not_parsed(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of some megabytes with nothing but small values would take gigabytes of memory."""
+    values = text_of(folder).count(",") + 1
+    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", values)
+    assert Manifest.read(folder).step == 100
+    monkeypatch.setattr("shardwise.checkpoint_format.manifest.MAX_MANIFEST_VALUES", values - 1)
+    monkeypatch.setattr("shardwise.checkpoint_format.manifest.json.loads", None)
+    with pytest.raises(DamageError, match=rf"must have at most {values - 1:,} values, and it has about {values:,}"):
+        Manifest.read(folder)
+
+
+def test_a_missing_manifest_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"manifest\.json cannot be read: there is no such file") as caught:
+        Manifest.read(Root.of(tmp_path))
+    assert caught.value.missing
+
+
+def test_a_future_version_says_which_release_reads_it(folder: Root) -> None:
+    plain = json.loads(text_of(folder))
+    text = signed({**plain, "version": 2, "versions": {"shardwise": "9.1"}, "tensors": "another way"})
+    with pytest.raises(ManifestError, match=r"format version of x \(2\) .* \(1\): it is read by shardwise ≥ 9\.1"):
+        Manifest.from_json(text, "x")
+
+
+def change_file(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda plain: plain["files"][0].update(values)
+
+
+def change_tensor(**values: object) -> Callable[[dict[str, Any]], object]:
+    return lambda plain: plain["tensors"]["model"]["embed.weight"].update(values)
+
+
+CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "parent": (change_file(path="../secret"), "must be a plain name"),
+    "absolute": (change_file(path="/etc/passwd"), "must be a plain name"),
+    "inner parent": (change_file(path="optimizer/../../x"), "must be a plain name"),
+    "empty name": (change_file(path=""), "must be a plain name"),
+    "trailing slash": (change_file(path="a/"), "must be a plain name"),
+    "zero byte": (change_file(path="a\0b"), "must be a plain name"),
+    "itself": (change_file(path="manifest.json"), "must be a plain name"),
+    "twice": (change_file(path="config.json"), "name each file once"),
+    "chunks of nothing": (change_file(chunk_bytes=0), "must be a power of two"),
+    "huge chunks": (change_file(chunk_bytes=2**40), "must be a power of two"),
+    "huge file": (change_file(bytes=2**62), "checksums of 8 bytes"),
+    "negative": (change_file(bytes=-1), r"bytes \(-1\) must be a whole number"),
+    "no base64": (change_file(checksums="?"), "checksums of 8 bytes"),
+    "beyond the file": (change_tensor(pieces=[[0, 10**6, [0, 0], [11, 6]]]), "must lie in its file"),
+    "beyond the tensor": (change_tensor(pieces=[[0, 0, [1, 0], [11, 6]]]), "must lie in its shape"),
+    "no such file": (change_tensor(pieces=[[99, 0, [0, 0], [11, 6]]]), "in a file that is listed"),
+    "other dims": (change_tensor(pieces=[[0, 0, [0], [11]]]), "must be \\[file, offset, start, size\\]"),
+    "fractions": (change_tensor(shape=[1.5]), "whole numbers"),
+    "dtype": (change_tensor(dtype="pickle"), r"dtype of model/embed.weight \('pickle'\)"),
+    "shared bytes": (change_tensor(pieces=[[0, 0, [0, 0], [1, 6]]] * 2), "must not share bytes"),
+    "escape sequence": (lambda plain: plain["tensors"].update(x={"\x1b[2J": {}}), "must be printable"),
+    "no mapping": (lambda plain: plain.update(tensors=[]), "tensors must be a JSON object"),
+    "no step": (lambda plain: plain.pop("step"), r"step \(None\) must be a whole number"),
+    "truth": (lambda plain: plain.update(step=True), r"step \(True\) must be a whole number"),
+    "optimizer": (lambda plain: plain.update(optimizer=3), "optimizer must be an object or null"),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_manifest_is_not_believed(case: str, folder: Root) -> None:
+    plain = json.loads(text_of(folder))
+    change, text = CRAFTED[case]
+    change(plain)
+    with pytest.raises(ManifestError, match=text):
+        Manifest.from_json(signed(plain), "x")
+
+
+def test_deep_nesting_is_damage() -> None:
+    with pytest.raises(DamageError):
+        Manifest.from_json("[" * 200_000, "x")

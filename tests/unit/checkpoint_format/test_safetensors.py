@@ -1,0 +1,104 @@
+"""Headers: the library reads what we write, we read what it writes, and nothing crafted gets through."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from shardwise.checkpoint_format.safetensors import StoredTensor, header, parse_header
+from shardwise.storage.root import DamageError, Root
+
+
+def test_the_library_reads_our_files(tmp_path: Path) -> None:
+    values = {
+        "ä": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "one": np.float64(2.5).reshape(()),
+        "none": np.zeros((0, 4)),
+    }
+    head, offsets, total = header(
+        [(name, "F32" if v.dtype == np.float32 else "F64", v.shape) for name, v in values.items()], {"format": "pt"}
+    )
+    assert len(head) % 8 == 0
+    data = head + b"".join(v.tobytes() for v in values.values())
+    assert len(data) == total
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with safe_open(path, "np") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {  # noqa: SIM118  it is no mapping
+            name: v.tolist() for name, v in values.items()
+        }
+    assert [tensor.start for tensor in parse_header(Root.of(path)).values()] == offsets
+
+
+def test_we_read_the_librarys_files(tmp_path: Path) -> None:
+    values = {"a": np.arange(3, dtype=np.int64), "b": np.ones((2, 2), dtype=np.float16)}
+    path = tmp_path / "x.safetensors"
+    save_file(values, path)
+    data = path.read_bytes()
+    for name, stored in parse_header(Root.of(path)).items():
+        assert stored.shape == values[name].shape
+        assert data[stored.start : stored.stop] == values[name].tobytes()
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+BAD: dict[str, tuple[Any, str]] = {
+    "no object": ([], "no JSON object"),
+    "unknown dtype": ({"a": {**F32, "dtype": "F31"}}, r"dtype of a \('F31'\)"),
+    "wrong size": ({"a": {**F32, "shape": [3]}}, "a has 8 bytes, and its shape needs 12"),
+    "overlap": ({"a": F32, "b": F32}, "b begins at byte"),
+    "hole": ({"a": {**F32, "data_offsets": [4, 12]}}, "a begins at byte"),
+    "beyond the end": ({"a": {**F32, "shape": [4], "data_offsets": [0, 16]}}, "its tensors end at byte"),
+    "negative": ({"a": {**F32, "data_offsets": [-8, 0]}}, "must be whole numbers"),
+    "truth": ({"a": {**F32, "shape": [True, 2]}}, "must be whole numbers"),
+    "huge": ({"a": {**F32, "shape": [2**70, 2**70]}}, "must be whole numbers"),
+    "many dims": ({"a": {**F32, "shape": [1] * 10_000}}, "must be whole numbers"),
+    "escape sequence": ({"\x1b[2J": F32}, "must be printable"),
+    "no tensor": ({"a": 3}, "a is no JSON object"),
+}
+
+
+def stored(path: Path, text: bytes, length: int | None = None) -> Root:
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(8))
+    return Root.of(path)
+
+
+def test_a_good_header_passes(tmp_path: Path) -> None:
+    text = json.dumps({"a": F32}).encode()
+    assert parse_header(stored(tmp_path / "x", text)) == {"a": StoredTensor("F32", (2,), 8 + len(text), 16 + len(text))}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_header_that_does_not_fit_is_damage(case: str, tmp_path: Path) -> None:
+    fields, text = BAD[case]
+    with pytest.raises(DamageError, match=text):
+        parse_header(stored(tmp_path / "x", json.dumps(fields).encode()))
+
+
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [
+        (b"{", None),
+        (b"\xff\xfe", None),
+        (b"[" * 100_000, None),
+        (b"{}", 2**63),
+        (b'{"a":1,"a":2}', None),
+        (b"1" * 9999, None),
+    ],
+)
+def test_what_is_no_header_is_damage(text: bytes, length: int | None, tmp_path: Path) -> None:
+    with pytest.raises(DamageError, match="x is damaged"):
+        parse_header(stored(tmp_path / "x", text, length))
+
+
+def test_a_short_file_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    with pytest.raises(DamageError, match=r"\(3 bytes\) must have at least 8 bytes"):
+        parse_header(Root.of(tmp_path / "x"))

@@ -1,0 +1,156 @@
+"""Checkpoints as plain Hugging Face folders: formats, shards, what comes from where, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.checkpoint_format.casting import cast, overflows
+from shardwise.checkpoint_format.manifest import MANIFEST
+from shardwise.checkpoint_format.safetensors import DTYPES
+from shardwise.checkpoint_format.to_hugging_face import Export
+from shardwise.checkpoint_format.writing import staged
+from shardwise.errors import ConfigError, RunError
+from shardwise.storage.root import DamageError, Root, StoreError
+from tests.stored import Tensors, small_tensors, write_checkpoint
+
+TORCH = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def as_torch(dtype: str, values: np.ndarray) -> torch.Tensor:
+    data = bytearray(np.ascontiguousarray(values).astype(DTYPES[dtype].numpy).tobytes())
+    return torch.frombuffer(data, dtype=TORCH[dtype]).view(values.shape)
+
+
+def export(folder: Root, target: Path, dtype: str | None = None, max_bytes: int = 10**9) -> dict[str, torch.Tensor]:
+    done = Export(folder, dtype).write(Root.of(target.parent), target.name, max_bytes)
+    assert (done.step, str(done.folder)) == (100, str(target))
+    files = sorted(target.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("source", TORCH)
+@pytest.mark.parametrize("target", ["F32", "BF16", "F16"])
+def test_formats_are_cast_as_torch_casts(source: str, target: str) -> None:
+    bits = np.random.default_rng(0).integers(0, 2**16, 20_000, dtype=np.uint16)
+    edges = [0.0, -0.0, 65504.0, 65519.9, 65520.0, 1e-8, 3e-39, float("inf"), float("-inf"), float("nan"), 1.00390625]
+    if source == "BF16":
+        values: np.ndarray = bits
+    elif source == "F16":
+        values = bits.view(np.float16)
+    else:
+        wide = np.random.default_rng(1).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
+        with np.errstate(invalid="ignore"):  # some of the bits are signalling NaNs
+            values = np.concatenate([wide, np.array(edges, np.float32)]).astype(DTYPES[source].numpy)
+    found = as_torch(target, cast(values, source, target))
+    wanted = as_torch(source, values).to(torch.float32).to(TORCH[target])
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
+
+
+def test_only_finite_values_overflow() -> None:
+    assert overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
+    assert not overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16")
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
+def test_weights_of_another_format_come_from_the_masters(tmp_path: Path, dtype: str | None) -> None:
+    tensors = small_tensors()
+    folder = write_checkpoint(tmp_path / "checkpoints", tensors=tensors, ranks=3, shards=2)
+    found = export(folder, tmp_path / "out", dtype)
+    state = "model" if dtype in (None, "bfloat16") else "master"
+    assert set(found) == set(tensors["model"])
+    for name, tensor in found.items():
+        assert torch.equal(tensor, as_torch(*tensors[state][name]).to(NAMES[dtype or "bfloat16"])), name
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == (dtype or "bfloat16")
+
+
+def test_without_masters_the_weights_themselves_are_cast(tmp_path: Path) -> None:
+    tensors = {"model": small_tensors()["model"]}
+    found = export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors), tmp_path / "out", "float32")
+    assert all(torch.equal(t, as_torch(*tensors["model"][name]).float()) for name, t in found.items())
+
+
+def test_shards_have_an_index_and_a_limit(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints")
+    found = export(folder, tmp_path / "out", "float32", max_bytes=200)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in found.values())
+    assert index["weight_map"].keys() == found.keys()
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        held = load_file(tmp_path / "out" / file)
+        assert name in held
+        assert len(held) == 1 or sum(4 * tensor.numel() for tensor in held.values()) <= 200
+    assert not [path for path in tmp_path.glob("out/**/*") if path.name in (MANIFEST, "optimizer")]
+
+
+def test_large_tensors_go_by_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.checkpoint_format.to_hugging_face.STREAM_BYTES", 40)
+    tensors = small_tensors()
+    export_ = Export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors, ranks=3), "float32")
+    for weight in export_.weights:
+        parts = [bytes(part) for part in weight.read()]
+        assert max(map(len, parts)) <= 40
+        assert b"".join(parts) == tensors["master"][weight.name][1].tobytes()
+
+
+def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="out exists already: choose another name, or remove it"):
+        export(folder, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"must be a checkpoint, and it has no manifest.json"):
+        Export(Root.of(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["weights", "masters", "config", "truncated"])
+def test_damage_is_told_and_nothing_is_left(tmp_path: Path, kind: str) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints", ranks=2)
+    dtype, path = {
+        "weights": (None, next(folder.local().glob("*.safetensors"))),
+        "masters": ("float32", folder.local() / "optimizer/rank-00001.safetensors"),
+        "config": (None, folder.local() / "config.json"),
+        "truncated": (None, next(folder.local().glob("*.safetensors"))),
+    }[kind]
+    data = bytearray(path.read_bytes())
+    if kind == "truncated":
+        del data[-1]
+    else:
+        data[-9] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamageError) as caught:
+        export(folder, tmp_path / "out", dtype)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints"]
+
+
+def test_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    tensors: Tensors = {"model": {"norm.weight": ("F32", np.array([1.0, 1e5], np.float32))}}
+    folder = write_checkpoint(tmp_path / "checkpoints", tensors=tensors)
+    with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
+        export(folder, tmp_path / "out", "float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoints")
+    monkeypatch.setattr(Root, "free_bytes", lambda _: 10)
+    with pytest.raises(StoreError, match=r"writing out needs .* bytes\) in .*, where 10 B are free"):
+        export(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_has_its_names_on_the_disk_before_it_gets_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    monkeypatch.setattr(Root, "sync", lambda place: synced.append((place.name, (tmp_path / "model").exists())))
+    with staged(Root.of(tmp_path), "model", ".model.partial") as folder:
+        (folder / "weights").write(b"x")
+    assert synced == [(".model.partial", False), (tmp_path.name, True)]

@@ -1,0 +1,143 @@
+"""Checksums per chunk: written in any pieces, verified by whoever reads."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.storage.chunks import MIN_CHUNK_BYTES, ChunkedReader, ChunkedWriter, FileEntry, chunk_bytes
+from shardwise.storage.root import DamageError, Root
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+CHUNK = MIN_CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("size", "chunk"),
+    [
+        (0, CHUNK),
+        (1, CHUNK),
+        (8192 * CHUNK, CHUNK),
+        (8192 * CHUNK + 1, 2 * CHUNK),
+        (5 * GIB, MIB),
+        (2**40, 16 * MIB),
+    ],
+)
+def test_chunk_sizes(size: int, chunk: int) -> None:
+    assert chunk_bytes(size) == chunk
+
+
+def write(folder: Root, data: bytes, cuts: list[int]) -> FileEntry:
+    folder.make()
+    writer = ChunkedWriter(folder / "file", len(data), "file")
+    for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        writer.write(memoryview(data)[a:b])
+    return writer.close()
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Root, bytes, FileEntry]:
+    """A file of five chunks and a bit."""
+    data = random.Random(0).randbytes(5 * CHUNK + 100)
+    folder = Root.of(tmp_path_factory.mktemp("chunks"))
+    return folder, data, write(folder, data, [3, CHUNK, CHUNK, 3 * CHUNK + 7])
+
+
+def test_each_chunk_has_its_checksum(stored: tuple[Root, bytes, FileEntry]) -> None:
+    folder, data, entry = stored
+    assert (folder / "file").read() == data
+    assert entry.chunks == 6
+    assert [entry.checksum(i) for i in range(6)] == [
+        xxhash.xxh3_64_intdigest(data[i * CHUNK : (i + 1) * CHUNK]) for i in range(6)
+    ]
+
+
+@given(st.lists(st.integers(0, 3 * CHUNK + 7), max_size=6).map(sorted))
+@settings(deadline=None, max_examples=30)
+def test_the_checksums_do_not_depend_on_the_writes(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    data = random.Random(1).randbytes(3 * CHUNK + 7)
+    folder = Root.of(tmp_path_factory.mktemp("cuts"))
+    assert write(folder, data, cuts) == write(folder, data, [])
+
+
+@given(st.lists(st.tuples(st.integers(0, 5 * CHUNK + 100), st.integers(0, 5 * CHUNK + 100)), max_size=8))
+@settings(deadline=None, max_examples=60)
+def test_any_reads(stored: tuple[Root, bytes, FileEntry], reads: list[tuple[int, int]]) -> None:
+    folder, data, entry = stored
+    reader = ChunkedReader(folder, entry)
+    for a, b in reads:
+        start, stop = min(a, b), max(a, b)
+        assert reader.read(start, stop) == data[start:stop]
+
+
+def test_reads_in_order_read_each_chunk_once(stored: tuple[Root, bytes, FileEntry]) -> None:
+    folder, data, entry = stored
+    reader = ChunkedReader(folder, entry)
+    step = 10_000
+    got = b"".join(bytes(reader.read(a, min(a + step, len(data)))) for a in range(0, len(data), step))
+    assert got == data
+    assert reader.bytes_read == len(data)
+
+
+def test_long_reads_come_in_requests_of_16_mib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random.Random(2).randbytes(40 * MIB)
+    folder = Root.of(tmp_path)
+    entry = write(folder, data, [])
+    asked: list[int] = []
+    read = Root.read
+
+    def counted(file: Root, start: int = 0, stop: int | None = None) -> bytes:
+        asked.append((stop or 0) - start)
+        return read(file, start, stop)
+
+    monkeypatch.setattr(Root, "read", counted)
+    assert ChunkedReader(folder, entry).read(1, len(data) - 1) == memoryview(data)[1:-1]
+    assert max(asked) == 16 * MIB
+    assert sum(asked) == len(data)
+
+
+def test_damage_is_found_by_who_reads_the_chunk(stored: tuple[Root, bytes, FileEntry], tmp_path: Path) -> None:
+    _, data, entry = stored
+    broken = bytearray(data)
+    broken[2 * CHUNK + 5] ^= 1
+    (tmp_path / "file").write_bytes(broken)
+    reader = ChunkedReader(Root.of(tmp_path), entry)
+    assert reader.read(0, 2 * CHUNK) == data[: 2 * CHUNK]
+    with pytest.raises(
+        DamageError, match=rf"bytes {2 * CHUNK:,} to {3 * CHUNK:,} do not match their checksum \(chunk 2\)"
+    ):
+        reader.read(2 * CHUNK - 1, 2 * CHUNK + 1)
+    assert reader.read(3 * CHUNK, len(data)) == data[3 * CHUNK :]
+    with pytest.raises(DamageError, match=r"\(chunk 2\)"):
+        ChunkedReader(Root.of(tmp_path), entry).read(0, len(data))  # of several that come in one request
+
+
+@pytest.mark.parametrize("length", [0, CHUNK + 1, 5 * CHUNK + 101])
+def test_another_length_is_damage(stored: tuple[Root, bytes, FileEntry], tmp_path: Path, length: int) -> None:
+    _, data, entry = stored
+    (tmp_path / "file").write_bytes((data + b"x")[:length])
+    with pytest.raises(DamageError, match=rf"its length \({length:,} bytes\) must be {len(data):,} bytes"):
+        ChunkedReader(Root.of(tmp_path), entry).read(0, 1)
+
+
+def test_a_missing_file_is_damage(stored: tuple[Root, bytes, FileEntry], tmp_path: Path) -> None:
+    with pytest.raises(DamageError, match="file is missing, and the manifest lists it"):
+        ChunkedReader(Root.of(tmp_path), stored[2]).read(0, 1)
+
+
+def test_an_abandoned_file_is_gone(tmp_path: Path) -> None:
+    writer = ChunkedWriter(Root.of(tmp_path) / "file", 10)
+    writer.write(b"abc")
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    entry = write(Root.of(tmp_path), b"", [])
+    assert entry == FileEntry("file", 0, CHUNK, b"")
+    assert ChunkedReader(Root.of(tmp_path), entry).read(0, 0) == b""

@@ -1,0 +1,314 @@
+"""Files come whole, once, and as their server has them, whatever happens on the way."""
+
+import hashlib
+import json
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.storage import fetch as fetching
+from shardwise.storage.fetch import Fetched, fetch, find
+from shardwise.storage.root import Root, StoreError
+from tests.loopback_files import Server, serve
+
+CONTENT = np.random.default_rng(0).bytes(5_000_000)
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+RANGE = 1 << 18
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(fetching, "_RANGE", RANGE)
+    monkeypatch.setattr(fetching.time, "sleep", lambda _: None)
+    with serve(CONTENT) as started:
+        yield started
+
+
+def get(url: str, target: Path, *arguments: Any, **options: Any) -> Fetched:
+    (remote,) = find(url)
+    return fetch(remote, target, *arguments, **options)
+
+
+def test_a_file_comes_whole_and_once(server: Server, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "data.bin"
+    came: list[int] = []
+    assert get(server.url, target, progress=came.append) == Fetched(target, len(CONTENT), DIGEST, len(CONTENT))
+    assert target.read_bytes() == CONTENT
+    assert sum(came) == len(CONTENT)
+    assert server.gets == sorted(range(0, len(CONTENT), RANGE), key=server.gets.index), "each range once"
+    before = len(server.gets)
+    assert get(server.url, target) == Fetched(target, len(CONTENT), DIGEST, 0)
+    assert len(server.gets) == before, "it is fetched again though it is there"
+    assert sorted(path.name for path in target.parent.iterdir()) == [
+        ".data.bin.fetched.json", ".data.bin.lock", "data.bin",
+    ]  # fmt: skip
+
+
+def test_what_was_broken_off_goes_on(server: Server, tmp_path: Path) -> None:
+    target, told = tmp_path / "data.bin", []
+    server.fails_at = 6 * RANGE
+    with pytest.raises(
+        StoreError, match=rf"data\.bin cannot be read: .*503.*; from byte {6 * RANGE:,} on: start again"
+    ):
+        get(server.url, target)
+    assert not target.exists()
+    server.fails_at = None
+    server.requests.clear()
+    found = get(server.url, target, DIGEST, announce=told.append)
+    assert target.read_bytes() == CONTENT
+    assert min(server.gets) == 6 * RANGE, "what had come is fetched again"
+    assert found.came == len(CONTENT) - 6 * RANGE
+    assert told == ["going on with data.bin after 1.5 MiB"]
+
+
+def test_a_few_failures_are_no_failure(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.fails_at = 3 * RANGE
+    sleeps: list[float] = []
+
+    def recover(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) > 3:
+            server.fails_at = None
+
+    monkeypatch.setattr(fetching.time, "sleep", recover)
+    get(server.url, tmp_path / "data.bin", DIGEST)
+    assert (tmp_path / "data.bin").read_bytes() == CONTENT
+
+
+def test_a_source_that_changed_meanwhile_begins_anew(server: Server, tmp_path: Path) -> None:
+    target = tmp_path / "data.bin"
+    server.fails_at = 6 * RANGE
+    with pytest.raises(StoreError):
+        get(server.url, target)
+    server.fails_at, server.etag, server.content = None, '"second"', CONTENT[::-1]
+    get(server.url, target)
+    assert target.read_bytes() == CONTENT[::-1], "parts of two versions are one file"
+
+
+def test_a_source_that_changes_while_it_comes_is_refused(server: Server, tmp_path: Path) -> None:
+    came: list[int] = []
+
+    def progress(count: int) -> None:
+        came.append(count)
+        server.etag = '"second"'
+
+    with pytest.raises(StoreError, match=r"data\.bin changed while it was fetched: start again"):
+        get(server.url, tmp_path / "data.bin", progress=progress)
+    assert not (tmp_path / "data.bin").exists()
+    assert get(server.url, tmp_path / "data.bin").came == len(CONTENT)
+
+
+def test_a_new_version_replaces_the_old_one(server: Server, tmp_path: Path) -> None:
+    target, told = tmp_path / "data.bin", []
+    get(server.url, target)
+    server.etag, server.content = '"second"', CONTENT[:1000]
+    assert get(server.url, target, announce=told.append).size == 1000
+    assert told == [f"{target} is there in another version: fetching it again"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered"])
+def test_a_damaged_file_is_fetched_again(damage: str, server: Server, tmp_path: Path) -> None:
+    target, told = tmp_path / "data.bin", []
+    get(server.url, target)
+    target.write_bytes(CONTENT[:-1] if damage == "truncated" else b"x" + CONTENT[1:])
+    get(server.url, target, announce=told.append)
+    assert target.read_bytes() == CONTENT
+    assert told == [f"{target} is not as it was fetched: fetching it again"]
+
+
+def test_a_server_that_gives_no_parts(server: Server, tmp_path: Path) -> None:
+    server.ranges = False
+    (remote,) = find(server.url)
+    assert not remote.ranges
+    assert get(server.url, tmp_path / "data.bin", DIGEST).sha256 == DIGEST
+    assert len(server.gets) == 1
+
+
+def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
+    target = tmp_path / "data.bin"
+    with pytest.raises(ConfigError) as caught:
+        get(server.url, target, "0" * 64)
+    assert caught.value.problems == [
+        f"{server.url}: its SHA-256 ({DIGEST}) must be that which was asked for ({'0' * 64}): the file there is "
+        "another one, or it was changed on its way"
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == [".data.bin.lock"], "what is wrong is kept"
+
+
+def test_another_file_is_not_overwritten(server: Server, tmp_path: Path) -> None:
+    target = tmp_path / "data.bin"
+    target.write_text("mine")
+    with pytest.raises(ConfigError, match="is there already and was not fetched from http"):
+        get(server.url, target)
+    assert target.read_text() == "mine"
+    get(server.url, target, force=True)
+    assert target.read_bytes() == CONTENT
+    (tmp_path / "copy.bin").write_bytes(CONTENT)
+    assert get(server.url, tmp_path / "copy.bin", DIGEST).came == 0, "a file of that SHA-256 is the file"
+
+
+def test_what_is_wrong_is_said_before_anything_comes(server: Server, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(ConfigError, match=r"nothing cannot be read: there is no such file"):
+        find(f"{server.address}/nothing")
+    server.status = 403
+    with pytest.raises(StoreError, match=r"data\.bin cannot be read: its server answers 403 \(Forbidden\)"):
+        find(server.url)
+    server.status = 200
+    with pytest.raises(StoreError, match=r"cannot be read: .*[Cc]onnect"):
+        find("http://127.0.0.1:9/data.bin")
+    with pytest.raises(ConfigError, match="is a folder, where"):
+        get(server.url, tmp_path)
+    with pytest.raises(ConfigError, match=r"none\.bin cannot be read: there is no such file"):
+        find(str(tmp_path / "none.bin"))
+    with pytest.raises(ConfigError, match="must match a file or more, and it matches none"):
+        find(str(tmp_path / "*.hdf5"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="must hold files, and the folder has none"):
+        find(str(tmp_path / "empty"))
+    server.requests.clear()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(ConfigError) as caught:
+        get(server.url, tmp_path / "data.bin")
+    assert caught.value.problems == [
+        f"{tmp_path} (1000 B free) must have room for {server.url} (4.8 MiB to come): make room, or name a place on "
+        "another disk"
+    ]
+    assert not server.gets
+
+
+def test_folders_and_patterns(tmp_path: Path) -> None:
+    folder = tmp_path / "from"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("b.txt", "a.txt", "deep/c.txt", "d.bin"):
+        (folder / name).write_text(name)
+    assert [remote.name for remote in find(str(folder))] == ["a.txt", "b.txt", "d.bin", "deep/c.txt"]
+    found = find(f"{folder}/*.txt")
+    assert [(remote.name, remote.size) for remote in found] == [("a.txt", 5), ("b.txt", 5)]
+    assert fetch(found[1], tmp_path / "to" / "b.txt").path.read_text() == "b.txt"
+
+
+@pytest.mark.parametrize("pattern", ["s3://bucket/data", "s3://bucket/data/**"])
+def test_no_key_of_an_object_store_leads_out_of_the_folder(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ["a.txt", "sub/", "../../x.txt", "/abs/path.txt", "b/..", "c\0.txt"]
+    infos = {f"bucket/data/{key}": {"type": "file", "size": 0 if key[-1] == "/" else 2} for key in keys}
+    store = SimpleNamespace(
+        info=lambda path: {"type": "directory"}, find=lambda path, detail: infos, glob=lambda path, detail: infos
+    )
+    root = Root("bucket/data" + pattern.removeprefix("s3://bucket/data"), pattern, "s3", store)
+    monkeypatch.setattr(Root, "of", staticmethod(lambda url: root))
+    with pytest.raises(ConfigError) as caught:
+        find(pattern)
+    (problem,) = caught.value.problems
+    assert "'..' leads out of its folder" in problem or "'../../x.txt' leads out of its folder" in problem
+    assert "must lie in the folder that it is fetched to: nothing was fetched" in problem
+    assert "\0" not in problem
+    for key in keys[2:]:
+        del infos[f"bucket/data/{key}"]
+    assert [remote.name for remote in find(pattern)] == ["a.txt"], "the marker of a folder is no file"
+
+
+def test_the_name_in_a_url_stays_in_the_folder(server: Server) -> None:
+    for url in (f"{server.address}/data.bin?sig=a/../b", f"{server.url}?x"):
+        (remote,) = find(url)
+        assert remote.name == "data.bin"
+    (remote,) = find(server.url)
+    root = Root(f"{server.address}/..", server.url, "http", remote.root.fs)
+    with pytest.raises(ConfigError, match=r"'\.\.' leads out of its folder"):
+        fetching._inside(root, [fetching._remote(root, {})])
+
+
+def test_records_of_an_earlier_fetch_are_no_files_of_a_folder(server: Server, tmp_path: Path) -> None:
+    """Else whoever sends a file could send the record that says that another one is replaced."""
+    get(server.url, tmp_path / "from" / "data.bin")
+    (tmp_path / "from" / ".other.fetch").write_bytes(b"x")
+    assert [remote.name for remote in find(f"{tmp_path}/from")] == [".data.bin.lock", "data.bin"]
+    (tmp_path / "from" / "data.bin").unlink()
+    (tmp_path / "from" / ".data.bin.lock").unlink()
+    with pytest.raises(ConfigError, match="must hold files, and the folder has none"):
+        find(f"{tmp_path}/from")
+
+
+@pytest.mark.parametrize("kind", ["fetch", "fetch.json", "fetched.json", "lock"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_planted_link_is_not_followed(kind: str, begun: bool, server: Server, tmp_path: Path) -> None:
+    target, victim = tmp_path / "to" / "data.bin", tmp_path / "victim"
+    link = target.with_name(f".data.bin.{kind}")
+    target.parent.mkdir()
+    if begun:
+        server.fails_at = 6 * RANGE
+        with pytest.raises(StoreError):
+            get(server.url, target)
+        server.fails_at = None
+        link.unlink(missing_ok=True)
+    victim.write_bytes(CONTENT[: 6 * RANGE])
+    link.symlink_to(victim)
+    if kind == "lock":
+        with pytest.raises(StoreError, match=r"data\.bin cannot be written: \.data\.bin\.lock is a link"):
+            get(server.url, target)
+        link.unlink()
+    assert get(server.url, target, DIGEST).sha256 == DIGEST
+    assert target.read_bytes() == CONTENT
+    assert victim.read_bytes() == CONTENT[: 6 * RANGE], "a file elsewhere was written"
+    assert not any(path.is_symlink() for path in target.parent.iterdir())
+
+
+def test_a_presigned_url_is_kept_nowhere_and_goes_on_with_another_signature(server: Server, tmp_path: Path) -> None:
+    target, told = tmp_path / "data.bin", []
+
+    def signed(signature: str, file: int = 1) -> str:
+        return f"{server.url}?X-Amz-Date=2026&file={file}&X-Amz-Signature={signature}"
+
+    server.fails_at = 6 * RANGE
+    with pytest.raises(StoreError) as caught:
+        get(signed("5ecret1"), target)
+    assert str(caught.value).startswith(f"{server.url}?(redacted) cannot be read: ")
+    kept = [path.read_text() for path in tmp_path.glob(".*.json")]
+    server.fails_at = None
+    found = get(signed("5ecret2"), target, announce=told.append)
+    assert found.came == len(CONTENT) - 6 * RANGE, "another signature is no other file"
+    assert get(signed("5ecret3"), target).came == 0
+    kept += [path.read_text() for path in tmp_path.glob(".*.json")]
+    with pytest.raises(ConfigError, match=r"was not fetched from http.*\?\(redacted\): name another"):
+        get(signed("5ecret3", file=2), target)
+    server.status = 403
+    with pytest.raises(StoreError, match=r"data\.bin\?\(redacted\) cannot be read: its server answers 403"):
+        find(signed("5ecret4"))
+    assert kept
+    assert "5ecret" not in "".join([*kept, *told])
+
+
+def _fetch_apart(url: str, target: str, told: Any) -> None:
+    fetching._RANGE = RANGE
+    found = get(url, Path(target), announce=told.put)
+    told.put(json.dumps([found.sha256, found.came]))
+
+
+@pytest.mark.parametrize("before", ["nothing", "truncated"])
+def test_eight_processes_at_once_make_one_download(before: str, server: Server, tmp_path: Path) -> None:
+    target = tmp_path / "data.bin"
+    if before == "truncated":
+        get(server.url, target)
+        target.write_bytes(CONTENT[:-1000])
+        server.requests.clear()
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+    started = [context.Process(target=_fetch_apart, args=(server.url, str(target), told)) for _ in range(8)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+    lines = [told.get(timeout=5) for _ in range(8)] if not told.empty() else []
+    while not told.empty():
+        lines.append(told.get())
+    results = sorted(json.loads(line) for line in lines if line.startswith("["))
+    assert [process.exitcode for process in started] == [0] * 8
+    assert results == sorted([[DIGEST, 0]] * 7 + [[DIGEST, len(CONTENT)]]), lines
+    assert sorted(server.gets) == list(range(0, len(CONTENT), RANGE)), "more than one download"
+    assert target.read_bytes() == CONTENT

@@ -1,0 +1,217 @@
+"""Places: the same operations on a disk and on another filesystem, and failures as sentences."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.storage import write_behind as behind
+from shardwise.storage.root import Root, StoreError
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
+    """A folder that does not exist yet, on the disk or in fsspec's memory."""
+    place = tmp_path / "runs" if request.param == "local" else f"memory://{uuid.uuid4().hex}/runs"
+    return Root.of(place)
+
+
+def test_a_folder_and_its_files(root: Root) -> None:
+    assert not root.exists()
+    assert root.names() == []
+    root.make()
+    root.make()
+    assert root.is_folder()
+    (root / "b").write(b"hello")
+    (root / "a").make()
+    with (root / "a/c").open(3) as file:
+        file.write(b"wor")
+        file.write(memoryview(bytearray(b"ld")))
+    assert root.names() == ["a", "b"]
+    assert root.files() == {"a/c": 5, "b": 5}
+    assert (root / "b").read() == b"hello"
+    assert (root / "a/c").read(1, 3) == b"or"
+    assert (root / "a/c").read(3, 3) == b""
+    assert (root / "b").size() == 5
+    assert not (root / "b").is_folder()
+    assert (root / "a" / "c").name == "c"
+
+
+def test_a_file_is_replaced_whole(root: Root) -> None:
+    root.make()
+    for text in (b"first", b"second"):
+        (root / "a").write(text)
+        assert (root / "a").read() == text
+    assert root.names() == ["a"]
+
+
+def test_renames_and_removals(root: Root) -> None:
+    (root / ".new/inner").make()
+    (root / ".new/inner/a").write(b"x")
+    (root / ".new").rename(root / "final")
+    assert root.files() == {"final/inner/a": 1}
+    (root / "final").remove()
+    assert not (root / "final").exists()
+    (root / "final").remove()
+    assert root.names() == []
+
+
+def test_what_failed_leaves_nothing_behind(root: Root) -> None:
+    root.make()
+
+    def fail() -> None:
+        with (root / "a").open() as file:
+            file.write(b"part")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert root.names() == []
+
+
+def test_what_is_missing_is_told(root: Root) -> None:
+    for action in ((root / "a").size, (root / "a").read):
+        with pytest.raises(StoreError, match=r"runs/a cannot be read: ") as caught:
+            action()
+        assert caught.value.missing
+
+
+def test_removal_does_not_follow_links(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("stays")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link").symlink_to(kept)
+    (tmp_path / "latest").symlink_to(folder)
+    Root.of(tmp_path / "latest").remove()
+    assert folder.is_dir()
+    Root.of(folder).remove()
+    assert (kept / "file").read_text() == "stays"
+
+
+def test_a_link_to_a_folder_is_one(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/file").write_text("x")
+    (tmp_path / "latest").symlink_to("run")
+    latest = Root.of(tmp_path / "latest")
+    assert latest.is_folder()
+    assert latest.names() == ["file"]
+    assert latest.files() == {"file": 1}
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """It would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreError, match="pipe cannot be read: it is no file"):
+        Root.of(tmp_path / "pipe").size()
+
+
+def test_paths_are_shown_as_they_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = Root.of("runs/x")
+    assert str(root / "checkpoints") == "runs/x/checkpoints"
+    assert (root / "checkpoints").local() == tmp_path / "runs/x/checkpoints"
+    assert root.free_bytes() is not None
+    assert Root.of("memory://x").free_bytes() is None
+
+
+def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError) as caught, (Root.of(tmp_path) / "a").open(3 * 2**20) as file:
+        file.write(b"x")
+    assert caught.value.out_of_space
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}/a cannot be written: the disk is full; it needs 3.0 MiB (3,145,728 bytes)")
+    assert "free is" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_file_reaches_the_disk_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[tuple[int, int]] = []
+    monkeypatch.setattr(behind, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, __: gone.append((start, length)), raising=False)
+    data = bytes(range(256)) * 10
+    with (Root.of(tmp_path) / "a").open() as file:
+        for start in range(0, len(data), 300):
+            file.write(data[start : start + 300])
+    assert (tmp_path / "a").read_bytes() == data
+    assert gone == [(0, 1200), (1200, 1200)]
+
+
+def test_a_disk_that_fills_up_on_the_way_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(behind, "WINDOW_BYTES", 1000)
+    monkeypatch.setattr(os, "fsync", full)
+    file = (Root.of(tmp_path) / "a").open()
+    file.write(bytes(1000))
+    with pytest.raises(StoreError) as caught:
+        file.write(bytes(1000))
+    file.abandon()
+    assert caught.value.out_of_space
+    assert len(calls) == 1, "the second window must not be written once the first has failed"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "a//b", "a\0"])
+def test_no_name_leads_out_of_a_place(root: Root, name: str) -> None:
+    with pytest.raises(StoreError, match="runs cannot be left: "):
+        root / name
+
+
+def test_a_log_in_is_not_shown() -> None:
+    assert str(Root.of("memory://host/x?sig=5ecret&y=1")) == "memory://host/x?(redacted)"
+    assert str(Root.of("memory://me:word@host/x") / "y") == "memory://(redacted)@host/x/y"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_closed_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="a cannot be written: Permission denied"):
+        (Root.of(tmp_path) / "a").write(b"x")
+
+
+def test_a_file_in_a_folders_place(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    inside = Root.of(tmp_path / "file") / "step"
+    assert not inside.exists()
+    assert inside.names() == []
+    with pytest.raises(StoreError, match="file/step cannot be made: Not a directory"):
+        inside.make()
+
+
+def test_a_scheme_that_nobody_knows() -> None:
+    with pytest.raises(ConfigError, match=r"nfs3://x must be a path, or a URL such as s3://bucket/folder"):
+        Root.of("nfs3://x")
+
+
+def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"].__dict__["_registry"], "s3", raising=False)
+    with pytest.raises(ConfigError, match=r"s3://bucket/x needs a package .* pip install 'shardwise\[s3\]'"):
+        Root.of("s3://bucket/x")
+
+
+def test_what_is_complete_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with all of its bytes once it is closed, a folder's names once it is synced."""
+    flushed: dict[int, int] = {}
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
+    with (Root.of(tmp_path) / "a").open() as file:
+        file.write(b"abc")
+    assert flushed == {(tmp_path / "a").stat().st_ino: 3}
+    Root.of(tmp_path).sync()
+    assert tmp_path.stat().st_ino in flushed
