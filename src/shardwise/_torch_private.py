@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,38 +39,49 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def postpone_compiler() -> None:
-    """Let optimizers be made without importing torch's compiler, which takes as long as importing torch itself.
+class WithoutCompiler(torch.optim.Optimizer):
+    """An optimizer that is made, saved and loaded without importing torch's compiler, as slow as importing torch.
 
-    Some methods of `torch.optim.Optimizer` are marked as not to be traced, and the mark imports the compiler at the
-    first call, to ask it for an untraced version. Until somebody else imports it, the method itself is that version.
+    Methods of `torch.optim.Optimizer` that the compiler must not trace ask it for an untraced version at their first
+    call. Where nobody imported the compiler nothing can trace them, so this class calls them as they are written.
     """
-    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        if not hasattr(method, "__dynamo_disable"):
-            setattr(method, "__dynamo_disable", _Untraced(method))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if _COMPILER in sys.modules:
+            super().add_param_group(param_group)
+        else:
+            _add_param_group(self, param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict() if _COMPILER in sys.modules else _state_dict(self)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if _COMPILER in sys.modules:
+            super().load_state_dict(state_dict)
+        else:
+            _load_state_dict(self, state_dict)
 
 
-class _Untraced:
-    """Stands in for a method's untraced version as long as nothing can trace it."""
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+_load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if _COMPILER not in sys.modules:
-            return self._method(*args, **options)
-        untraced = torch._dynamo.disable(self._method, wrapping=False)
-        setattr(self._method, "__dynamo_disable", untraced)
-        return untraced(*args, **options)
+def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass of the same name that is `WithoutCompiler` where the class itself leaves a method to torch's base."""
+    module = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
+    return types.new_class(
+        optimizer_class.__name__, (optimizer_class, WithoutCompiler), exec_body=lambda body: body.update(module)
+    )
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` of a class of torch's, likewise; its step hooks run only where the compiler is there."""
+    """`optimizer.step()`, which imports the compiler too; step hooks run only where the compiler was imported."""
     if _COMPILER in sys.modules:
         optimizer.step()
     else:
-        with torch.no_grad():  # which the decorators of `step` see to
+        with torch.no_grad():  # as the decorators of `step` do
             inspect.unwrap(type(optimizer).step)(optimizer)
 
 

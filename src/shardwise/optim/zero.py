@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_private import postpone_compiler, step_optimizer
+from shardwise._torch_private import WithoutCompiler, step_optimizer, without_compiler
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.arguments import require_known_options
 from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
@@ -31,10 +31,8 @@ from shardwise.optim.lamb import LAMB, updates_whole_tensors
 from shardwise.optim.norms import CanonicalNorms, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.scaling import require_scaled, spread_non_finite
 
-postpone_compiler()
 
-
-class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+class ZeroRedundancyOptimizer(WithoutCompiler):
     """Wrap an elementwise `torch.optim` class, or `LAMB`, so that each data-parallel rank keeps 1/n of its state.
 
     Before: `torch.optim.AdamW(model.parameters(), lr=1e-4)`. After:
@@ -99,8 +97,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
+        self._inner_class = without_compiler(optimizer_class)
         if not updates_whole_tensors(optimizer_class):
-            require_elementwise(optimizer_class, defaults)
+            require_elementwise(self._inner_class, defaults)
         self.optimizer_class = optimizer_class
         self.grad_clipping, self.max_norm = grad_clipping, max_norm
         self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else Group.world("dp")
@@ -119,7 +118,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._norms: Tensor | None = None
         self._clipped = False
         self._tensors: CanonicalNorms | None = None
-        probe = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults)
+        probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
 
@@ -162,7 +161,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 p.register_post_accumulate_grad_hook(hook)
         inner = {**options, "params": [b.master for b in buckets]}
         if self._inner is None:
-            self._inner = self.optimizer_class([inner], **self._defaults)
+            self._inner = self._inner_class([inner], **self._defaults)
         else:
             self._inner.add_param_group(inner)
         self.buckets += buckets
