@@ -62,7 +62,9 @@ def refuse_unknown_arguments(
     """Refuse the keyword arguments that a function or class does not take, all of them in one sentence.
 
     Args:
-        owner: the function's or class's name. given: names of the arguments of the call. known: names that it takes.
+        owner: the function's or class's name.
+        given: names of the arguments of the call.
+        known: names that it takes.
         replaced: for an argument of another library's function or class of this name: what to do instead.
 
     Raises:

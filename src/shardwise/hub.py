@@ -54,7 +54,8 @@ def resolve(
     at once, each file is fetched by one of them.
 
     Args:
-        cached: open the hub id from the cache, and ask nobody. announce: called with one line before a fetch.
+        cached: open the hub id from the cache, and ask nobody.
+        announce: called with one line before a fetch.
 
     Raises:
         ConfigError: no such folder, repository or revision, no access to it, or no safetensors in it.
@@ -297,10 +298,14 @@ class Wanted:
     """A repository, and what is wanted of it.
 
     Attributes:
-        key: what names it. revision_key: what names its revision. patterns: the files to fetch. is_there: whether files
-        of these names are enough; lacking: why they are not. check: ConfigError where a folder is not complete.
-        repo_type: the hub's word for what the repository holds. hint: what else may have been meant. verified: files
-        are so small that all that the cache has are read, and fetched again where they are damaged.
+        key: what names it.
+        revision_key: what names its revision.
+        patterns: the files to fetch.
+        is_there: whether files of these names are enough; lacking: why they are not.
+        check: ConfigError where a folder is not complete.
+        repo_type: the hub's word for what the repository holds.
+        hint: what else may have been meant.
+        verified: files are so small that all that the cache has are read, and fetched again where they are damaged.
     """
 
     key: str

@@ -176,8 +176,9 @@ class Mesh:
         device: where this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
 
     Attributes:
-        tp, dp, pp: the groups of this rank along each axis. world: all ranks. device_mesh: the `DeviceMesh` below
-        (None for a single process).
+        tp, dp, pp: the groups of this rank along each axis.
+        world: all ranks.
+        device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
         ValueError: the world size is no multiple of TP × PP.
@@ -236,6 +237,13 @@ def job_size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def job_rank() -> int:
+    """This process's rank in the job, likewise."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
-_COUNT_SUFFIXES = ("", " k", " M", " B", " T", " P", " E")
+_COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")  # no B: that is bytes
+_LARGEST_WORD = 999.5e12
 _SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
 
 
 def count(value: float) -> str:
-    """A count in powers of 1,000: `count(5_300_000)` is `5.3 M`; below 1,000 as it is."""
+    """A count in powers of 1,000: `5.3 M`, `6.9 billion`; below 1,000 as it is; above trillions as `4.49e20`."""
+    if abs(value) >= _LARGEST_WORD:
+        return f"{value:.2e}".replace("e+", "e")
     return _scaled(value, 1000.0, _COUNT_SUFFIXES)
 
 

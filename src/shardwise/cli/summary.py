@@ -52,9 +52,10 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "layout",
             f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {layout.world} "
-            f"rank{'s' if layout.world > 1 else ''} ({device}), "
+            f"rank{'s' if layout.world > 1 else ''}, "
             f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
+        ("device", f"{device}, as this machine has: precision and memory are those of such ranks"),
         (
             "batch",
             f"{train.micro_batch} micro batch × {layout.accumulation(train)} accumulation × {layout.data} DP "

@@ -34,8 +34,10 @@ class Bucket:
 
     Attributes:
         gradients, values: flat buffers of all N elements; `parameters[i]` and its gradient are views at `offsets[i]`.
-        owned: this rank's part. gradient: the owned part of `gradients`. master: the owned part in the optimizer's
-        dtype, `separate` unless the dtypes agree: then it is the parameters' own memory.
+        owned: this rank's part.
+        gradient: the owned part of `gradients`.
+        master: the owned part in the optimizer's dtype, `separate` unless the dtypes agree: then it is the parameters'
+            own memory.
     """
 
     def __init__(

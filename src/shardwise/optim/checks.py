@@ -85,7 +85,8 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> N
     """Refuse parameters that are not the same, in the same order, on all ranks; one all-reduce of a digest.
 
     Args:
-        groups: parameter groups of the optimizer. group: the ranks whose parameters are brought to equal values.
+        groups: parameter groups of the optimizer.
+        group: the ranks whose parameters are brought to equal values.
 
     Raises:
         ConfigError: on every rank, with the first parameter that differs.

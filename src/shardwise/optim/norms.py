@@ -76,7 +76,9 @@ class ModelNorms:
     """L2 norms over the whole model.
 
     Args:
-        buckets: of this rank. world: the ranks that together hold the model. tensor_ranks: tensor-parallel ranks.
+        buckets: of this rank.
+        world: the ranks that together hold the model.
+        tensor_ranks: tensor-parallel ranks.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world: Group, tensor_ranks: int) -> None:
@@ -139,8 +141,9 @@ class CanonicalNorms:
     tensors, one cut into several pieces is one, padding is none, and what several ranks hold counts once.
 
     Args:
-        groups: the buckets of each parameter group. world, tensor_ranks: as `ModelNorms` has them. stage: this rank's
-        pipeline stage, which tells tensors without a full name apart.
+        groups: the buckets of each parameter group.
+        world, tensor_ranks: as `ModelNorms` has them.
+        stage: this rank's pipeline stage, which tells tensors without a full name apart.
 
     Attributes:
         count: T, the number of canonical tensors of the model.

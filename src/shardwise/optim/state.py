@@ -27,7 +27,9 @@ class StateSlice:
     """A box of a canonical tensor that is one run of a bucket's owned part.
 
     Attributes:
-        piece: whose part it is. box: of the canonical tensor. start: of the run, in the bucket's owned part.
+        piece: whose part it is.
+        box: of the canonical tensor.
+        start: of the run, in the bucket's owned part.
     """
 
     bucket: Bucket

@@ -54,14 +54,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
         optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; or `shardwise.LAMB`, whose trust
-        ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
-        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of
-        its part (float64 parameters keep theirs).
+            ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
+        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its
+            part (float64 parameters keep theirs).
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
-        gradient_dtype: of accumulated gradients (default: the parameter's). reduce_dtype: on the wire (default: as
-        accumulated).
+        gradient_dtype: of accumulated gradients (default: the parameter's).
+        reduce_dtype: on the wire (default: as accumulated).
         shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB.
@@ -69,9 +69,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     Raises:
         TypeError: an option that the wrapped class does not take, with what replaces it where another library's
-        ZeroRedundancyOptimizer takes it.
+            ZeroRedundancyOptimizer takes it.
         ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
-        are others, or in another order, on another rank; a cut model without `mesh`.
+            are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
@@ -267,7 +267,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         gradients first, so this step takes no more backward(). Collective.
 
         Args:
-            max_norm: None does not clip. error_if_nonfinite: raise if the norm is not finite.
+            max_norm: None does not clip.
+            error_if_nonfinite: raise if the norm is not finite.
         """
         require_max_norm(max_norm)
         gradient_norm = self._final_norm().clone()

@@ -231,7 +231,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
 
     Raises:
         ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
-        heads and the group's size do not divide each other.
+            heads and the group's size do not divide each other.
     """
 
     def __init__(

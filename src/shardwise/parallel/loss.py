@@ -132,15 +132,17 @@ def parallel_cross_entropy(
         vocab_parallel_logits: `[…, v]`, this rank's columns; left untouched.
         target: `[…]` global token ids, equal on all ranks of the group.
         label_smoothing: ε in [0, 1], spread over the whole vocabulary as `torch.nn.functional.cross_entropy` does.
-        group: the ranks that share the vocabulary. ignore_index: targets that have loss 0 and gradient 0.
+        group: the ranks that share the vocabulary.
+        ignore_index: targets that have loss 0 and gradient 0.
         vocab_size: V, where the last columns are padding (default: none are).
 
     Returns:
         `[…]`, equal on all ranks. Communicates two small all-reduces forward, nothing backward.
 
     Raises:
-        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1]. RuntimeError: a backward
-        pass with `create_graph=True`. ArgumentError: an argument that it does not take.
+        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1].
+        RuntimeError: a backward pass with `create_graph=True`.
+        ArgumentError: an argument that it does not take.
     """
     if unknown:
         refuse_unknown(parallel_cross_entropy, unknown)
@@ -239,10 +241,11 @@ def linear_cross_entropy(
 
     Args:
         x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
-        weight: `[v, H]`, this rank's rows of the head. bias: `[v]`, likewise (default: none).
+        weight: `[v, H]`, this rank's rows of the head.
+        bias: `[v]`, likewise (default: none).
         target: `[S, B]`, whole on every rank.
         chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator, and those of 256
-        tokens at least).
+            tokens at least).
         group, ignore_index, label_smoothing, vocab_size: as in `parallel_cross_entropy`.
 
     Returns:
@@ -250,7 +253,8 @@ def linear_cross_entropy(
         parallelism also an all-gather of x and a reduce-scatter of its gradient, else one all-reduce of x's gradient.
 
     Raises:
-        ValueError: as `parallel_cross_entropy`. RuntimeError: a backward pass with `create_graph=True`.
+        ValueError: as `parallel_cross_entropy`.
+        RuntimeError: a backward pass with `create_graph=True`.
     """
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")

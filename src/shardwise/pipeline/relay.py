@@ -35,7 +35,8 @@ def relay(
     until it is received (NCCL), and the first rank receives these once it is rid of its own.
 
     Args:
-        compute: as in `Pipeline.step`. empty: a tensor like what a stage gives for a micro-batch.
+        compute: as in `Pipeline.step`.
+        empty: a tensor like what a stage gives for a micro-batch.
     """
     wraps = parallel.stages_per_rank > 1 and parallel.schedule not in V_SHAPED
     at_once = max(1, parallel.pipeline - wraps)

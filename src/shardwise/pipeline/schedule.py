@@ -49,11 +49,13 @@ class Pipeline:
     """The stages of one rank under a schedule, for steps of always as many micro-batches.
 
     Args:
-        stages: of this rank. x: a tensor like those that go from stage to stage, on any device. losses: how many the
-        last stage gives.
+        stages: of this rank.
+        x: a tensor like those that go from stage to stage, on any device.
+        losses: how many the last stage gives.
 
     Attributes:
-        clock: when this rank worked, in the last step. schedule: torch's, over `stages`.
+        clock: when this rank worked, in the last step.
+        schedule: torch's, over `stages`.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Pipeline:
 
         Raises:
             LostPeerError: a message did not come, or could not be sent: another rank has ended. What `compute` raises
-            goes through as it is.
+                goes through as it is.
         """
         self.clock.begin()
         self._ready = ready or _ignore

@@ -26,7 +26,8 @@ class StepTiming:
     """A step on this rank.
 
     Attributes:
-        stages: its stages' work. bubble: the part of the pipeline's step in which this rank did not work.
+        stages: its stages' work.
+        bubble: the part of the pipeline's step in which this rank did not work.
         mean_bubble: over the pipeline's ranks.
     """
 
