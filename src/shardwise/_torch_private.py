@@ -29,7 +29,7 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
 def graph_is_kept() -> bool:
     """Whether the backward pass under way keeps its graph for another one (`retain_graph`).
 
-    What an autograd function has saved is freed behind a pass that does not: that pass may then work in place.
+    If it does not, what an autograd function has saved is freed after the pass, which may then work in place.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -87,24 +87,26 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
-    """Have what a pipeline's schedule sends and receives named for the profiler: the sending, and each wait.
+    """Inside, the profiler shows each message of a pipeline's schedule by name: the send, and each wait.
 
-    name: of a `P2POp`, which the stages give. The schedules hand messages to one function of theirs, and wait for what
-    it returns.
+    The schedules send and receive through one function of their module, and wait for what it returns.
+
+    Args:
+        name: the name of a `P2POp`.
     """
     from torch.distributed.pipelining import schedules
 
     plain = schedules._batch_p2p
 
     def named(p2p_ops: list[Any], desc: str | None = None) -> list[Any]:
-        names = [name(each) for each in p2p_ops]
+        names = [name(op) for op in p2p_ops]
         with ExitStack() as spans:
-            for each, text in zip(p2p_ops, names, strict=True):
-                if each.op is torch.distributed.isend:
+            for op, text in zip(p2p_ops, names, strict=True):
+                if op.op is torch.distributed.isend:
                     spans.enter_context(record_function(text))
             works = plain(p2p_ops, desc)
-        each_has_one = len(works) == len(names)
-        return [_NamedWork(work, names[i] if each_has_one else ", ".join(names)) for i, work in enumerate(works)]
+        one_each = len(works) == len(names)
+        return [_NamedWork(work, names[i] if one_each else ", ".join(names)) for i, work in enumerate(works)]
 
     schedules._batch_p2p = named
     try:
@@ -114,7 +116,7 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
 
 
 class _NamedWork:
-    """A message under way, whose wait the profiler sees."""
+    """A message under way, whose wait has a name in the profiler."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work, self._name = work, name
@@ -125,24 +127,24 @@ class _NamedWork:
 
 
 def open_connections_to_others(stages: Iterable[Any]) -> None:
-    """Let a rank with two neighbouring stages not send to itself as a schedule opens connections, which gloo refuses.
+    """Keep a rank with two neighbouring stages from sending to itself when a schedule opens its connections.
 
-    Releases before torch 2.13 send from each stage to the next, whether another rank has it or not.
+    Releases before torch 2.13 send from each stage to the next, even on the same rank, which gloo refuses.
     """
     for stage in stages:
         plain = stage._get_init_p2p_neighbors_ops
 
         def to_others(plain: Callable[[], list[Any]] = plain, here: int = stage.group_rank) -> list[Any]:
-            return [each for each in plain() if each.group_peer != here]
+            return [op for op in plain() if op.group_peer != here]
 
         stage._get_init_p2p_neighbors_ops = to_others
 
 
 def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
-    """Let a pipeline schedule's first step go without the messages that open its connections.
+    """Let a pipeline schedule's first step skip the messages that open its connections.
 
-    For a process group that delivers nothing: torch 2.13 asks every stage by messages whether it was given its shapes,
-    and reads the answer. Here all were. Releases before it send numbers that nobody reads.
+    This is for a process group that delivers nothing. torch 2.13 asks every stage by messages whether it knows its
+    shapes, and reads the answer; here every stage does. Releases before it send numbers that are not read.
     """
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode

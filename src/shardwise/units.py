@@ -22,7 +22,7 @@ def size(value: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, `5000`; None of other texts."""
+    """The bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, or `5000`; else None."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
     if match is None:
         return None
@@ -31,7 +31,7 @@ def parse_size(text: str) -> int | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two units that matter: `120 ms`, `12.3 s`, `4 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
+    """Seconds in the one or two largest units: `120 ms`, `12.3 s`, `4 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
     if seconds < 0:
         return "-" + duration(-seconds)
     if seconds < 0.9995:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.plan.order import Work
+from shardwise.plan.order import Action
 
 
 @dataclass(frozen=True)
@@ -52,24 +52,24 @@ class Peak:
     in_flight: int
 
 
-def peak(order: Iterable[Work], passes: Mapping[int, Pass], micro_batches: int) -> Peak:
+def peak(order: Iterable[Action], passes: Mapping[int, Pass], micro_batches: int) -> Peak:
     """Of a rank that works in this order on stages with these passes."""
     activations = forward = whole = with_sent = in_flight = 0
     kept = beside = sent = 0
     flying: Counter[int] = Counter()
     done: Counter[int] = Counter()
-    for work in order:
-        one = passes[work.stage]
+    for action in order:
+        one = passes[action.stage]
         now = 0
-        if work.kind == "forward":
+        if action.kind == "forward":
             now = kept + beside + one.kept + one.loss
             kept, beside = kept + one.kept, beside + one.loss_kept
-            flying[work.stage] += 1
-            activations, in_flight = max(activations, kept), max(in_flight, flying[work.stage])
+            flying[action.stage] += 1
+            activations, in_flight = max(activations, kept), max(in_flight, flying[action.stage])
             forward = max(forward, now)
             sent += one.onwards
-        elif work.kind == "input":
-            if work.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
+        elif action.kind == "input":
+            if action.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
                 copied = kept + beside + one.loss_kept
                 now = max(copied, kept + beside - one.kept - one.loss_kept + one.backward)
                 kept += one.waiting
@@ -78,13 +78,13 @@ def peak(order: Iterable[Work], passes: Mapping[int, Pass], micro_batches: int) 
                 sent += one.back
         else:
             kept, beside = kept - one.kept, beside - one.loss_kept
-            if work.kind == "weight" and work.stage > 0:
+            if action.kind == "weight" and action.stage > 0:
                 kept -= one.waiting
             now = kept + beside + max(one.backward, one.last)
-            flying[work.stage] -= 1
-            done[work.stage] += 1
-            if done[work.stage] == micro_batches:
+            flying[action.stage] -= 1
+            done[action.stage] += 1
+            if done[action.stage] == micro_batches:
                 now = max(now, kept + beside + one.reduction)
-            sent += one.back if work.kind == "backward" else 0
+            sent += one.back if action.kind == "backward" else 0
         whole, with_sent = max(whole, now), max(with_sent, now + sent)
     return Peak(activations, forward, whole, max(with_sent, sent) - whole, in_flight)

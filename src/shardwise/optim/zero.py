@@ -195,9 +195,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Say that a parameter's gradient is complete for this step. A full bucket starts its reduction at once.
+        """Report that a parameter's gradient is complete for this step. A full bucket starts its reduction at once.
 
-        Buckets start in one order on every rank, whatever the order of the calls.
+        Buckets start in the same order on every rank, whatever the order of the calls: collectives of two ranks are
+        matched by their order alone.
         """
         bucket, index = self._at[parameter]
         bucket.ready.add(index)
@@ -209,7 +210,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             self._start(candidate)
 
     def _start(self, bucket: Bucket) -> None:
-        """Start a bucket's reduction. Two are under way at a time: each may hold a copy of its bucket until then."""
+        """Start a bucket's reduction. At most two are under way: each may hold a copy of its bucket until it ends."""
         before = self.buckets.index(bucket) - 2
         if before >= 0:
             self.buckets[before].finish_reduction()
@@ -252,7 +253,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return self._norms[0], self._norms[1]
 
     def _final_norm(self) -> Tensor:
-        """The gradient norm, of gradients that nobody has changed since they were reduced."""
+        """The gradient norm; raises if the gradients were changed after they were reduced."""
         gradient_norm, _ = self.norms()
         for bucket in self.buckets:
             bucket.check_gradients()
@@ -350,8 +351,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 gather.wait()
 
     def _step_whole_tensors(self, inner: LAMB) -> None:
-        found = {bucket.master: bucket for bucket in self.buckets}
-        groups = [[found[master] for master in group["params"]] for group in inner.param_groups]
+        bucket_of = {bucket.master: bucket for bucket in self.buckets}
+        groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
         if self._tensors is None:
             stage = self._mesh.pp.rank if self._mesh is not None else 0
             self._tensors = CanonicalNorms(groups, self._world, self._tensor_ranks, stage)
@@ -398,9 +399,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             ValueError: the state belongs to another layout, bucket size or model.
         """
         assert self._inner is not None
-        found, wanted = state_dict.get("layout"), self._layout()
-        if found != wanted:
-            raise ValueError(f"optimizer state is of layout {found}, which must be this optimizer's {wanted}")
+        stored, own = state_dict.get("layout"), self._layout()
+        if stored != own:
+            raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {own}")
         self._inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         for outer, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             outer.update(_options(loaded))
