@@ -93,21 +93,21 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     Raises:
         ConfigError: with `problems`, found before, and every problem of `values`.
     """
-    reported = list(problems)
+    found = list(problems)
     config, model_unread = None, False
     model = values.get("model")
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
         model, of_file = _expanded(model)
-        reported += of_file
+        found += of_file
         model_unread = model is None
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
         for details in error.errors(include_url=False):
             if not model_unread or details["loc"][0] != "model":
-                reported += _texts(details)
-    if reported or config is None:
-        raise ConfigError(list(dict.fromkeys(reported)))
+                found += _texts(details)
+    if found or config is None:
+        raise ConfigError(list(dict.fromkeys(found)))
     return config
 
 
@@ -120,12 +120,12 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
     try:
         return DataConfig.model_validate(dict(values))
     except ValidationError as error:
-        texts = [
+        found = [
             text
             for details in error.errors(include_url=False)
             for text in _texts({**details, "loc": ("data", *details["loc"])})
         ]
-        raise ConfigError(list(dict.fromkeys(texts))) from None
+        raise ConfigError(list(dict.fromkeys(found))) from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -148,7 +148,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _drop_spellings(model: dict[str, Any], key: str) -> None:
-    """Delete the recipe's value under another name of the key that the command line gives."""
+    """Forget what the recipe says under another name of what the command line gives as `key`."""
     family = FAMILIES.get(str(model.get("family")))
     aliases = family.aliases if family is not None else {}
     for known in list(model):
@@ -159,7 +159,7 @@ def _drop_spellings(model: dict[str, Any], key: str) -> None:
 def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
     """The section with `config` replaced by the model that this Hugging Face file describes, and what is wrong with it.
 
-    The section is None if the file cannot be read; single fields that cannot be read have their defaults.
+    No section where the file cannot be read; where single fields of it cannot, these have their defaults.
     """
     beside = {key: value for key, value in model.items() if key != "config"}
     path = model["config"]
@@ -222,7 +222,7 @@ def _family_problem(model: Any) -> str:
 
 
 def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
-    """The rest of the sentence `quantity (value) …` for a pydantic error type; None: there is none."""
+    """How a pydantic error type reads after `quantity (value)`."""
     fixed = {
         "float_type": "must be a number",
         "string_type": "must be text; put it in quotes",
@@ -256,8 +256,8 @@ def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
 
 
 def _list_rule(field: FieldInfo) -> str:
-    """The rest of the sentence for a list: of two numbers, or of any length with the field's examples."""
-    (form,) = (kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is tuple)
+    """How a list of numbers must be: of two, or of any length, of which the field then has an example."""
+    (form,) = (each for each in (field.annotation, *get_args(field.annotation)) if get_origin(each) is tuple)
     kind, *others = get_args(form)
     if others != [...]:
         return "must be a list of two numbers"
@@ -276,10 +276,7 @@ _BOUNDS = {
 
 
 def _unknown(path: str, tag: str | None) -> str:
-    """The message for an unknown key, with the key that was probably meant.
-
-    That is the key of the same name in another section, else a similar one of the same section.
-    """
+    """Names the key that was meant: of the same name in another section, else of a similar name in the same one."""
     paths = list(_known_paths(tag))
     section, _, leaf = path.rpartition(".")
     same_leaf = [known for known in paths if known.rpartition(".")[2] == leaf]
@@ -293,15 +290,15 @@ def _unknown(path: str, tag: str | None) -> str:
 
 @cache
 def _known_paths(tag: str | None) -> dict[str, FieldInfo]:
-    """Every key by its dotted path; those of `model` for the family `tag`, or for all families if it is None."""
-    fields = {}
+    """Every key by its dotted path; those of `model` as the family `tag` has them, or any family where it is None."""
+    found = {}
     for name, field in Config.model_fields.items():
-        fields[name] = field
+        found[name] = field
         sections = [field.annotation]
         if name == "model":
             sections = [*FAMILIES.values()] if tag not in FAMILIES else [FAMILIES[tag]]
         for section in sections:
             assert isinstance(section, type)
             assert issubclass(section, BaseModel)
-            fields |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
-    return fields
+            found |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+    return found

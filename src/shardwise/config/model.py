@@ -32,7 +32,7 @@ class OwnConfig(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """An own model draws its dropout by itself, not from a layout-invariant key."""
+        """Dropout of an own model is its own: none that a layout-invariant key draws."""
         return False
 
     @property
@@ -47,7 +47,7 @@ class OwnConfig(Section):
 
     @property
     def extends_positions(self) -> bool:
-        """Positions beyond `max_position_embeddings` are refused."""
+        """A limit, where one is given, is a limit."""
         return False
 
 
@@ -71,7 +71,7 @@ def _family_tag(value: Any) -> str | None:
     return OWN if ":" in family else family
 
 
-# What a `model` section is read as. The class is chosen first, so that only its own errors are reported.
+# What a `model` section is read as: the class is chosen first, so that only its own errors are told.
 AnyModel = Annotated[
     Annotated[LlamaConfig, Tag("llama")]
     | Annotated[GPTConfig, Tag("gpt")]
