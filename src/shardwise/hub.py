@@ -97,11 +97,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
 
 
 def place_of_tokenizer(named: str) -> Path | Wanted:
-    """The path that `data.tokenizer` names, else what it names on the hub. Sends no request.
-
-    Raises:
-        ConfigError: it can be neither.
-    """
+    """The path that `data.tokenizer` names, else what it names on the hub; ConfigError of neither. Sends no request."""
     path = Path(named).expanduser()
     if path.exists():
         return path
@@ -139,11 +135,7 @@ def resolve_dataset(
 
 
 def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
-    """What `data.dataset` names on the hub. Sends no request.
-
-    Raises:
-        ConfigError: it is no hub id.
-    """
+    """What `data.dataset` names on the hub; ConfigError if it is no hub id. Sends no request."""
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)
@@ -238,16 +230,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
-    """The weight files that an index names.
-
-    Args:
-        index: the index's bytes.
-        folder: where it lies, for messages.
-        is_there: whether the folder holds a file of a name.
-
-    Raises:
-        ConfigError: it is no index, or names files that are not there.
-    """
+    """The weight files that an index of `folder` names; ConfigError if it is none or names files that are not there."""
     try:
         names = sorted(set(json.loads(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -293,14 +276,7 @@ def _path_problem(load: str, path: Path) -> str | None:
 
 
 def _no_id(name: str, path: Path, missing: str, *, is_file: bool = False) -> str | None:
-    """Why `name`, which is no existing path, is no hub id either; None if it can be one.
-
-    Args:
-        name: what the user gave.
-        path: the same as a path.
-        missing: how the message begins.
-        is_file: its suffix is that of a file.
-    """
+    """Why `name`, which is no existing path, is no hub id either; None if it can be. `missing` begins the message."""
     owner = name.partition("/")[0]
     local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
     if local or is_file or Path(owner).is_dir():
@@ -393,8 +369,7 @@ def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:
-            place = constants.HF_HUB_CACHE
-            announce(f"fetching {wanted.named} from {site}: once, then cached in {place}")
+            announce(f"fetching {wanted.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
     try:
         folder = wanted.download()
         if not wanted.is_there(_names(folder)):
