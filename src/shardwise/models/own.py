@@ -207,10 +207,13 @@ def _constructor_problems(config: Config, constructor: _Constructor) -> list[str
         names = [name for name in constructor.names if name not in RUN]
         # The sizes that the layout is checked against (the fields of OwnConfig) may be given without being taken.
         for key in sorted(keys.keys() - {*RUN, *names, *OwnConfig.model_fields}):
-            near = nearest_name(key, [name for name in names if name not in keys], cutoff=0.75)
+            # `**kwargs` may take the key: only one that stands for an argument without a key is misspelt for sure.
+            meant = [name for name in names if name not in keys or not constructor.takes_any]
+            near = nearest_name(key, meant, cutoff=0.8 if constructor.takes_any else 0.75)
             if near or not constructor.takes_any:
                 hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
-                problems.append(f"model.{key}: {family} names no such argument; {hint}")
+                verb = "names" if constructor.takes_any else "takes"
+                problems.append(f"model.{key}: {family} {verb} no such argument; {hint}")
         missing = (name for name in constructor.required if name not in keys and name not in RUN)
         problems += [f"model.{name} is missing (an argument of {family})" for name in missing]
     needed = (

@@ -236,6 +236,12 @@ class Model(Mixin, Base):
     assert build(config(write(passes_on, head=HEAD.partition("class")[0] + base))).recompute == "none"
 
 
+def test_a_key_beside_the_one_that_was_meant_is_reported_with_it(write: Write) -> None:
+    assert problem(config(write(), width=4, widht=3)) == (
+        "model.widht: mine:Model takes no such argument; did you mean model.width?"
+    )
+
+
 def test_a_misspelt_key_is_reported_as_far_as_names_are_known(write: Write) -> None:
     """Of `**kwargs` nobody knows the names: what is like none of the others is passed on."""
     takes_all = """
@@ -301,8 +307,8 @@ def test_keys_that_nobody_takes_and_keys_that_are_missing(write: Write) -> None:
     """
     assert problems(config(write(takes_some), widht=3, color="red", device="cpu")) == [
         "model.device: the run itself gives device to mine:Model: rename it",
-        "model.color: mine:Model names no such argument; it takes vocab_size, depth and width",
-        "model.widht: mine:Model names no such argument; did you mean model.width?",
+        "model.color: mine:Model takes no such argument; it takes vocab_size, depth and width",
+        "model.widht: mine:Model takes no such argument; did you mean model.width?",
         "model.depth is missing (an argument of mine:Model)",
         "model.width is missing (an argument of mine:Model)",
     ]
