@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
 def graph_is_kept() -> bool:
     """Whether the backward pass under way keeps its graph for another one (`retain_graph`).
 
-    What an autograd function has saved is freed behind a pass that does not: that pass may then work in place.
+    If it does not, what an autograd function has saved is freed after the pass, which may then work in place.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -38,61 +39,74 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def postpone_compiler() -> None:
-    """Let optimizers be made without importing torch's compiler, which takes as long as importing torch itself.
+class WithoutCompiler(torch.optim.Optimizer):
+    """An optimizer that is made, saved and loaded without importing torch's compiler, as slow as importing torch.
 
-    Some methods of `torch.optim.Optimizer` are marked as not to be traced, and the mark imports the compiler at the
-    first call, to ask it for an untraced version. Until somebody else imports it, the method itself is that version.
+    Methods of `torch.optim.Optimizer` that the compiler must not trace ask it for an untraced version at their first
+    call. Where nobody imported the compiler nothing can trace them, so this class calls them as they are written.
     """
-    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        method = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        if not hasattr(method, "__dynamo_disable"):
-            setattr(method, "__dynamo_disable", _Untraced(method))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if _COMPILER in sys.modules:
+            super().add_param_group(param_group)
+        else:
+            _add_param_group(self, param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict() if _COMPILER in sys.modules else _state_dict(self)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if _COMPILER in sys.modules:
+            super().load_state_dict(state_dict)
+        else:
+            _load_state_dict(self, state_dict)
 
 
-class _Untraced:
-    """Stands in for a method's untraced version as long as nothing can trace it."""
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+_load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
 
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if _COMPILER not in sys.modules:
-            return self._method(*args, **options)
-        untraced = torch._dynamo.disable(self._method, wrapping=False)
-        setattr(self._method, "__dynamo_disable", untraced)
-        return untraced(*args, **options)
+def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass of the same name that is `WithoutCompiler` where the class itself leaves a method to torch's base."""
+    module = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
+    return types.new_class(
+        optimizer_class.__name__, (optimizer_class, WithoutCompiler), exec_body=lambda body: body.update(module)
+    )
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` of a class of torch's, likewise; its step hooks run only where the compiler is there."""
+    """`optimizer.step()`, which imports the compiler too; step hooks run only where the compiler was imported."""
     if _COMPILER in sys.modules:
         optimizer.step()
     else:
-        with torch.no_grad():  # which the decorators of `step` see to
+        with torch.no_grad():  # as the decorators of `step` do
             inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 @contextmanager
 def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
-    """Have what a pipeline's schedule sends and receives named for the profiler: the sending, and each wait.
+    """Inside, the profiler shows each message of a pipeline's schedule by name: the send, and each wait.
 
-    name: of a `P2POp`, which the stages give. The schedules hand messages to one function of theirs, and wait for what
-    it returns.
+    The schedules send and receive through one function of their module, and wait for what it returns.
+
+    Args:
+        name: the name of a `P2POp`.
     """
     from torch.distributed.pipelining import schedules
 
     plain = schedules._batch_p2p
 
     def named(p2p_ops: list[Any], desc: str | None = None) -> list[Any]:
-        names = [name(each) for each in p2p_ops]
+        names = [name(op) for op in p2p_ops]
         with ExitStack() as spans:
-            for each, text in zip(p2p_ops, names, strict=True):
-                if each.op is torch.distributed.isend:
+            for op, text in zip(p2p_ops, names, strict=True):
+                if op.op is torch.distributed.isend:
                     spans.enter_context(record_function(text))
             works = plain(p2p_ops, desc)
-        each_has_one = len(works) == len(names)
-        return [_NamedWork(work, names[i] if each_has_one else ", ".join(names)) for i, work in enumerate(works)]
+        one_each = len(works) == len(names)
+        return [_NamedWork(work, names[i] if one_each else ", ".join(names)) for i, work in enumerate(works)]
 
     schedules._batch_p2p = named
     try:
@@ -102,7 +116,7 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
 
 
 class _NamedWork:
-    """A message under way, whose wait the profiler sees."""
+    """A message under way, whose wait has a name in the profiler."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work, self._name = work, name
@@ -113,24 +127,24 @@ class _NamedWork:
 
 
 def open_connections_to_others(stages: Iterable[Any]) -> None:
-    """Let a rank with two neighbouring stages not send to itself as a schedule opens connections, which gloo refuses.
+    """Keep a rank with two neighbouring stages from sending to itself when a schedule opens its connections.
 
-    Releases before torch 2.13 send from each stage to the next, whether another rank has it or not.
+    Releases before torch 2.13 send from each stage to the next, even on the same rank, which gloo refuses.
     """
     for stage in stages:
         plain = stage._get_init_p2p_neighbors_ops
 
         def to_others(plain: Callable[[], list[Any]] = plain, here: int = stage.group_rank) -> list[Any]:
-            return [each for each in plain() if each.group_peer != here]
+            return [op for op in plain() if op.group_peer != here]
 
         stage._get_init_p2p_neighbors_ops = to_others
 
 
 def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
-    """Let a pipeline schedule's first step go without the messages that open its connections.
+    """Let a pipeline schedule's first step skip the messages that open its connections.
 
-    For a process group that delivers nothing: torch 2.13 asks every stage by messages whether it was given its shapes,
-    and reads the answer. Here all were. Releases before it send numbers that nobody reads.
+    This is for a process group that delivers nothing. torch 2.13 asks every stage by messages whether it knows its
+    shapes, and reads the answer; here every stage does. Releases before it send numbers that are not read.
     """
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode

@@ -1,4 +1,4 @@
-"""Rectangles in tensors: which part of a canonical tensor somebody holds, stores or wants."""
+"""Rectangles in tensors: which part of a canonical tensor a rank holds, or a file stores."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Box:
     def of_run(offset: int, length: int, shape: tuple[int, ...]) -> list[Box]:
         """A run of a contiguous tensor as the fewest boxes, in order: at most 2·dims − 1.
 
-        Elements `offset` to `offset + length` of a tensor of this shape: the end of a row that begins elsewhere, whole
-        rows, the beginning of a row that ends elsewhere; a part of a row is a run of a tensor with one dim fewer.
+        The run covers elements `offset` to `offset + length` of a tensor of this shape. It is cut into the end of a row
+        that begins before it, whole rows, and the beginning of a row that ends after it. Each part of a row is a run of
+        a tensor with one dimension fewer, and is cut in the same way.
         """
         assert 0 <= offset <= offset + length <= math.prod(shape), f"run at {offset} of {length} in {shape}"
         return list(_boxes_of_run(offset, offset + length, (), shape)) if length else []
@@ -54,6 +55,7 @@ class Box:
         """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order."""
         if not self.numel:
             return []
+        # The trailing dimensions that the box covers whole, and the one before them, form one run.
         tail = len(shape)
         while tail > 0 and self.size[tail - 1] == shape[tail - 1]:
             tail -= 1

@@ -60,7 +60,13 @@ def _check_divides(whole: Tensor, dim: int, group: Group) -> None:
 
 
 class Pending:
-    """A collective under way; `wait()` returns its result. `finish` runs once, after the last byte arrived."""
+    """A collective under way.
+
+    Args:
+        result: what `wait()` returns, complete by then.
+        work: torch's handle; None: there is nothing to wait for.
+        finish: called once, after the last byte arrived.
+    """
 
     def __init__(self, result: Tensor, work: dist.Work | None = None, finish: Callable[[], None] | None = None) -> None:
         self._result, self._work, self._finish = result, work, finish
@@ -131,6 +137,7 @@ def reduce_scatter_async(whole: Tensor, group: Group, *, out: Tensor, overlap: b
     if not group.scatter_by_all_to_all:
         work = _call(group.meter, _reduce_scatter_into, out, whole, group=pg, async_op=overlap)
         return Pending(out, work if overlap else None)
+    # gloo: each rank sends every other rank its run and sums what it receives, in rank order (see `Group`).
     parts = torch.empty_like(whole)
     work = _call(group.meter, dist.all_to_all_single, parts, whole, group=pg, async_op=overlap)
 
@@ -201,7 +208,7 @@ def exchange(
         for source, target in zip(sent[0], received[0], strict=True):
             target.copy_(source)
         return
-    out, incoming = ([sum(map(_slot_bytes, each)) for each in tensors] for tensors in (sent, received))
+    out, incoming = ([sum(map(_slot_bytes, of_rank)) for of_rank in tensors] for tensors in (sent, received))
     wire, arrived = (torch.zeros(sum(sizes), dtype=torch.uint8, device=device) for sizes in (out, incoming))
     for slot, tensor in _slots(wire, sent):
         slot.copy_(tensor)
@@ -219,8 +226,8 @@ def _slot_bytes(tensor: Tensor) -> int:
 def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each tensor with the view of the buffer that holds it."""
     start = 0
-    for each in tensors:
-        for tensor in each:
+    for of_rank in tensors:
+        for tensor in of_rank:
             yield buffer[start : start + _bytes(tensor)].view(tensor.dtype).view(tensor.shape), tensor
             start += _slot_bytes(tensor)
 
@@ -233,13 +240,15 @@ def barrier(group: Group) -> None:
 
 # ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)
 #
-# Each is the gradient of another one, so that gradients of gradients are right too: copy and reduce, gather_sequence
-# and scatter_sum_sequence, gather and split of what all ranks use alike.
+# Each is the gradient of its partner, so that gradients of gradients are right too. The pairs: copy and reduce;
+# gather_sequence and scatter_sum_sequence; gather and split of what all ranks use alike.
 
 
 def _output(y: Tensor) -> Tensor:
-    """What a traced `forward` returns: torch 2.11 drops the gradient of an output that was written in place or is an
-    input unchanged, but not of a view."""
+    """What a traced `forward` must return for `y`: a view.
+
+    torch 2.11 drops the gradient of an output that was written in place or is an unchanged input, but not of a view.
+    """
     return y.view_as(y) if torch.compiler.is_compiling() else y
 
 

@@ -35,7 +35,7 @@ def name(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that was asked of it; the CPU always has."""
+    """Wait until the device has done all queued work; a CPU has no queue."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -82,7 +82,7 @@ def cpu_prefers_onednn() -> bool:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, what torch draws on a device begins at `seed`; afterwards its generator is where it was."""
+    """Inside, the device's generator starts from `seed`; afterwards it is in its former state."""
     if device.type == "cpu":
         before = torch.default_generator.get_state()
         torch.default_generator.manual_seed(seed)

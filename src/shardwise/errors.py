@@ -23,11 +23,11 @@ class RunError(ShardwiseError):
 
 
 class LostPeerError(RunError):
-    """Another rank has ended, and this one says what it was waiting for: a consequence, not the cause."""
+    """Another rank has ended while this one waited for it: a consequence of the run's failure, not its cause."""
 
 
 class StoppedError(ShardwiseError):
-    """A run that was asked to stop, and did so once a checkpoint was complete (exit code 75: safe to start again)."""
+    """A run that stopped on request, after it completed a checkpoint (exit code 75: safe to start again)."""
 
     exit_code = 75
 
@@ -53,7 +53,7 @@ class DataError(ConfigError):
 
 
 class ArgumentError(ConfigError, TypeError):
-    """A call has keyword arguments that its function or class does not take; Python's own error is a TypeError too."""
+    """A call has keyword arguments that its function or class does not take; a TypeError, as Python's own error is."""
 
 
 def refuse_unknown_arguments(
@@ -62,8 +62,10 @@ def refuse_unknown_arguments(
     """Refuse the keyword arguments that a function or class does not take, all of them in one sentence.
 
     Args:
-        owner: the function's or class's name. given: names of the arguments of the call. known: names that it takes.
-        replaced: for an argument of another library's function or class of this name: what to do instead.
+        owner: the function's or class's name.
+        given: names of the arguments of the call.
+        known: names that it takes.
+        replaced: what to do instead of arguments that another library's function or class of this name takes.
 
     Raises:
         ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
@@ -112,6 +114,6 @@ def nearest_multiples(value: int, step: int) -> list[int]:
 
 
 def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name that reads most like `name`, or None where nothing comes close."""
+    """The valid name that is most similar to `name`, or None if none is similar."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None

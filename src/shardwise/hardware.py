@@ -40,10 +40,12 @@ _PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
 
 
 def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tuple[str, int]:
-    """Kind and number of the accelerators that this process may use: "nvidia", "neuron", or ("cpu", 0) without any.
+    """The kind and number of the accelerators that this process may use; ("cpu", 0) without any.
 
-    Device files are counted, less what `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or `NEURON_RT_NUM_CORES` hide.
-    A torch built for CPU alone ("+cpu" in its version) can use none, whatever the machine holds.
+    The kinds are "nvidia" and "neuron".
+
+    Device files are counted, without those that `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or
+    `NEURON_RT_NUM_CORES` hide. A torch that was built for CPUs only ("+cpu" in its version) can use none.
     """
     gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
     if not (gpus or chips) or _torch_is_built_for_cpu():
@@ -71,7 +73,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def available_memory() -> int | None:
-    """Bytes of this machine's memory that processes may still take; None where the system does not tell."""
+    """Bytes of this machine's memory that processes may still allocate; None where the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -87,7 +89,7 @@ def cpu_count() -> int:
 
 
 def _torch_is_built_for_cpu() -> bool:
-    from importlib import metadata  # a tenth of a dry run's start-up, which a machine without accelerators saves
+    from importlib import metadata  # takes a tenth of a dry run's start-up, and only accelerators need it
 
     try:
         return metadata.version("torch").endswith("+cpu")
@@ -96,13 +98,16 @@ def _torch_is_built_for_cpu() -> bool:
 
 
 def _numbered(dev: Path, prefix: str) -> list[int]:
-    """Numbers N of the device files `prefix`N, sorted; control files such as nvidiactl do not count."""
-    found = (re.fullmatch(rf"{prefix}(\d+)", path.name) for path in dev.glob(f"{prefix}*"))
-    return sorted(int(match[1]) for match in found if match)
+    """The numbers N of the device files `prefix`N, sorted; control files such as nvidiactl do not count."""
+    matches = (re.fullmatch(rf"{prefix}(\d+)", path.name) for path in dev.glob(f"{prefix}*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _visible_gpus(present: int) -> int:
-    """GPUs left by `CUDA_VISIBLE_DEVICES`; as in CUDA, the list ends at the first entry that names no device."""
+    """The number of GPUs that `CUDA_VISIBLE_DEVICES` leaves.
+
+    As in CUDA, the list ends at its first entry that names no device.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
@@ -116,10 +121,11 @@ def _visible_gpus(present: int) -> int:
 
 
 def _neuron_cores(chips: list[int], sys_root: Path) -> int:
-    """Logical NeuronCores: one rank each.
+    """The number of logical NeuronCores, each of which is one rank.
 
     The driver lists a chip's physical cores under /sys; Trainium2 joins two into a logical core unless
-    `NEURON_LOGICAL_NC_CONFIG` says otherwise. A driver too old to list them is a Trainium1's: 2 cores a chip.
+    `NEURON_LOGICAL_NC_CONFIG` says otherwise. Drivers that do not list them are older than Trainium2, and a Trainium1
+    chip has 2 cores.
     """
     visible = os.environ.get("NEURON_RT_VISIBLE_CORES")
     if visible:

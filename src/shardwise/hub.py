@@ -1,8 +1,8 @@
-"""Where weights, tokenizers and data sets come from: this machine, or a hub id, fetched once into Hugging Face's cache.
+"""Weights, tokenizers and data sets by path or by hub id; a hub id is fetched once into Hugging Face's cache.
 
-A hub id is fetched by the launching process and then opened from the cache. Only safetensors, JSON and tokenizer files
+The launching process fetches a hub id, and the ranks open it from the cache. Only safetensors, JSON and tokenizer files
 are fetched: a pickle is never opened. The token that gated repositories need stays where `huggingface_hub` reads it
-(HF_TOKEN, or `hf auth login`): it is no argument here, and no text of ours has it.
+(HF_TOKEN, or `hf auth login`): no argument here takes it, and no message contains it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardwise.names import name_problem
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",))
-"""Files that together are a tokenizer, the kinds in the order in which they are looked for."""
+"""Sets of files that are a tokenizer, in the order in which they are looked for."""
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.jinja",
 )  # fmt: skip
 BESIDE_WEIGHTS = ("generation_config.json", *_TOKENIZER_FILES)
-"""What a model's folder has beside its weights and config.json."""
+"""Files that a model's folder holds beside its weights and config.json."""
 _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS)
-# What a data set's repository has beside its data: how many configurations there are, and which files are whose.
+# Files of a data set's repository that name its configurations and the data files of each.
 _DATA_CARD = ("README.md", ".gitattributes")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# As the hub has them: owner/name, or the name alone of its oldest models.
+# The hub's own rule: owner/name, or for its oldest models the name alone.
 _ID = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
 _LONGEST_ID = 96
 _SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
@@ -51,11 +51,14 @@ def resolve(
 ) -> Path:
     """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name.
 
-    A folder is taken as it is. Anything else is a hub id, fetched unless the cache has it; several processes may do so
-    at once, each file is fetched by one of them.
+    A folder is taken as it is. Anything else is a hub id, fetched unless the cache has it. Several processes may do so
+    at once: each file is fetched by one of them.
 
     Args:
-        cached: open the hub id from the cache, and ask nobody. announce: called with one line before a fetch.
+        load: a folder or a hub id.
+        revision: a branch, tag or commit of the hub id; None: its main branch.
+        cached: open the hub id from the cache, without any request.
+        announce: called with one line before a fetch.
 
     Raises:
         ConfigError: no such folder, repository or revision, no access to it, or no safetensors in it.
@@ -88,14 +91,14 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
     Raises:
         ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
     """
-    found = place_of_tokenizer(named)
-    if isinstance(found, Path):
-        return found
-    return _from_cache(found) if cached else _fetch(found, announce)
+    place = place_of_tokenizer(named)
+    if isinstance(place, Path):
+        return place
+    return _from_cache(place) if cached else _fetch(place, announce)
 
 
 def place_of_tokenizer(named: str) -> Path | Wanted:
-    """The path that `data.tokenizer` names, or what it names on the hub, which is not asked; ConfigError of neither."""
+    """The path that `data.tokenizer` names, else what it names on the hub; ConfigError of neither. Sends no request."""
     path = Path(named).expanduser()
     if path.exists():
         return path
@@ -133,7 +136,7 @@ def resolve_dataset(
 
 
 def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
-    """What `data.dataset` names on the hub, which is not asked; ConfigError where it is no hub id."""
+    """What `data.dataset` names on the hub; ConfigError if it is no hub id. Sends no request."""
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
     near = nearest_name(repository, built_in)
@@ -158,9 +161,9 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
 
 
 def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
-    """Deletes files of a commit's folder in the cache that are not as they were fetched; they are fetched again.
+    """Delete and return files of a commit's folder in the cache that changed since they were fetched.
 
-    Its cache calls a file's content by its hash: SHA-256 of large files, that of git of others.
+    The cache names the content of a file by its hash: SHA-256 for large files, git's own hash for others.
     """
     damaged = []
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
@@ -173,7 +176,7 @@ def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path
 
 
 def _hash_like(content: Path) -> str:
-    """The hash of a file, of the kind that its name is; its name where that is none."""
+    """The hash of a file, of the same kind as its name; the name itself if that is no hash."""
     if _SHA256.fullmatch(content.name):
         digest = hashlib.sha256()
     elif _GIT.fullmatch(content.name):
@@ -187,17 +190,17 @@ def _hash_like(content: Path) -> str:
 
 
 def holds_tokenizer(names: Collection[str]) -> bool:
-    """Whether files of these names are a tokenizer."""
+    """Whether files with these names include a tokenizer."""
     return any(set(kind) <= set(names) for kind in TOKENIZERS)
 
 
 def tokenizer_names() -> str:
-    """What may be a tokenizer, for messages."""
+    """The files that can be a tokenizer, for messages."""
     return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
 
 
 def without_tokenizer(shown: str, names: Iterable[str]) -> str:
-    """Why the files called `names` of the folder `shown` are no tokenizer."""
+    """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     names = sorted(names)
     for kind in TOKENIZERS:
         held = [name for name in kind if name in names]
@@ -228,11 +231,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
-    """The files that the index of `folder`, anywhere, names.
-
-    Raises:
-        ConfigError: it is none, or names what is not there.
-    """
+    """The weight files that an index of `folder` names; ConfigError if it is none or names files that are not there."""
     try:
         names = sorted(set(json.loads(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -249,7 +248,7 @@ def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> li
 
 
 def _without_weights(shown: str, names: Iterable[str]) -> str:
-    """Why the files called `names` are no weights that can be loaded."""
+    """The message for a folder or repository whose files `names` include no weights that can be loaded."""
     names = sorted(names)
     pickled = [name for name in names if name.endswith(_PICKLED)]
     if not names:
@@ -268,7 +267,7 @@ def _some(names: list[str]) -> str:
 
 
 def _path_problem(load: str, path: Path) -> str | None:
-    """Why `load`, which is no folder, is no hub id either."""
+    """Why `load`, which is no folder, is no hub id either; None if it can be one."""
     if path.exists():
         if path.suffix in _PICKLED:
             return _without_weights(load, [path.name])
@@ -278,10 +277,7 @@ def _path_problem(load: str, path: Path) -> str | None:
 
 
 def _no_id(name: str, path: Path, missing: str, *, is_file: bool = False) -> str | None:
-    """Why `name`, which names no path that is there, is no hub id either: `missing`, and what may have been meant.
-
-    is_file: it ends as a file does.
-    """
+    """Why `name`, which is no existing path, is no hub id either; None if it can be. `missing` begins the message."""
     owner = name.partition("/")[0]
     local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
     if local or is_file or Path(owner).is_dir():
@@ -295,13 +291,20 @@ def _no_id(name: str, path: Path, missing: str, *, is_file: bool = False) -> str
 
 @dataclass(frozen=True)
 class Wanted:
-    """A repository, and what is wanted of it.
+    """A repository on the hub, and the files that are needed of it.
 
     Attributes:
-        key: what names it. revision_key: what names its revision. patterns: the files to fetch. is_there: whether files
-        of these names are enough; lacking: why they are not. check: ConfigError where a folder is not complete.
-        repo_type: the hub's word for what the repository holds. hint: what else may have been meant. verified: files
-        are so small that all that the cache has are read, and fetched again where they are damaged.
+        key: the configuration key that names it.
+        repository: its hub id.
+        revision: a branch, tag or commit; None: the main branch.
+        revision_key: what messages call the revision.
+        patterns: the files to fetch.
+        is_there: whether files with these names are enough.
+        lacking: the message if they are not.
+        check: raises ConfigError for an incomplete folder.
+        repo_type: the hub's word for what the repository holds.
+        hint: the end of a message, which names what else may have been meant.
+        verified: check the hashes of files in the cache and fetch damaged ones again; only for small files.
     """
 
     key: str
@@ -318,7 +321,7 @@ class Wanted:
 
     @property
     def page(self) -> str:
-        """Its page, below the hub's address."""
+        """The path of its page on the hub's site."""
         return self.repository if self.repo_type == "model" else f"datasets/{self.repository}"
 
     @property
@@ -367,8 +370,7 @@ def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
         if announce is not None:
-            place = constants.HF_HUB_CACHE
-            announce(f"fetching {wanted.named} from {site}: once, then cached in {place}")
+            announce(f"fetching {wanted.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
     try:
         folder = wanted.download()
         if not wanted.is_there(_names(folder)):
@@ -383,17 +385,17 @@ def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
 
 
 def _names(folder: Path) -> list[str]:
-    """What a folder of the cache holds; the client makes none where there is nothing to fetch."""
+    """The names of a folder's files in the cache; the client makes no folder if there is nothing to fetch."""
     return [file.name for file in folder.iterdir()] if folder.is_dir() else []
 
 
 def _is_no_answer(record: logging.LogRecord) -> bool:
-    """False for the client's line about a repository that has none of the files: `lacking` says it."""
+    """A log filter that drops the client's line about a repository without these files: `lacking` reports it."""
     return not str(record.msg).startswith("No files matched")
 
 
 def _refusal(error: Exception, wanted: Wanted, site: str) -> str:
-    """What a failed fetch means, and what helps."""
+    """The message for a failed fetch: the reason and the fix."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

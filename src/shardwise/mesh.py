@@ -48,7 +48,15 @@ class Meter:
 class Group:
     """Ranks that communicate along one axis of the mesh, and this rank's place among them.
 
-    `ranks` are global ranks in group order; `rank` is this process's index in it. A group of one has no process group.
+    A group of one has no process group.
+
+    Attributes:
+        name: for messages and reports.
+        process_group: torch's.
+        ranks: global ranks in group order.
+        rank: this process's index among them.
+        size: the number of ranks.
+        meter: bytes and seconds of this group's collectives.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, name: str = "") -> None:
@@ -68,13 +76,12 @@ class Group:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> Group:
-        """Itself: a copied model communicates over the same ranks."""
+        """The group itself: a copied model communicates over the same ranks."""
         return self
 
     @staticmethod
     def of(group: Ranks | None) -> Group:
-        """A `Group` from what a user may pass: one of ours, a process group, one axis of a `DeviceMesh`, or None for a
-        group of one.
+        """The `Group` for a group, a process group, one axis of a `DeviceMesh`, or None (a group of one).
 
         A process group has one `Group` for as long as it is used: layers that share it share its subgroups, and the
         optimizer's sums over it travel together.
@@ -159,7 +166,7 @@ _by_process_group: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDi
 
 @atexit.register
 def _release() -> None:
-    """Let go of process groups before the interpreter does: gloo's threads must be joined while it still runs."""
+    """Drop all process groups at exit: gloo's threads must be joined while the interpreter still runs."""
     for holder in list(_alive):
         if isinstance(holder, Group):
             holder.process_group = None
@@ -176,8 +183,9 @@ class Mesh:
         device: where this rank computes; default: the accelerator at `LOCAL_RANK`, or the CPU.
 
     Attributes:
-        tp, dp, pp: the groups of this rank along each axis. world: all ranks. device_mesh: the `DeviceMesh` below
-        (None for a single process).
+        tp, dp, pp: the groups of this rank along each axis.
+        world: all ranks.
+        device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
         ValueError: the world size is no multiple of TP × PP.
@@ -207,7 +215,7 @@ class Mesh:
 
     @property
     def stage(self) -> Group:
-        """The ranks with the same pipeline stages: all of data and tensor parallelism."""
+        """The ranks that hold the same pipeline stages as this one: all of data and tensor parallelism."""
         if 1 in (self.tp.size, self.dp.size):
             return self.tp if self.dp.size == 1 else self.dp
         return self.world.split(self.tp.size * self.dp.size)
@@ -218,9 +226,9 @@ class Mesh:
         return (self.tp, self.dp, self.pp, self.world)
 
     def host_group(self, name: str) -> Group:
-        """All ranks once more, over gloo: for numbers on the host, or for a thread beside the training's own.
+        """A second group of all ranks, over gloo: for numbers on the host, or for a thread beside the training.
 
-        One for each name, made at the first call, which is collective.
+        There is one for each name. The first call makes it and is collective.
         """
         if name not in self._host_groups:
             made = dist.new_group(backend="gloo") if self.world.size > 1 else None
@@ -232,16 +240,25 @@ class Mesh:
 
 
 def job_size() -> int:
-    """Ranks of this job: those that joined, or as many as the launcher's variables say."""
+    """The number of ranks of this job: of the process group, or before one exists as the launcher's variables say."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def job_rank() -> int:
+    """This process's rank in the job, from the same source as `job_size`."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
 def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     """Join the job that the launcher's variables describe (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`); alone, do nothing.
 
-    `timeout`: seconds after which a collective whose peers never come is an error.
+    Args:
+        device: decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
+        timeout: seconds after which a collective fails whose other ranks never call it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
@@ -253,7 +270,7 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
 
 
 def _allow_sockets() -> None:
-    """Let this process open as many files as it may: gloo keeps two sockets for each pair of ranks in each group."""
+    """Raise the limit on open files to its maximum: gloo keeps two sockets for each pair of ranks in each group."""
     import resource
 
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

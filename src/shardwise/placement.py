@@ -1,4 +1,4 @@
-"""What a local parameter is a part of: the one record that knows how the model is cut.
+"""Which part of the model a local parameter is: the one record of how the model is cut.
 
 A parameter carries a `Placement`, made where the parameter is made: a tuple of pieces. A piece says which canonical
 tensor (its name and shape in the Hugging Face model), which box of it this rank holds, where that box sits in the
@@ -23,7 +23,7 @@ from shardwise.boxes import Box as Box
 from shardwise.comm import broadcast_
 from shardwise.mesh import Group
 
-BLOCK_ROWS = 64
+SEEDED_ROWS = 64
 """Rows of a canonical tensor that are drawn from one seed."""
 
 
@@ -46,7 +46,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Piece:
-    """One canonical tensor's share of a local parameter.
+    """The part of a local parameter that belongs to one canonical tensor.
 
     Attributes:
         name: canonical name; an empty prefix (`.weight`) is completed with the module's path by `placements`.
@@ -74,12 +74,12 @@ class Piece:
         return held.t() if self.transposed else held
 
     def transpose(self) -> Piece:
-        """The same part of the same local tensor, where the canonical matrix has its dimensions the other way round."""
+        """The same part of the same local tensor, for a canonical matrix with its two dimensions exchanged."""
         turned = Box(self.box.start[::-1], self.box.size[::-1])
         return replace(self, shape=self.shape[::-1], box=turned, transposed=not self.transposed)
 
     def within(self, rows: int, at: int) -> Piece:
-        """The same part, where the canonical tensor has `rows` rows of which these are the ones from row `at`."""
+        """The same part, for a canonical tensor of `rows` rows in which this piece's tensor begins at row `at`."""
         start = (self.box.start[0] + at, *self.box.start[1:])
         return replace(self, shape=(rows, *self.shape[1:]), box=Box(start, self.box.size))
 
@@ -165,10 +165,15 @@ def make_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """A local parameter with its record, drawn as the record says; what no piece covers is 0.
+    """A local parameter with its record, drawn as the record says; elements that no piece covers are 0.
 
-    `seed`: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
-    None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
+    Args:
+        shape: of the local tensor.
+        pieces: its record.
+        group: the ranks over which the canonical tensors are cut or copied.
+        seed: the run's seed, from which each canonical tensor draws by its name: the same global tensor at any layout.
+            None takes a fresh seed from torch's default generator (as `torch.nn` layers do), agreed on by the group.
+        device, dtype: of the local tensor.
     """
     parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
     parameter.placement = placement = Placement(pieces, group)
@@ -178,9 +183,9 @@ def make_parameter(
 
 
 class PlacedModule(nn.Module):
-    """A layer whose parameters keep their records where torch makes them anew.
+    """A layer whose parameters keep their records where torch replaces them.
 
-    `to_empty` does, and `load_state_dict(…, assign=True)`.
+    `to_empty` and `load_state_dict(…, assign=True)` do so.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PlacedModule:
@@ -241,7 +246,7 @@ def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement
 def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
     """Draw this rank's boxes of each canonical tensor, in place.
 
-    A normal tensor is drawn in blocks of 64 rows, each from the seed hash(seed, name, block), on the CPU in float32
+    A normal tensor is drawn in runs of 64 rows, each from the seed hash(seed, name, run), on the CPU in float32
     whatever the device: any rank draws just the rows that it holds, and the whole is the same tensor at any layout.
     """
     drawn: dict[tuple[str, float], list[Piece]] = {}
@@ -252,11 +257,11 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
             drawn.setdefault((piece.name, piece.init.std), []).append(piece)
     for (name, std), pieces in drawn.items():
         shape = pieces[0].shape
-        blocks = {block for piece in pieces for block in _blocks(piece.box)}
-        for block in sorted(blocks):
-            top = block * BLOCK_ROWS
-            values = torch.empty((min(BLOCK_ROWS, shape[0] - top), *shape[1:]))
-            values.normal_(0.0, std, generator=torch.Generator().manual_seed(_hash(seed, name, block)))
+        runs = {run for piece in pieces for run in _seeded_runs(piece.box)}
+        for run in sorted(runs):
+            top = run * SEEDED_ROWS
+            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]))
+            values.normal_(0.0, std, generator=torch.Generator().manual_seed(_hash(seed, name, run)))
             for piece in pieces:
                 first, held = piece.box.start[0], piece.box.size[0]
                 low, high = max(first, top), min(first + held, top + len(values))
@@ -265,14 +270,14 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
                     piece.of(parameter)[low - first : high - first].copy_(wanted)
 
 
-def _blocks(box: Box) -> range:
-    """Blocks of rows that a box has a part in."""
+def _seeded_runs(box: Box) -> range:
+    """The runs of rows drawn from one seed that a box has a part in."""
     first, held = box.start[0], box.size[0]
-    return range(first // BLOCK_ROWS, -(-(first + held) // BLOCK_ROWS) if held else first // BLOCK_ROWS)
+    return range(first // SEEDED_ROWS, -(-(first + held) // SEEDED_ROWS) if held else first // SEEDED_ROWS)
 
 
-def _hash(seed: int, name: str, block: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+def _hash(seed: int, name: str, run: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{run}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
-_COUNT_SUFFIXES = ("", " k", " M", " B", " T", " P", " E")
+_COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")  # no B: that is bytes
+_LARGEST_WORD = 999.5e12
 _SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
 
 
 def count(value: float) -> str:
-    """A count in powers of 1,000: `count(5_300_000)` is `5.3 M`; below 1,000 as it is."""
+    """A count in powers of 1,000: `5.3 M`, `6.9 billion`; below 1,000 as it is; above trillions as `4.49e20`."""
+    if abs(value) >= _LARGEST_WORD:
+        return f"{value:.2e}".replace("e+", "e")
     return _scaled(value, 1000.0, _COUNT_SUFFIXES)
 
 
@@ -19,7 +22,7 @@ def size(value: float) -> str:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, `5000`; None of other texts."""
+    """The bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, or `5000`; else None."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
     if match is None:
         return None
@@ -28,7 +31,7 @@ def parse_size(text: str) -> int | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two units that matter: `120 ms`, `12.3 s`, `4 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
+    """Seconds in the one or two largest units: `120 ms`, `12.3 s`, `4 min 05 s`, `1 h 02 min`, `3 d 04 h`."""
     if seconds < 0:
         return "-" + duration(-seconds)
     if seconds < 0.9995:

@@ -22,7 +22,7 @@ from shardwise.errors import RunError
 from shardwise.models import Stages
 from shardwise.pipeline import StepTiming
 from shardwise.pipeline.schedule import Pipeline, _Stage
-from shardwise.plan.order import work_order
+from shardwise.plan.order import action_order
 from shardwise.plan.stage import Stage, rank_of
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
@@ -141,7 +141,7 @@ def test_each_stage_runs_once_and_holds_what_the_schedule_says(schedule: Schedul
         calls += found.calls
         assert found.gradients == [2.0 * 4 * micro_batches] * parallel.stages_per_rank, "two steps' gradients of ones"
         if rank_of(parallel, degree * parallel.stages_per_rank - 1) != rank:  # the last stage's losses stay to the end
-            assert found.most_held <= peak(work_order(parallel, micro_batches, rank), one, micro_batches).activations
+            assert found.most_held <= peak(action_order(parallel, micro_batches, rank), one, micro_batches).activations
     stages = degree * parallel.stages_per_rank
     assert calls == {(stage, number): 1 for stage in range(stages) for number in range(micro_batches)}
     if schedule == "1f1b":

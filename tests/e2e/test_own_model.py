@@ -260,7 +260,7 @@ def test_dropout_and_recompute_are_the_same_at_any_layout(followed: Followed) ->
 
 BAD: dict[str, tuple[list[str], str]] = {
     "module": (["model.family=nowhere:Decoder"], "there is no module nowhere in "),
-    "class": (["model.family=examples.own_model.sharded:Decoders"], "has no Decoders; did you mean Decoder?"),
+    "class": (["model.family=examples.own_model.sharded:Decoders"], "lacks Decoders; did you mean Decoder?"),
     "key": (["model.hiden_size=8"], "model.hiden_size: examples.own_model.sharded:Decoder takes no such argument"),
     "plain": (
         ["model.family=examples.own_model.plain:Decoder"],

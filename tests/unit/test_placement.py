@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise import placement
 from shardwise.mesh import Group
 from shardwise.parallel import GQAQKVColumnParallelLinear, MergedColumnParallelLinear, ParallelEmbedding
-from shardwise.placement import BLOCK_ROWS, Box, Init, Piece, Placement
+from shardwise.placement import SEEDED_ROWS, Box, Init, Piece, Placement
 from tests.unit.parallel.groups import pretend_group
 
 NORMAL = Init.normal(0.02)
@@ -140,8 +140,8 @@ def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
     shards = []
     for rank in range(4):
         group = pretend_group(rank, 4)
-        piece = placement.rows("w", (4 * BLOCK_ROWS, 256), group, NORMAL)
-        shards.append(placement.make_parameter((BLOCK_ROWS, 256), (piece,), group, seed=1).detach())
+        piece = placement.rows("w", (4 * SEEDED_ROWS, 256), group, NORMAL)
+        shards.append(placement.make_parameter((SEEDED_ROWS, 256), (piece,), group, seed=1).detach())
     for a, b in itertools.combinations(range(4), 2):
         assert not torch.equal(shards[a], shards[b]), f"shards {a} and {b} are the same"
         correlation = float((shards[a] * shards[b]).mean() / 0.02**2)
@@ -151,7 +151,7 @@ def test_shards_differ_and_the_spread_is_the_whole_tensors() -> None:
 
 
 def test_blocks_rows_names_and_seeds_draw_differently() -> None:
-    def draw(seed: int, name: str, rows: int = 2 * BLOCK_ROWS) -> Tensor:
+    def draw(seed: int, name: str, rows: int = 2 * SEEDED_ROWS) -> Tensor:
         piece = placement.rows(name, (rows, 8), Group(), NORMAL)
         return placement.make_parameter((rows, 8), (piece,), Group(), seed=seed).detach()
 
@@ -159,8 +159,8 @@ def test_blocks_rows_names_and_seeds_draw_differently() -> None:
     assert torch.equal(first, draw(1, "a"))
     assert not torch.equal(first, draw(2, "a")), "the seed changes nothing"
     assert not torch.equal(first, draw(1, "b")), "two tensors of one run are the same"
-    assert not torch.equal(first[:BLOCK_ROWS], first[BLOCK_ROWS:]), "two blocks of rows are the same"
-    assert torch.equal(first[:BLOCK_ROWS], draw(1, "a", 3 * BLOCK_ROWS)[:BLOCK_ROWS]), "full blocks depend on the rest"
+    assert not torch.equal(first[:SEEDED_ROWS], first[SEEDED_ROWS:]), "two runs of rows are the same"
+    assert torch.equal(first[:SEEDED_ROWS], draw(1, "a", 3 * SEEDED_ROWS)[:SEEDED_ROWS]), "full runs depend on the rest"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -10,9 +10,9 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 PROBLEMS = "shardwise_problems"
 LARGEST = 2**31 - 1
-"""What a whole number may be at most where its key has no bound of its own: beyond it libraries overflow or panic."""
+"""The largest whole number of a key without a bound of its own: larger ones overflow in libraries."""
 MOST_LAYERS = 2**16
-"""Each block is an object here: far more of them would not fit in memory."""
+"""The largest number of blocks. Each one is a Python object: far more would not fit in memory."""
 
 
 class Section(BaseModel):
@@ -24,7 +24,7 @@ class Section(BaseModel):
     @classmethod
     def _is_not_too_large(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        has_bound = any(hasattr(each, "le") for each in cls.model_fields[info.field_name].metadata)
+        has_bound = any(hasattr(rule, "le") for rule in cls.model_fields[info.field_name].metadata)
         if isinstance(value, int) and value > LARGEST and not has_bound:
             raise PydanticKnownError("less_than_equal", {"le": LARGEST})
         return value

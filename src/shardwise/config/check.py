@@ -14,7 +14,9 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     """The layout of `config` on `world` ranks.
 
     Args:
-        is_new: the run begins with its first step, as it has a new folder.
+        config: the whole configuration.
+        world: ranks of the job.
+        is_new: the run's folder is new, so that it begins with its first step.
 
     Raises:
         ConfigError: with every reason why `config` cannot run on `world` ranks.
@@ -38,7 +40,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
 
 
 def _trace_problems(config: Config, is_new: bool) -> list[str]:
-    """Traces that never come, as far as that is known: how many steps a run goes on from, its checkpoints tell."""
+    """Traces of steps that the run never does. The step from which an old run resumes is not known here."""
     steps, last, resume = config.log.trace_steps, config.train.steps, config.checkpoint.resume
     if steps is None:
         return []
@@ -56,7 +58,7 @@ def _trace_problems(config: Config, is_new: bool) -> list[str]:
 
 
 def _document_problems(config: Config) -> list[str]:
-    """What the end of a document changes is for families that predict the next token."""
+    """The keys for document ends are for families that predict the next token."""
     data, model, keys = config.data, config.model, config.data.document_options
     if "mlm" in model.objectives:
         return [f"{key} (true) must be false with model.family {model.family}, which masks tokens" for key in keys]
@@ -89,7 +91,7 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
 
 
 def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:
-    """Why `tensor` ranks cannot cut what they cut; an own model is held to the sizes that it names."""
+    """Why `tensor` ranks cannot divide the model's sizes; of an own model those that the recipe has."""
     sizes = (
         ("model.num_attention_heads", model.num_attention_heads),
         ("model.intermediate_size", model.intermediate_size),
@@ -126,7 +128,7 @@ def _schedule_problems(config: Config) -> list[str]:
 
 
 def _resume_problems(config: Config) -> list[str]:
-    """Batches are left out after a step that the user names, and there are steps after it."""
+    """The rules of `train.skip_batches` and `checkpoint.resume`."""
     train, resume = config.train, config.checkpoint.resume
     if resume == "auto" and train.skip_batches:
         return [
@@ -142,7 +144,7 @@ def _resume_problems(config: Config) -> list[str]:
 
 
 def _masking_problems(config: Config) -> list[str]:
-    """Masked tokens are for the families that predict them, and at most as many as there are."""
+    """The masking keys are for families that predict masked tokens, and a sequence limits their number."""
     data, length = config.data, config.train.sequence_length
     if "mlm" in config.model.objectives:
         if data.max_predictions is None or data.max_predictions <= length:

@@ -13,7 +13,7 @@ from shardwise.config.base import Section, reject
 MASKED_FRACTION = 0.15
 SHUFFLE_BUFFER = 10_000
 BUILT_IN_TEXTS = ("python", "tiny")
-"""What `data.dataset` names without the hub."""
+"""Values of `data.dataset` that are texts of this package, not data sets of the hub."""
 _SPLIT_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 
@@ -111,7 +111,7 @@ class DataConfig(Section):
     @field_validator("blend", mode="before")
     @classmethod
     def _blend_goes_by_turns(cls, value: object) -> object:
-        """One text for each place that is wrong, instead of pydantic's two on the parts of a union."""
+        """Refuse with one text for each wrong place, where pydantic has two for the parts of a union."""
         if value is None:
             return value
         if not isinstance(value, list | tuple) or not value or len(value) % 2:
@@ -198,7 +198,7 @@ class DataConfig(Section):
 
     @property
     def name(self) -> str:
-        """What messages call the data."""
+        """The name of the data in messages."""
         if self.blend is not None:
             return " + ".join(prefix for _, prefix in self.weighted_prefixes)
         return self.path or self.dataset
@@ -217,33 +217,33 @@ class DataConfig(Section):
 
     @property
     def weighted_prefixes(self) -> list[tuple[float, str]]:
-        """`data.blend` in pairs; `data.path` as the only one, of weight 1."""
+        """The (weight, prefix) pairs of `data.blend`; for `data.path` one pair of weight 1."""
         if self.blend is None:
             return [] if self.path is None else [(1.0, self.path)]
         return [(float(w), str(p)) for w, p in zip(self.blend[::2], self.blend[1::2], strict=True)]
 
     @property
     def document_options(self) -> list[str]:
-        """The keys that make the end of a document count, of those that are set."""
+        """Those of the keys for document ends that are true."""
         names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return [f"data.{name}" for name in names if getattr(self, name)]
 
     def predictions(self, sequence_length: int) -> int:
-        """Most tokens of a sequence that BERT predicts."""
+        """The most tokens of a sequence that BERT predicts."""
         return self.max_predictions or math.ceil(self.masked_fraction * sequence_length)
 
     @property
     def split_names(self) -> tuple[str, ...]:
-        """The data set's own splits that are the training, the evaluation and the test part; none with weights."""
+        """The data set's own splits for training, evaluation and test; empty if `data.split` has weights."""
         names = tuple(name.strip() for name in self.split.split(","))
         valid = all(_SPLIT_NAME.fullmatch(name) for name in names)
         return names if valid and len(names) <= len(set(names)) <= 3 else ()
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        """Weights of the training, the evaluation and the test part; the last is 0 where only two are given.
+        """Weights of the training, the evaluation and the test part; the last is 0 if only two are given.
 
-        Of parts that are splits with names, 1 where there is one.
+        Named splits have weight 1.
         """
         if names := self.split_names:
             return 1.0, float(len(names) > 1), float(len(names) > 2)

@@ -23,7 +23,11 @@ _FULL = "full_attention"
 
 
 class UnsupportedError(ConfigError):
-    """Fields that make another model than we have. `section`: the file's, with defaults in their place."""
+    """Fields of a `config.json` that describe a model which shardwise lacks.
+
+    Attributes:
+        section: the `model` section of the file, with defaults in their place.
+    """
 
     def __init__(self, problems: Sequence[str], section: dict[str, Any]) -> None:
         super().__init__(problems)

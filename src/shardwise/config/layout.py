@@ -12,10 +12,14 @@ from shardwise.errors import ConfigError, listing, nearest_multiples
 class Layout:
     """Degrees of parallelism of a world of ranks; rank order is [pipeline, data, tensor], tensor fastest.
 
-    `virtual`: pipeline stages on each rank.
+    Attributes:
+        world: ranks of the job.
+        tensor, pipeline: degrees.
+        sequence: whether activations are cut along the sequence between tensor-parallel regions.
+        virtual: pipeline stages on each rank.
 
     Raises:
-        ConfigError: where `world` is no multiple of `tensor` × `pipeline`.
+        ConfigError: `world` is no multiple of `tensor` × `pipeline`.
     """
 
     world: int
@@ -46,20 +50,20 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Stages that the model is cut into."""
+        """The number of stages into which the model is cut."""
         return self.pipeline * self.virtual
 
     def ranks_of(self, pipeline_rank: int) -> str:
-        """`ranks 4-7`: those of the world that are one pipeline rank."""
-        each = self.tensor * self.data
-        first = pipeline_rank * each
-        return f"ranks {first}-{first + each - 1}" if each > 1 else f"rank {first}"
+        """The global ranks of one pipeline rank, such as `ranks 4-7`."""
+        count = self.tensor * self.data
+        first = pipeline_rank * count
+        return f"ranks {first}-{first + count - 1}" if count > 1 else f"rank {first}"
 
     def accumulation(self, train: TrainConfig) -> int:
         """Micro-batches per optimizer step on each rank: global batch / (micro batch × data).
 
         Raises:
-            ConfigError: where that is no whole number.
+            ConfigError: that is no whole number.
         """
         problems = batch_problems(train, self.data)
         if problems:
@@ -68,7 +72,7 @@ class Layout:
 
 
 def world_problems(world: int, tensor: int, pipeline: int = 1) -> list[str]:
-    """Whether `world` ranks can hold whole copies of a model cut over `tensor` × `pipeline`."""
+    """Why `world` ranks cannot hold whole copies of a model cut over `tensor` × `pipeline`; empty if they can."""
     model_ranks = tensor * pipeline
     if world % model_ranks == 0:
         return []
@@ -83,7 +87,7 @@ def world_problems(world: int, tensor: int, pipeline: int = 1) -> list[str]:
 
 
 def batch_problems(train: TrainConfig, data: int) -> list[str]:
-    """Whether the global batch divides into micro-batches over `data` replicas."""
+    """Why the global batch does not divide into micro-batches over `data` replicas; empty if it does."""
     portion = train.micro_batch * data
     if train.global_batch % portion == 0:
         return []

@@ -1,4 +1,4 @@
-"""Whether a model and its micro-batches suit a pipeline and its schedule."""
+"""The rules of `parallel.pipeline`: whether a model can be cut into stages, and micro-batches suit the schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from shardwise.errors import listing, nearest_numbers
 def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     """Every reason why the model cannot be cut into these stages, or the schedule cannot run with `micro_batches`.
 
-    micro_batches: of a step, on each rank; None where they are no whole number.
+    Args:
+        config: the whole configuration.
+        micro_batches: of a step, on each rank; None if that is no whole number.
     """
     parallel, is_own = config.parallel, isinstance(config.model, OwnConfig)
     if parallel.pipeline == 1:
@@ -30,15 +32,16 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
 
 
 def _uncut_problems(parallel: ParallelConfig, is_own: bool) -> list[str]:
-    """Stages that are named for a model that is in one piece."""
+    """`parallel.stages` must be left out without a pipeline."""
     if parallel.stages is None:
         return []
-    each = parallel.model_copy(update={"pipeline": len(parallel.stages)}).stages_per_rank
-    degree, rest = divmod(len(parallel.stages), each)
+    per_rank = parallel.model_copy(update={"pipeline": len(parallel.stages)}).stages_per_rank
+    degree, rest = divmod(len(parallel.stages), per_rank)
     fix = "leave it out"
     if degree > 1 and not rest and not is_own:
         fix += f", or set parallel.pipeline={degree}"
-        fix += f", which with parallel.schedule {parallel.schedule} has {each} stages on each rank" if each > 1 else ""
+        if per_rank > 1:
+            fix += f", which with parallel.schedule {parallel.schedule} has {per_rank} stages on each rank"
     return [
         f"parallel.stages ({list(parallel.stages)}) must be left out with parallel.pipeline (1), which cuts no model: "
         f"{fix}"
@@ -69,19 +72,19 @@ def _stage_count_problems(parallel: ParallelConfig) -> list[str]:
 
 
 def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
-    each, schedule = parallel.stages_per_rank, parallel.schedule
-    stages = parallel.pipeline * each
+    per_rank, schedule = parallel.stages_per_rank, parallel.schedule
+    stages = parallel.pipeline * per_rank
     product = f"parallel.pipeline ({parallel.pipeline})"
-    if each > 1:
-        product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {each} = {stages})"
+    if per_rank > 1:
+        product = f"parallel.pipeline × stages on each rank ({parallel.pipeline} × {per_rank} = {stages})"
     if stages > layers:
         fix = _fewer(parallel, layers)
         return [f"{product} must be at most model.num_hidden_layers ({layers}), as each stage has a block: {fix}"]
     if parallel.stages is not None:
         return _named_problems(parallel.stages, stages, product, layers)
-    if each == 1 or layers % stages == 0:
+    if per_rank == 1 or layers % stages == 0:
         return []
-    valid = _equal_degrees(each, layers)
+    valid = _equal_degrees(per_rank, layers)
     degrees = f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}, " if valid else ""
     return [
         f"{product} must divide model.num_hidden_layers ({layers}) with parallel.schedule {schedule}, which has equal "
@@ -89,27 +92,27 @@ def _layer_problems(parallel: ParallelConfig, layers: int) -> list[str]:
     ]
 
 
-def _equal_degrees(each: int, layers: int) -> list[int]:
-    """Pipeline degrees that cut the model into equal stages, so many on each rank."""
-    return [degree for degree in range(2, layers // each + 1) if layers % (degree * each) == 0]
+def _equal_degrees(per_rank: int, layers: int) -> list[int]:
+    """Pipeline degrees that cut the model into equal stages, `per_rank` on each rank."""
+    return [degree for degree in range(2, layers // per_rank + 1) if layers % (degree * per_rank) == 0]
 
 
 def _fewer(parallel: ParallelConfig, layers: int) -> str:
-    """What would do where there are more stages than blocks."""
-    each = parallel.stages_per_rank
-    most = layers // each
+    """The fix for more stages than blocks."""
+    per_rank = parallel.stages_per_rank
+    most = layers // per_rank
     if layers == 1:
         return "set parallel.pipeline=1"
-    if most > 1 and (each == 1 or parallel.stages is not None):
+    if most > 1 and (per_rank == 1 or parallel.stages is not None):
         return f"set parallel.pipeline={most} or less"
-    valid = _equal_degrees(each, layers)
+    valid = _equal_degrees(per_rank, layers)
     if not valid:
         return _one_stage(parallel, layers)
     return f"set parallel.pipeline={listing(nearest_numbers(parallel.pipeline, valid), 'or')}"
 
 
 def _one_stage(parallel: ParallelConfig, layers: int) -> str:
-    """How to have one stage on each rank."""
+    """The fix that has one stage on each rank."""
     changes = ["set parallel.schedule=1f1b"]
     if parallel.virtual_stages is not None:
         changes.append("leave parallel.virtual_stages out")
@@ -136,7 +139,8 @@ def _named_problems(named: tuple[int, ...], stages: int, product: str, layers: i
 def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
     """Whether the schedule can run with that many micro-batches in a step.
 
-    Interleaved schedules deal them out in equal rounds, of as many as there are ranks or more; fewer are one round.
+    Interleaved schedules take them in equal rounds of at least as many as there are ranks; if there are fewer in all,
+    they are one round.
     """
     degree = parallel.pipeline
     match parallel.schedule:

@@ -1,4 +1,4 @@
-"""What of a run's configuration may change when the run goes on, and what has changed."""
+"""Which keys of a run's configuration may change when the run is resumed, and which have changed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _FIXED_KEYS = ("train.seed", "train.sequence_length", "train.dropout_mode", "opt
 
 
 def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Why a run with the configuration `stored` cannot go on with `new`; both resolved, as nested mappings.
+    """Why a run with the configuration `stored` cannot be resumed with `new`; an empty list if it can.
 
-    Model and data, what draws from them, and the kind of the optimizer's state stay: otherwise the checkpoint does not
-    fit, or the curve is that of no run. One text, which lists every difference with both values; none where it can.
+    Model, data, seed and the kind of optimizer state must stay: otherwise the checkpoint does not fit, or the loss
+    curve is not that of one run. All differences are in one text, with both values.
+
+    Args:
+        stored, new: resolved configurations, as nested mappings.
     """
     try:
         before = _complete(stored)
@@ -39,13 +42,13 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
 
 
 def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What changes as the run goes on, one line a key, such as `train.steps 240 → 480`."""
+    """What changes when the run is resumed, one line for each key, such as `train.steps 240 → 480`."""
     differences = _differences(_complete(stored), new, fixed=False)
     return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in differences]
 
 
 def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """With the defaults of keys that are younger than the stored configuration."""
+    """The stored configuration with defaults for keys that were added to shardwise after it was written."""
     return config_from(stored).model_dump(mode="json")
 
 

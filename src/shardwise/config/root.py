@@ -29,4 +29,4 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
-    log: LogConfig = Field(default_factory=LogConfig, description="what the run tells")
+    log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")

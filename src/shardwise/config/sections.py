@@ -19,9 +19,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "z
 SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules whose second stage of a rank is as far from the end as its first is from the start."""
+"""Schedules in which rank r holds stages r and 2p-1-r of 2p: one as far from the end as the other from the start."""
 _MAX_SEED = 2**63 - 1
-# A colon and digits are a port. What follows any other may have a slash, as the secret keys of S3 do.
+# The part of a URL between a name and `@`. A colon with digits is a port, no password; passwords may contain a slash,
+# as the secret keys of S3 do.
 _PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
 
 
@@ -118,7 +119,7 @@ class OptimizerConfig(Section):
     @field_validator("zero", mode="before")
     @classmethod
     def _zero_is_a_stage(cls, value: object) -> object:
-        """To Python `true` equals 1; to a reader it is no stage of ZeRO."""
+        """Refuse `true`: to Python it equals 1, but it is no stage of ZeRO."""
         reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"] if isinstance(value, bool) else [])
         return value
 
@@ -160,7 +161,7 @@ class PrecisionConfig(Section):
     optimizer: DtypeName | None = Field(default=None, description="masters and moments; null = the mode's own")
 
     def resolved(self, accelerator: bool) -> Precision:
-        """The dtype of each role, where the mode's own may depend on the device."""
+        """The dtype of each role; the default mode depends on whether there is an accelerator."""
         mode = self.mode or ("mixed" if accelerator else "float32")
         parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
         other: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
@@ -206,7 +207,7 @@ class CheckpointConfig(Section):
     @field_validator("resume", mode="before")
     @classmethod
     def _resume_is_auto_or_a_step(cls, value: object) -> object:
-        """One sentence instead of pydantic's two on the parts of a union; to Python `true` is a number."""
+        """Refuse with one sentence, where pydantic has two for the parts of a union; `true` is a number to Python."""
         step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value).lower()
         reject(
@@ -234,7 +235,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What a run tells."""
+    """What a run reports."""
 
     every: int = Field(default=1, gt=0, description="steps between progress and metrics lines")
     drift_every: int = Field(
@@ -251,7 +252,7 @@ class LogConfig(Section):
     @field_validator("trace", mode="before")
     @classmethod
     def _trace_is_a_range_of_steps(cls, value: object) -> object:
-        """One sentence for what is no text, too: `5` is a number."""
+        """Refuse what is no text with the same sentence: YAML reads `5` as a number."""
         needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
         shown = repr(value) if isinstance(value, str) else str(value).lower()
         is_range = isinstance(value, str) and _steps_of(value) is not None
@@ -265,7 +266,7 @@ class LogConfig(Section):
 
 
 def _steps_of(trace: str) -> range | None:
-    """`START:STOP` as a range of steps; None of a text that names none."""
-    found = re.fullmatch(r"(\d+):(\d+)", trace)
-    steps = range(int(found[1]), int(found[2])) if found else range(0)
+    """The steps that `START:STOP` names; None for other texts."""
+    match = re.fullmatch(r"(\d+):(\d+)", trace)
+    steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None

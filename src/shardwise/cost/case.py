@@ -1,4 +1,4 @@
-"""One configuration on one layout, in the letters that the formulas are written in.
+"""One configuration on one layout, as the formulas of `cost/` read it.
 
 Legend: S sequence length, B micro batch, T = S·B tokens, P predicted positions of a sequence, H hidden size, F
 intermediate size, V vocabulary, L blocks, h heads, q = h · head_dim, kv = key/value heads · head_dim, t tensor-parallel
@@ -18,12 +18,17 @@ from shardwise.plan.stage import Stage
 
 @dataclass(frozen=True)
 class Case:
-    """What the formulas read.
+    """The inputs of the formulas, for one pipeline rank.
 
     Attributes:
-        model: of a family whose shapes are known. precision: as resolved. local: widths of one rank's part.
+        config: the whole configuration.
+        layout: its layout.
+        model: its model, of a family whose shapes are known.
+        precision: its dtypes, resolved.
+        local: widths of one rank's part.
         accelerator: whether the run is on one.
-        pipeline_rank: whose work is meant. stages: those that it has; without a pipeline one, which is the model.
+        pipeline_rank: the rank in question.
+        stages: the stages of that rank; without a pipeline one, which is the model.
     """
 
     config: Config
@@ -37,13 +42,13 @@ class Case:
 
     @staticmethod
     def of(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int = 0) -> Case | None:
-        """None for a model of your own, of which nothing is known before it is built."""
-        found = Case.of_ranks(config, layout, accelerator)
-        return found[pipeline_rank] if found else None
+        """The case of one pipeline rank; None for a model of your own, of which nothing is known before it is built."""
+        cases = Case.of_ranks(config, layout, accelerator)
+        return cases[pipeline_rank] if cases else None
 
     @staticmethod
     def of_ranks(config: Config, layout: Layout, accelerator: bool) -> list[Case]:
-        """Of each pipeline rank; none for a model of your own."""
+        """The cases of all pipeline ranks; empty for a model of your own."""
         model = config.model
         if isinstance(model, OwnConfig):
             return []
@@ -75,7 +80,7 @@ class Case:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank makes the loss."""
+        """Whether this rank computes the loss."""
         return any(stage.is_last for stage in self.stages)
 
     @property
@@ -123,6 +128,6 @@ class Case:
 
     @property
     def attends_step_by_step(self) -> bool:
-        """Whether attention holds its probabilities: with dropout of them that no fused kernel does."""
+        """Whether attention holds its probabilities, since no fused kernel does their dropout."""
         invariant = self.config.train.dropout_mode == "invariant"
         return self.model.attention_dropout_p > 0 and (invariant or not self.accelerator)

@@ -6,22 +6,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.plan.order import Work
+from shardwise.plan.order import Action
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Bytes of one micro-batch's way through one stage.
+    """Bytes that one micro-batch needs in one stage.
 
     Attributes:
-        kept: from the forward pass until the gradients of the weights are there.
-        loss: what the loss takes on top while it is made. loss_kept: what of it waits for the backward pass, and is
-        copied by one that leaves the gradients of the weights to another.
-        backward: at most during the backward pass, with what is still kept by then. last: at its end.
-        waiting: on top of what is kept, where gradients of the weights come later than that of the input.
-        reduction: while this stage's gradients are reduced, behind its last micro-batch.
-        onwards: what is sent behind the forward pass, and stays until the end of the step. back: likewise behind the
-        gradient of the input.
+        kept: held from the forward pass until the gradients of the weights are computed.
+        loss: added while the loss is computed.
+        loss_kept: the part of it that is held until the backward pass. A backward pass of the input alone copies it.
+        backward: the most during the backward pass, with what is still kept by then.
+        last: at the end of the backward pass.
+        waiting: added to what is kept between the two parts of a split backward pass.
+        reduction: while this stage's gradients are reduced, after its last micro-batch.
+        onwards: the message to the next stage, which is held until the end of the step.
+        back: likewise the message to the stage before.
     """
 
     kept: int
@@ -37,12 +38,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes at most.
+    """The largest numbers of bytes in a step.
 
     Attributes:
-        activations: kept for backward passes. forward: with what losses take or keep. whole: at any time, without what
-        was sent. sent: what that adds.
-        in_flight: passes through one stage that are held at once.
+        activations: kept for backward passes.
+        forward: the same with what losses need.
+        whole: at any time, without messages.
+        sent: what messages add to that.
+        in_flight: the most passes through one stage that are held at once.
     """
 
     activations: int
@@ -52,24 +55,30 @@ class Peak:
     in_flight: int
 
 
-def peak(order: Iterable[Work], passes: Mapping[int, Pass], micro_batches: int) -> Peak:
-    """Of a rank that works in this order on stages with these passes."""
+def peak(order: Iterable[Action], passes: Mapping[int, Pass], micro_batches: int) -> Peak:
+    """The peak of a rank that does its actions in this order.
+
+    Args:
+        order: the actions.
+        passes: what a micro-batch needs, by stage.
+        micro_batches: of a step.
+    """
     activations = forward = whole = with_sent = in_flight = 0
     kept = beside = sent = 0
     flying: Counter[int] = Counter()
     done: Counter[int] = Counter()
-    for work in order:
-        one = passes[work.stage]
+    for action in order:
+        one = passes[action.stage]
         now = 0
-        if work.kind == "forward":
+        if action.kind == "forward":
             now = kept + beside + one.kept + one.loss
             kept, beside = kept + one.kept, beside + one.loss_kept
-            flying[work.stage] += 1
-            activations, in_flight = max(activations, kept), max(in_flight, flying[work.stage])
+            flying[action.stage] += 1
+            activations, in_flight = max(activations, kept), max(in_flight, flying[action.stage])
             forward = max(forward, now)
             sent += one.onwards
-        elif work.kind == "input":
-            if work.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
+        elif action.kind == "input":
+            if action.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
                 copied = kept + beside + one.loss_kept
                 now = max(copied, kept + beside - one.kept - one.loss_kept + one.backward)
                 kept += one.waiting
@@ -78,13 +87,13 @@ def peak(order: Iterable[Work], passes: Mapping[int, Pass], micro_batches: int) 
                 sent += one.back
         else:
             kept, beside = kept - one.kept, beside - one.loss_kept
-            if work.kind == "weight" and work.stage > 0:
+            if action.kind == "weight" and action.stage > 0:
                 kept -= one.waiting
             now = kept + beside + max(one.backward, one.last)
-            flying[work.stage] -= 1
-            done[work.stage] += 1
-            if done[work.stage] == micro_batches:
+            flying[action.stage] -= 1
+            done[action.stage] += 1
+            if done[action.stage] == micro_batches:
                 now = max(now, kept + beside + one.reduction)
-            sent += one.back if work.kind == "backward" else 0
+            sent += one.back if action.kind == "backward" else 0
         whole, with_sent = max(whole, now), max(with_sent, now + sent)
     return Peak(activations, forward, whole, max(with_sent, sent) - whole, in_flight)

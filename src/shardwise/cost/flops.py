@@ -13,8 +13,8 @@ def flops_per_token(
     """Model FLOPs of one training token: forward and backward, without recompute. None for a model of your own.
 
     6·N + 12·L·q·S / 2, where N are the parameters in matrix products (`matmul_parameter_count`), q = heads · head_dim
-    and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. `plan/work.py` says what
-    the halving is, which BERT's tokens, that attend to all S, have not, and how BERT's heads count.
+    and S the sequence length: two FLOPs a multiply-add, the backward pass twice the forward. The causal mask halves the
+    second term; BERT's tokens attend to all S, so its is not halved. `plan/work.py` says how BERT's heads count.
 
     Args:
         predictions: positions that BERT predicts (default: ⌈0.15·S⌉); other families predict at every position.

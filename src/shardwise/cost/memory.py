@@ -21,7 +21,7 @@ from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, Peak, peak
 from shardwise.plan.chunks import loss_chunk_elements
-from shardwise.plan.order import in_one_pass, work_order
+from shardwise.plan.order import action_order, in_one_pass
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.stage import Stage, rank_of
 
@@ -105,7 +105,7 @@ def _memory(case: Case) -> MemoryEstimate:
 
 
 def _step_peak(case: Case) -> Peak:
-    order = work_order(case.config.parallel, case.micro_batches, case.pipeline_rank)
+    order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank)
     if case.config.train.recompute == "full":
         order = in_one_pass(order)
     reduction = _reduction(case)

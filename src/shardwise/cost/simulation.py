@@ -1,7 +1,9 @@
-"""When each rank of a pipeline works and waits in a step, and how much it holds, where stages are all alike.
+"""When each rank of a pipeline works and waits in a step, where all stages are alike: a simulation of its schedule.
 
-Work takes `order.TIME`, messages take nothing. torch's first stage does both parts of a parted backward pass at the
-second one's time.
+An action takes `order.TIME`, a message takes no time. Nothing is modelled of the devices: the result is the bubble that
+the order of the actions causes by itself.
+
+torch's first stage computes both parts of a split backward pass when the second is due; here each part has its time.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.plan.order import TIME, Work, in_one_pass, work_order
+from shardwise.plan.order import TIME, Action, action_order, in_one_pass
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A piece of work, from when to when."""
+    """An action, with its begin and end."""
 
-    work: Work
+    action: Action
     start: int
     end: int
 
@@ -35,11 +37,11 @@ class Simulation:
     @property
     def makespan(self) -> int:
         """From the first forward pass to the end of the last backward pass."""
-        return max(each.end for row in self.ranks for each in row)
+        return max(timed.end for row in self.ranks for timed in row)
 
     def busy(self, rank: int) -> int:
         """How long a rank works."""
-        return sum(each.end - each.start for each in self.ranks[rank])
+        return sum(timed.end - timed.start for timed in self.ranks[rank])
 
     @property
     def bubble(self) -> float:
@@ -50,43 +52,44 @@ class Simulation:
 
 def simulate(parallel: ParallelConfig, micro_batches: int, recompute: Recompute = "none") -> Simulation:
     """A step of the schedule. Full recompute leaves backward passes in one part."""
-    orders = [work_order(parallel, micro_batches, rank) for rank in range(parallel.pipeline)]
+    orders = [action_order(parallel, micro_batches, rank) for rank in range(parallel.pipeline)]
     return run_orders([in_one_pass(order) for order in orders] if recompute == "full" else orders)
 
 
-def run_orders(orders: Sequence[Sequence[Work]]) -> Simulation:
-    """Do what each rank is to do, one after the other.
+def run_orders(orders: Sequence[Sequence[Action]]) -> Simulation:
+    """Let each rank do its actions one after the other, each as soon as what it needs is done.
 
-    A forward pass waits for that of the stage before, a backward pass for that of the stage behind.
+    A forward pass needs that of the stage before, a backward pass that of the stage behind.
     """
-    last_stage = max(work.stage for order in orders for work in order)
+    last_stage = max(action.stage for order in orders for action in order)
+    # Pass over the ranks again and again; each goes as far as the others' results allow, until nobody moves.
     done: dict[tuple[bool, int, int], int] = {}
-    found: list[list[Timed]] = [[] for _ in orders]
+    timed: list[list[Timed]] = [[] for _ in orders]
     moving = True
     while moving:
         moving = False
         for rank, order in enumerate(orders):
-            for work in order[len(found[rank]) :]:
-                needed = _needed(work, last_stage)
+            for action in order[len(timed[rank]) :]:
+                needed = _needed(action, last_stage)
                 if needed is not None and needed not in done:
                     break
-                free = found[rank][-1].end if found[rank] else 0
+                free = timed[rank][-1].end if timed[rank] else 0
                 start = max(free, done[needed] if needed is not None else 0)
-                found[rank].append(Timed(work, start, start + TIME[work.kind]))
-                if work.kind != "weight":
-                    done[work.kind == "forward", work.stage, work.micro_batch] = found[rank][-1].end
+                timed[rank].append(Timed(action, start, start + TIME[action.kind]))
+                if action.kind != "weight":
+                    done[action.kind == "forward", action.stage, action.micro_batch] = timed[rank][-1].end
                 moving = True
-    assert all(len(made) == len(order) for made, order in zip(found, orders, strict=True)), "ranks wait for each other"
-    return Simulation(tuple(map(tuple, found)))
+    assert all(len(made) == len(order) for made, order in zip(timed, orders, strict=True)), "ranks wait for each other"
+    return Simulation(tuple(map(tuple, timed)))
 
 
-def _needed(work: Work, last_stage: int) -> tuple[bool, int, int] | None:
-    """(forward, stage, micro-batch) that must be done before, beside the rank's own work."""
-    if work.kind == "forward":
-        return (True, work.stage - 1, work.micro_batch) if work.stage else None
-    if work.kind == "weight" or work.stage == last_stage:
+def _needed(action: Action, last_stage: int) -> tuple[bool, int, int] | None:
+    """(forward, stage, micro-batch) of the other rank's pass that must be done before."""
+    if action.kind == "forward":
+        return (True, action.stage - 1, action.micro_batch) if action.stage else None
+    if action.kind == "weight" or action.stage == last_stage:
         return None
-    return (False, work.stage + 1, work.micro_batch)
+    return (False, action.stage + 1, action.micro_batch)
 
 
 def bubble(parallel: ParallelConfig, micro_batches: int) -> float | None:
@@ -94,7 +97,7 @@ def bubble(parallel: ParallelConfig, micro_batches: int) -> float | None:
 
     (p-1) / (m+p-1) with GPipe (arXiv:1811.06965 §2.3) and 1F1B (arXiv:2104.04473 §2.2.1); (p-1) / (v·m+p-1) where it is
     interleaved (§2.2.2) and a round has as many micro-batches as there are ranks, or more. None with fewer, and for
-    schedules that move weight gradients into the gaps: there `simulate` follows the order of their work.
+    schedules that move weight gradients into the gaps: there `simulate` follows the order of their actions.
 
     Legend: p pipeline ranks, v stages on each rank, m micro-batches of a step.
     """

@@ -53,10 +53,15 @@ def build_model(
 ) -> nn.Module:
     """This rank's shard of the model that `config.model` describes, with weights drawn from (seed, canonical name).
 
-    group: the tensor-parallel ranks. part: the pipeline stage that is wanted; None: the whole model.
+    Args:
+        config: the whole configuration.
+        group: the tensor-parallel ranks.
+        sequence_parallel: whether activations are cut along the sequence between tensor-parallel regions.
+        device, dtype: of the parameters; default: torch's.
+        part: the pipeline stage that is wanted; None: the whole model.
 
     Raises:
-        ConfigError: `model.family` names a class of the user's that cannot be imported or made.
+        ConfigError: `model.family` names a class of the user's that cannot be imported or built.
     """
     model = config.model
     if isinstance(model, OwnConfig):
@@ -85,8 +90,14 @@ def build_stages(
 ) -> nn.Module:
     """What this rank holds of the model at a layout: `Stages`, or without a pipeline the model itself.
 
-    A stage has the weights that it would have without a pipeline, and is the only part that is made. device: default:
-    the mesh's.
+    A stage has the weights that it would have without a pipeline. Nothing but this rank's stages is built.
+
+    Args:
+        config: the whole configuration.
+        layout: its layout on this job's ranks.
+        mesh: the ranks.
+        dtype: of the parameters; default: torch's.
+        device: of the parameters; default: the mesh's.
     """
     where = mesh.device if device is None else device
     if layout.pipeline == 1:
@@ -96,7 +107,8 @@ def build_stages(
     ends, embeddings = Group(), dict[str, ParallelEmbedding]()
     outer = (plan[0].rank, plan[-1].rank)
     if config.model.tie_word_embeddings and outer[0] != outer[1]:
-        # torch names a group by how many its members have: all ranks make one, those between the ends too.
+        # torch names a new group by the number of groups that its members have made so far. For equal names all ranks
+        # make one, also those between the ends, which do not use theirs.
         between = tuple(rank for rank in range(mesh.pp.size) if rank not in outer)
         made = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
         ends = made if mesh.pp.rank in outer else Group()

@@ -35,7 +35,7 @@ from shardwise.parallel.loss import IGNORE_INDEX
 
 
 def word_embedding(config: BertConfig, make: Maker) -> ParallelEmbedding:
-    """The one that both ends of the model use."""
+    """The word embedding, whose weight the decoder uses too."""
     return make.word_embedding(config, "bert.embeddings.word_embeddings", config.pad_token_id)
 
 
@@ -62,7 +62,7 @@ class Embeddings(nn.Module):
         return out
 
 
-class Layer(nn.Module):
+class BertBlock(nn.Module):
     """`norm(x + dropout(attention(x)))`, then `norm(x + dropout(mlp(x)))`."""
 
     def __init__(self, config: BertConfig, layer: int, make: Maker) -> None:
@@ -85,8 +85,8 @@ class Layer(nn.Module):
 class Heads(nn.Module):
     """Masked-token and next-sentence prediction.
 
-    Both first layers are cut along their outputs; what follows them is small and computed alike by every rank, but for
-    the decoder, which is the embedding's weight, cut along the vocabulary, with a bias of its own.
+    The first layer of both is cut along its outputs. What follows is small, and every rank computes all of it. Only the
+    decoder is cut again, along the vocabulary: it is the embedding's weight with a bias of its own.
     """
 
     def __init__(self, config: BertConfig, make: Maker) -> None:
@@ -131,7 +131,7 @@ class Bert(Family[BertConfig]):
     def build(self, config: BertConfig, make: Maker) -> None:
         if make.part.is_first:
             self.embeddings = Embeddings(config, make)
-        self.layers = nn.ModuleList(Layer(config, i, make) for i in make.layers(config))
+        self.layers = nn.ModuleList(BertBlock(config, i, make) for i in make.layers(config))
         if make.part.is_last:
             self.heads = Heads(config, make)
 
@@ -143,9 +143,13 @@ class Bert(Family[BertConfig]):
         dropout: DropoutKey | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states `[S, B, H]`, whole on every rank. mask_SB: 1 for a token, 0 for padding.
+        """Final hidden states `[S, B, H]`, whole on every rank; of a stage that is not the last, its blocks' output.
 
-        x: what the pipeline stage before gave; a stage that is not the last gives x as its blocks leave it.
+        Args:
+            ids_SB, token_types_SB: tokens and their segments, 0 or 1.
+            mask_SB: 1 for a token, 0 for padding.
+            dropout: the step's key; None: no dropout.
+            x: the output of the pipeline stage before; None: this is the first stage.
         """
         context = Context(dropout, mask_SB.t().bool()[:, None, None, :])
         x = self.embeddings(ids_SB, token_types_SB, dropout) if x is None else x
@@ -165,9 +169,13 @@ class Bert(Family[BertConfig]):
     ) -> Tensor:
         """Sums of the losses of masked tokens and of sentence pairs, each over its counted targets: float32 `[2]`.
 
-        positions_PB: positions whose tokens `targets_PB` are predicted; a target of -100 is not counted.
-        next_sentence_B: 0 where the second sentence follows the first, 1 where it is a random one; -100: not counted.
-        x: as `hidden` has it; a stage that is not the last returns it.
+        A stage that is not the last returns what `hidden` returns.
+
+        Args:
+            ids_SB, token_types_SB, mask_SB, dropout, x: as in `hidden`.
+            positions_PB: positions whose tokens are predicted.
+            targets_PB: these tokens; -100 is not counted.
+            next_sentence_B: 0 if the second sentence follows the first, 1 if it is a random one; -100: not counted.
         """
         x_SBH = self.hidden(ids_SB, token_types_SB, mask_SB, dropout, x)
         if not self.part.is_last:
@@ -197,7 +205,7 @@ class Bert(Family[BertConfig]):
     ) -> tuple[Tensor, Tensor]:
         """The losses of `forward`, `[2]`, and how many targets of each objective the model finds likeliest, `[2]`.
 
-        x: as `hidden` has it, for the last stage of a pipeline.
+        Only for the last stage of a pipeline; its arguments are those of `forward`.
         """
         rows_PBH, first_BH = self._states(self.hidden(ids_SB, token_types_SB, mask_SB, x=x), positions_PB)
         losses = self._losses(rows_PBH, first_BH, targets_PB, next_sentence_B)

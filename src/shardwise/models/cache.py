@@ -1,6 +1,7 @@
-"""What a causal model remembers of the tokens that it has read: the keys and values of every layer.
+"""The key-value cache of a causal model: what generation keeps of the tokens that the model has read.
 
-Legend, per rank: L tokens that there is room for, S new tokens, B batch, m key and value heads held here, d head width.
+Legend, per rank: L tokens for which there is room, S new tokens, B batch, m key and value heads held here, d head
+width.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Keys and values of the first `length` tokens, so that the next ones cost no more than their own.
+    """Keys and values of the first `length` tokens, so that a forward pass computes those of new tokens only.
 
-    A rank keeps its own heads alone, and of grouped-query attention the m shared ones: 2 · layers · L · B · m · d
-    elements in the dtype of the activations. They are allocated once, by the first forward pass, and never grow.
+    A rank keeps the m key and value heads that it holds: 2 · layers · L · B · m · d elements in the dtype of the
+    activations. They are allocated once, by the first forward pass, and never grow.
 
     Args:
-        room: tokens that are kept at most, L.
+        room: L, the most tokens.
 
     Attributes:
-        length: tokens that are kept now.
+        length: the tokens that it has now.
     """
 
     def __init__(self, room: int) -> None:
@@ -44,10 +45,10 @@ class KeyValueCache:
         return keys[:end], values[:end]
 
     def advance(self, count: int) -> None:
-        """Count tokens that every layer has kept."""
+        """Count new tokens, once every layer has theirs."""
         self.length += count
 
     @property
     def bytes(self) -> int:
-        """What it holds on this rank, room included; 0 before the first forward pass."""
+        """Bytes allocated on this rank, unused room included; 0 before the first forward pass."""
         return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)

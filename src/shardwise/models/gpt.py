@@ -26,14 +26,14 @@ from shardwise.models.causal import CausalLM
 from shardwise.placement import Init
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """`x + dropout(attention(ln_1(x)))`, then `x + dropout(mlp(ln_2(x)))`."""
 
     def __init__(self, config: GPTConfig, layer: int, make: Maker) -> None:
         super().__init__()
         name = f"transformer.h.{layer}"
         qkv = make.query_key_value(config, 3 * (f"{name}.attn.c_attn",), transposed=True)
-        # What is added to the residual stream starts smaller the deeper the model: 2 additions a block.
+        # As in GPT-2: 2 sums a block enter the residual stream, and are drawn smaller the more of them there are.
         scaled = Init.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
         self.ln_1 = make.norm(config, f"{name}.ln_1")
         self.attn = Attention(config, layer, make, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)
@@ -57,7 +57,7 @@ class GPT(CausalLM[GPTConfig]):
         if make.part.is_first:
             self.wpe = make.small_embedding(config, "transformer.wpe", config.max_position_embeddings)
             self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(Block(config, i, make) for i in make.layers(config))
+        self.layers = nn.ModuleList(GPTBlock(config, i, make) for i in make.layers(config))
         if make.part.is_last:
             self.norm = make.norm(config, "transformer.ln_f")
             self.lm_head = make.head(config, "lm_head", "transformer.wte")

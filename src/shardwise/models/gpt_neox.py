@@ -31,7 +31,7 @@ class InterleavedAttention(Attention):
         return q, k, v
 
 
-class Block(nn.Module):
+class GPTNeoXBlock(nn.Module):
     """`x + attention(ln_1(x)) + mlp(ln_2(x))` with a parallel residual, else one after the other as in GPT-2.
 
     Side by side, without dropout between them, the two row-parallel layers leave their region by one collective.
@@ -86,7 +86,7 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
             self.embed_in = make.word_embedding(config, "gpt_neox.embed_in")
         if make.part.is_first:
             self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in make.layers(config))
+        self.layers = nn.ModuleList(GPTNeoXBlock(config, i, rotary, make) for i in make.layers(config))
         if make.part.is_last:
             self.norm = make.norm(config, "gpt_neox.final_layer_norm")
             self.lm_head = make.head(config, "embed_out", "gpt_neox.embed_in")

@@ -1,11 +1,11 @@
 """A model of the user's own: `model.family=package.module:Class`.
 
-The class is called with keywords: every key under `model` but `family`, and of what the run decides (`RUN`) those that
-its constructor names, or the base's to which it passes `**kwargs`. A constructor that names `config` gets the section
-as an object instead of its keys. Its `forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses; with
-`dropout` among its keywords it is given the step's `DropoutKey`, or None in an evaluation; with
-`data.reset_position_ids` it is given `positions_SB`, with `data.reset_attention_mask` `starts_SB`, the first place that
-each place may attend to. An evaluation gives it `lengths_B` where it names it and a sequence is padded.
+The class is called with keywords: every key under `model` but `family`, and of the arguments that the run gives (`RUN`)
+those that its constructor names, or the base to which it passes `**kwargs`. A constructor that names `config` gets the
+section as an object instead of its keys. Its `forward(ids_SB, targets_SB)` returns the sum of the counted targets'
+losses. `forward` is also given `dropout`, if it names it: the step's `DropoutKey`, or None in an evaluation;
+`positions_SB` with `data.reset_position_ids`; `starts_SB` with `data.reset_attention_mask`: the first place that each
+place may attend to; and in an evaluation that pads a sequence `lengths_B`, if it names it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import importlib
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from inspect import Parameter, getattr_static, signature
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,15 +32,12 @@ from shardwise.mesh import Group
 from shardwise.placement import of, placements
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
-"""Arguments that are the run's to give: how the model is cut, what the backward pass computes again, and how
-parameters are made. A class without the last three is made after `torch.manual_seed(train.seed)`, then moved."""
+"""Arguments that the run gives: how the model is cut, what the backward pass computes again, and how parameters are
+made. A class without the last three is made after `torch.manual_seed(train.seed)`, then moved."""
 
-_BATCH = ("ids_SB", "targets_SB")
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _SHOWN = 4
 _STORED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-_Signature = Mapping[str, Parameter]
 
 
 def check_own(config: Config) -> type[nn.Module]:
@@ -48,14 +46,11 @@ def check_own(config: Config) -> type[nn.Module]:
     Raises:
         ConfigError: it cannot be imported, is no `torch.nn.Module`, or cannot be called as the configuration says.
     """
-    assert isinstance(config.model, OwnConfig)
-    found = _own_class(config.model.family)
-    takes = _constructor(found)
-    problems = _key_problems(config.model, takes) + _layout_problems(config, takes)
-    problems += _forward_problems(config, _forward(found))
+    model_class = _import_class(config.model.family)
+    problems = _constructor_problems(config, _Constructor.of(model_class)) + _forward_problems(config, model_class)
     if problems:
         raise ConfigError(problems)
-    return found
+    return model_class
 
 
 def build_own(
@@ -71,67 +66,64 @@ def build_own(
     Raises:
         ConfigError: as `check_own`; the class cannot be made, or its parameters cannot be trained at this layout.
     """
-    found, model = check_own(config), config.model
-    assert isinstance(model, OwnConfig)
-    takes = _constructor(found)
-    run = dict(
-        zip(RUN, (group, sequence_parallel, config.train.recompute, config.train.seed, device, dtype), strict=True)
-    )
-    given = {"config": model} if _takes_config(model, takes) else _given(model)
-    arguments = {name: value for name, value in given.items() if _accepts(takes, name)}
-    arguments |= {name: value for name, value in run.items() if _names(takes, name)}
-    torch.manual_seed(config.train.seed)
+    model_class, train = check_own(config), config.train
+    constructor = _Constructor.of(model_class)
+    run = dict(zip(RUN, (group, sequence_parallel, train.recompute, train.seed, device, dtype), strict=True))
+    arguments = constructor.section_arguments(config) | {
+        name: value for name, value in run.items() if name in constructor.names
+    }
+    torch.manual_seed(train.seed)
     try:
-        built = found(**arguments)
+        model = model_class(**arguments)
     except Exception as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise
-        raise ConfigError(f"model.family ({model.family}) cannot be built: {_told(error)}") from error
-    if not _names(takes, "device"):
-        built.to(device=device)
-    if not _names(takes, "dtype"):
-        built.to(dtype=dtype)
-    problems = _parameter_problems(built, model.family, group)
+        raise ConfigError(f"model.family ({config.model.family}) cannot be built: {_error_text(error)}") from error
+    if "device" not in constructor.names:
+        model.to(device=device)
+    if "dtype" not in constructor.names:
+        model.to(dtype=dtype)
+    problems = _parameter_problems(model, group)
     if problems:
-        raise ConfigError(problems)
-    return built
+        raise ConfigError([f"model.family ({config.model.family}): {text}" for text in problems])
+    return model
 
 
 # ---- the class
 
 
-def _own_class(family: str) -> type[nn.Module]:
+def _import_class(family: str) -> type[nn.Module]:
     module_name, _, name = family.partition(":")
     try:
-        module = _import(module_name)
-    except ModuleNotFoundError as error:
-        missing = str(error.name)
-        if f"{module_name}.".startswith(f"{missing}."):
+        module = _import_module(module_name)
+    except Exception as error:
+        missing = str(error.name) if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ConfigError(
                 f"model.family ({family}): there is no module {missing} in {Path.cwd()} nor among the installed "
                 "packages; start in the folder that holds it, or install it"
             ) from error
-        raise ConfigError(f"model.family ({family}) cannot be imported: {_told(error)}") from error
-    except Exception as error:
-        raise ConfigError(f"model.family ({family}) cannot be imported: {_told(error)}") from error
-    found = getattr(module, name, None)
+        raise ConfigError(f"model.family ({family}) cannot be imported: {_error_text(error)}") from error
+    named = getattr(module, name, None)
     where = f"model.family ({family}): {module.__file__ or module_name}"
-    if found is None:
-        classes = [
-            key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)
-        ]
-        near = nearest_name(name, classes)
-        raise ConfigError(f"{where} has no {name}" + (f"; did you mean {near}?" if near else ""))
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    if named is None:
+        near = nearest_name(name, [key for key, value in vars(module).items() if _is_model_class(value)])
+        raise ConfigError(f"{where} lacks {name}" + (f"; did you mean {near}?" if near else ""))
+    if not _is_model_class(named):
         raise ConfigError(f"{where}: {name} must be a class derived from torch.nn.Module")
-    return found
+    model_class: type[nn.Module] = named
+    return model_class
 
 
-def _import(name: str) -> ModuleType:
+def _is_model_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+def _import_module(name: str) -> ModuleType:
     """The module, from the current directory before the installed packages.
 
     Neither `shardwise` nor `python -P` looks there. While the module is imported the directory comes first, as it does
-    for `python -m`; afterwards it comes last, so that no file in it stands in for a module that a library imports.
+    for `python -m`; afterwards it comes last, so that no file in it replaces a module that a library imports.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -143,7 +135,7 @@ def _import(name: str) -> ModuleType:
             sys.path.append(here)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """The error, with the innermost line of the user's own code."""
     frames = [
         frame
@@ -158,141 +150,121 @@ def _told(error: Exception) -> str:
 # ---- what it can be called with
 
 
-def _constructor(found: type[nn.Module]) -> _Signature:
-    """What the constructor takes. One with `**kwargs` is taken to pass them on to the next of its bases."""
-    takes = dict(signature(found).parameters)
-    passed_on = _is_open(takes)
-    for base in found.__mro__[1:]:
-        if not passed_on or base is nn.Module:
-            break
-        if "__init__" in vars(base):
-            inner = signature(base).parameters
-            new = [name for name in inner if name not in takes and _names(inner, name)]
-            takes |= {name: inner[name].replace(default=None) for name in new}  # none that the recipe must give
-            passed_on = _is_open(inner)
-    return takes
+@dataclass(frozen=True)
+class _Constructor:
+    """What a class can be called with.
+
+    Attributes:
+        names: arguments that it takes by keyword, and while there is `**kwargs` those of the base to which they go.
+        required: its own arguments without a default. A base's are not required: the class itself may give them.
+        takes_any: whether it takes `**kwargs`, whose names nobody can know.
+    """
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_any: bool
+
+    @classmethod
+    def of(cls, model_class: type[nn.Module]) -> _Constructor:
+        own = signature(model_class).parameters.values()
+        names: dict[str, None] = {}
+        for base in model_class.__mro__:
+            if base is not model_class and "__init__" not in vars(base):
+                continue
+            parameters = signature(base).parameters.values()
+            names |= {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            if base is nn.Module or not _take_any(parameters):
+                break
+        variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        required = (p.name for p in own if p.default is p.empty and p.kind not in variable)
+        return cls(tuple(names), tuple(required), _take_any(own))
+
+    def section_arguments(self, config: Config) -> dict[str, Any]:
+        """What the `model` section gives: its keys that the class takes, or all of it to an argument named `config`."""
+        keys = _keys(config)
+        if self.takes_config(keys):
+            return {"config": config.model}
+        return {key: value for key, value in keys.items() if self.takes_any or key in self.names}
+
+    def takes_config(self, keys: dict[str, Any]) -> bool:
+        return "config" in self.names and "config" not in keys
 
 
-def _forward(found: type[nn.Module]) -> _Signature:
-    """What `forward` of an instance takes: the argument that receives the instance is left out, whatever its name."""
-    forward = getattr_static(found, "forward")
-    bind = getattr(type(forward), "__get__", None)
-    return signature(forward if bind is None else bind(forward, found, found)).parameters
+def _take_any(parameters: Iterable[Parameter]) -> bool:
+    return any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
 
 
-def _is_open(takes: _Signature) -> bool:
-    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in takes.values())
+def _keys(config: Config) -> dict[str, Any]:
+    """The keys of `model` that the recipe sets, but `family`."""
+    return {key: getattr(config.model, key) for key in sorted(config.model.model_fields_set) if key != "family"}
 
 
-def _names(takes: _Signature, name: str) -> bool:
-    return name in takes and takes[name].kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-
-
-def _accepts(takes: _Signature, name: str) -> bool:
-    return _names(takes, name) or _is_open(takes)
-
-
-def _required(takes: _Signature) -> list[str]:
-    open_ended = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    return [
-        name
-        for name, parameter in takes.items()
-        if parameter.default is Parameter.empty and parameter.kind not in open_ended
-    ]
-
-
-def _given(model: OwnConfig) -> dict[str, Any]:
-    """The keys that the recipe sets."""
-    return {key: getattr(model, key) for key in sorted(model.model_fields_set) if key != "family"}
-
-
-def _takes_config(model: OwnConfig, takes: _Signature) -> bool:
-    return "config" in takes and "config" not in model.model_fields_set
-
-
-def _key_problems(model: OwnConfig, takes: _Signature) -> list[str]:
-    """Keys that the class does not take, and arguments that no key gives. Sizes that the layout is held to are read."""
-    given = _given(model)
-    problems = [f"model.{key}: the run itself gives {key} to {model.family}: rename it" for key in given if key in RUN]
-    if _takes_config(model, takes):
-        return problems
-    names = [name for name in takes if name not in RUN]
-    for key in given:
-        if key in RUN or key in OwnConfig.model_fields or _names(takes, key):
-            continue
-        if _is_open(takes):  # what else it takes is unknown; what is like an argument without a key is misspelt
-            near = nearest_name(key, [name for name in names if name not in given], cutoff=0.8)
-            if near:
-                problems.append(f"model.{key}: {model.family} names no such argument; did you mean model.{near}?")
-            continue
-        near = nearest_name(key, names, cutoff=0.75)
-        hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
-        problems.append(f"model.{key}: {model.family} takes no such argument; {hint}")
-    missing = [name for name in _required(takes) if name not in given and name not in RUN]
-    return problems + [f"model.{name} is missing (an argument of {model.family})" for name in missing]
-
-
-def _layout_problems(config: Config, takes: _Signature) -> list[str]:
-    """What the run asks for and the class does not say that it can do."""
-    family, tensor = config.model.family, config.parallel.tensor
-    asked = (
+def _constructor_problems(config: Config, constructor: _Constructor) -> list[str]:
+    """Keys that the class does not take, arguments that no key gives, and what the layout needs an argument for."""
+    family, keys, tensor, recompute = config.model.family, _keys(config), config.parallel.tensor, config.train.recompute
+    problems = [f"model.{key}: the run itself gives {key} to {family}: rename it" for key in keys if key in RUN]
+    if not constructor.takes_config(keys):
+        names = [name for name in constructor.names if name not in RUN]
+        # The sizes that the layout is checked against (the fields of OwnConfig) may be given without being taken.
+        for key in sorted(keys.keys() - {*RUN, *names, *OwnConfig.model_fields}):
+            # `**kwargs` may take the key: only one that stands for an argument without a key is misspelt for sure.
+            meant = [name for name in names if name not in keys or not constructor.takes_any]
+            near = nearest_name(key, meant, cutoff=0.8 if constructor.takes_any else 0.75)
+            if near or not constructor.takes_any:
+                hint = f"did you mean model.{near}?" if near else f"it takes {listing(names) or 'none'}"
+                verb = "names" if constructor.takes_any else "takes"
+                problems.append(f"model.{key}: {family} {verb} no such argument; {hint}")
+        missing = (name for name in constructor.required if name not in keys and name not in RUN)
+        problems += [f"model.{name} is missing (an argument of {family})" for name in missing]
+    needed = (
         ("group", tensor > 1, f"parallel.tensor ({tensor}) must be 1"),
         ("sequence_parallel", tensor > 1 and config.parallel.sequence, "parallel.sequence (true) must be false"),
-        ("recompute", config.train.recompute != "none", f"train.recompute ({config.train.recompute}) must be none"),
+        ("recompute", recompute != "none", f"train.recompute ({recompute}) must be none"),
     )
-    return [
-        f"{rule}: {family} takes no argument {name}"
-        for name, wanted, rule in asked
-        if wanted and not _names(takes, name)
-    ]
+    lacking = [(name, rule) for name, wanted, rule in needed if wanted and name not in constructor.names]
+    return problems + [f"{rule}: {family} takes no argument {name}" for name, rule in lacking]
 
 
-def _forward_problems(config: Config, takes: _Signature) -> list[str]:
-    data = config.data
-    asked = (("positions_SB", data.reset_position_ids), ("starts_SB", data.reset_attention_mask))
-    given = (*_BATCH, *(name for name, wanted in asked if wanted))
-    missing = [name for name in given if not _accepts(takes, name)]
-    unknown = [name for name in _required(takes) if name not in (*given, "dropout")]
-    if not missing and not unknown:
-        return []
-    return [
-        f"model.family ({config.model.family}): forward({', '.join(takes)}) must take {listing(given)} and need no "
-        "other argument; dropout it may take"
-    ]
+def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]:
+    optional = (("positions_SB", config.data.reset_position_ids), ("starts_SB", config.data.reset_attention_mask))
+    given = ["ids_SB", "targets_SB", *(name for name, wanted in optional if wanted)]
+    # Of an instance, even one that was never initialised, the signature lacks the argument that receives it.
+    forward = signature(object.__new__(model_class).forward)
+    try:
+        forward.bind(**dict.fromkeys([*given, *({"dropout"} & forward.parameters.keys())]))
+    except TypeError:
+        return [
+            f"model.family ({config.model.family}): forward({', '.join(forward.parameters)}) must take "
+            f"{listing(given)} and need no other argument; dropout it may take"
+        ]
+    return []
 
 
 # ---- what it made
 
 
-def _parameter_problems(built: nn.Module, family: str, group: Group) -> list[str]:
-    where = f"model.family ({family})"
-    if not any(parameter.requires_grad and parameter.numel() for parameter in built.parameters()):
-        return [f"{where}: the number of trainable parameters (0) must be at least 1"]
-    problems = []
-    strange = [f"{path} ({_name(p.dtype)})" for path, p in built.named_parameters() if p.dtype not in _STORED]
-    if strange:
-        problems.append(
-            f"{where}: the dtype of {_some(strange)} must be {listing(map(_name, _STORED), 'or')}, which "
-            "checkpoints have: register it as a buffer with persistent=False"
-        )
-    unplaced = [path for path, p in built.named_parameters() if p.requires_grad and of(p) is None]
-    if group.size > 1 and unplaced:
-        problems.append(
-            f"{where}: parallel.tensor ({group.size}) needs layers of shardwise, or placement.make_parameter, for "
-            f"{_some(unplaced)}: nothing says which part of them a rank holds"
-        )
-    names = Counter(name for _, _, record in placements(built) for name in {piece.name for piece in record.pieces})
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        problems.append(f"{where}: several parameters have the name {_some(twice)}: give their layers other names")
-    parameters = dict(built.named_parameters(remove_duplicate=False))
-    buffers = [name for name in built.state_dict() if name not in parameters]
-    if buffers:
-        problems.append(
-            f"{where}: a checkpoint holds parameters only, and {_some(buffers)} would be lost: register them with "
-            "persistent=False, or as parameters"
-        )
-    return problems
+def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
+    """Why a model cannot be trained or saved."""
+    trainable = {path: p for path, p in model.named_parameters() if p.requires_grad}
+    if not any(p.numel() for p in trainable.values()):
+        return ["the number of trainable parameters (0) must be at least 1"]
+    stored = listing((_name(dtype) for dtype in _STORED), "or")
+    odd = [f"{path} ({_name(p.dtype)})" for path, p in model.named_parameters() if p.dtype not in _STORED]
+    unplaced = [path for path, p in trainable.items() if group.size > 1 and of(p) is None]
+    names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    problems = {
+        f"the dtype of {{}} must be {stored}, which checkpoints have: register it as a buffer with "
+        "persistent=False": odd,
+        f"parallel.tensor ({group.size}) needs layers of shardwise, or placement.make_parameter, for {{}}: nothing "
+        "says which part of them a rank holds": unplaced,
+        "several parameters have the name {}: give their layers other names": [
+            name for name, count in names.items() if count > 1
+        ],
+        "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "
+        "parameters": [name for name in model.state_dict() if name not in parameters],
+    }
+    return [text.format(_some(paths)) for text, paths in problems.items() if paths]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,7 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings that Hugging Face configurations name.
 
-Legend: S sequence, B batch, n heads, d head width, of which the first r are turned. The two halves of these are the two
-coordinates of each pair.
+Legend: S sequence, B batch, n heads, d head width, of which the first r are rotated: number i and number i + r/2 are
+the two coordinates of pair i.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Rotary:
         key, regime = (like.device, like.dtype), self.regime(sequence_length)
         known, cos, sin = self._tables.get(key, (None, like, like))
         if known != regime or len(cos) < sequence_length:
-            # A sequence that grows token by token shall not make a table for each.
+            # Generation asks for one more position at a time: twice the rows, so that it rarely needs a new table.
             rows = max(sequence_length, 2 * len(cos)) if known == regime and first else sequence_length
             cos, sin = self._make(rows, sequence_length, like)
             self._tables[key] = (regime, cos, sin)
@@ -108,7 +108,7 @@ class Rotary:
     def tables_of_each(self, lengths: Sequence[int], rows: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """The tables `[S, B, 1, r/2]` of sequences padded to `rows`, each with the angles of its own length.
 
-        None: all have those of `tables(rows)`.
+        None if all of them are those of `tables(rows)`.
         """
         if {self.regime(length) for length in lengths} <= {self.regime(rows)}:
             return None
@@ -135,7 +135,7 @@ class Rotary:
 
 
 class _Rotate(torch.autograd.Function):
-    """Turn each pair by its angle; the gradient turns back. Nothing but the tables is kept for the backward pass."""
+    """Rotate each pair by its angle; the gradient is rotated back. Only the tables are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

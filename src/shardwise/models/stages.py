@@ -11,15 +11,15 @@ from shardwise.plan.stage import Stage
 
 
 def gives_losses(model: nn.Module) -> bool:
-    """Whether a model ends with its losses, and not with what the next pipeline stage takes."""
+    """Whether a model returns losses, and not the input of the next pipeline stage."""
     return model.part.is_last if isinstance(model, Family) else True
 
 
 class Stages(nn.ModuleList):
-    """The stages of one rank, in the order of the model; each is a model of its family that is only a `Part`.
+    """The stages of one rank, in the order of the model; each is a model of its family that is built as a `Part`.
 
     Attributes:
-        plan: which stages of the model they are.
+        plan: which stages they are.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Stages(nn.ModuleList):
         self.plan: list[Stage] = []
 
     def add(self, stage: Stage, model: nn.Module) -> None:
-        """Put the next stage behind those that are there."""
+        """Append the next stage."""
         self.plan.append(stage)
         self.append(model)
 

@@ -1,7 +1,8 @@
 """Flat buckets: parameters, gradients and masters one after the other, cut evenly over the data-parallel ranks.
 
-A parameter's `.data` and `.grad` become views into the bucket: one collective moves many of them, nothing is copied.
-Rank r of n owns elements `[r·N/n, (r+1)·N/n)` of a bucket of N (padded to divide).
+A parameter's `.data` and `.grad` become views into the bucket, so that one collective moves many of them and nothing is
+copied. Rank r of n owns elements `[r·N/n, (r+1)·N/n)` of a bucket of N elements, padded so that n divides N. The cut
+follows no parameter's border: a rank may own the end of one parameter and the beginning of the next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from shardwise.plan.buckets import offsets_and_length, packed
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of accumulated gradients (None: the parameter's), their reduction (None: as accumulated), masters and state."""
+    """Which dtype a bucket uses for what.
+
+    Attributes:
+        gradient: accumulated gradients; None: the parameter's.
+        reduce: gradients while they are summed over the ranks; None: as accumulated.
+        optimizer: masters and state.
+    """
 
     gradient: torch.dtype | None
     reduce: torch.dtype | None
@@ -34,8 +41,10 @@ class Bucket:
 
     Attributes:
         gradients, values: flat buffers of all N elements; `parameters[i]` and its gradient are views at `offsets[i]`.
-        owned: this rank's part. gradient: the owned part of `gradients`. master: the owned part in the optimizer's
-        dtype, `separate` unless the dtypes agree: then it is the parameters' own memory.
+        owned: this rank's part.
+        gradient: the owned part of `gradients`.
+        master: the owned part in the optimizer's dtype, `separate` unless the dtypes agree: then it is the parameters'
+            own memory.
     """
 
     def __init__(
@@ -66,7 +75,7 @@ class Bucket:
                 p.grad = None
             if p.grad_dtype != self.gradients.dtype:
                 p.grad_dtype = self.gradients.dtype
-        comm.broadcast_(self.values, group)
+        comm.broadcast_(self.values, group)  # replicas begin with equal values, whatever each rank drew
         self.attach_gradients()
         self.gradient = self.gradients[self.owned]
         mine = self.values[self.owned]
@@ -77,7 +86,11 @@ class Bucket:
         self.reset()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a flat buffer, in the parameter's own memory format."""
+        """Each parameter's part of a flat buffer, with the parameter's own strides.
+
+        A `channels_last` parameter is dense, but not in the order of its indices. `view` would give it other strides,
+        and its kernels would become slower ones, so the strides are set.
+        """
         formats = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         return [
             flat.as_strided(p.shape, strides, offset)
@@ -85,7 +98,7 @@ class Bucket:
         ]
 
     def reset(self) -> None:
-        """Forget what was said to be ready or reduced, once what is under way has arrived."""
+        """Begin a new step: nothing is ready or reduced. Waits for a reduction that is under way."""
         if self._pending is not None:
             self._pending.wait()
         self._pending = None
@@ -98,7 +111,7 @@ class Bucket:
             p.grad = view
 
     def adopt(self, index: int) -> None:
-        """Take over a gradient that autograd made anew because somebody had dropped or replaced the view."""
+        """Copy a gradient into the bucket that lies elsewhere, because the caller dropped or replaced the view."""
         p, view = self.parameters[index], self._gradient_views[index]
         if p.grad is view:
             return
@@ -109,7 +122,7 @@ class Bucket:
         p.grad = view
 
     def check_parameters(self) -> None:
-        """Raise if somebody froze a parameter, or gave it other memory where an update would not reach it."""
+        """Raise if a parameter was frozen, or moved to other memory, which an update would not reach."""
         for p, o in zip(self.parameters, self.offsets, strict=True):
             moved = p.data_ptr() != self.values.data_ptr() + o * self.values.element_size()
             if moved or not p.requires_grad:
@@ -119,7 +132,10 @@ class Bucket:
                 )
 
     def adopt_values(self) -> None:
-        """Take over elements that somebody changed (load_state_dict, clamp_): those to which no master rounds."""
+        """Copy parameter elements into the masters that were changed since the last step (load_state_dict, clamp_).
+
+        An unchanged element is what its master rounds to; that master keeps its lower bits.
+        """
         if self.separate:
             mine, master = self.values[self.owned], self.master.detach()
             torch.where(mine == master.to(mine.dtype), master, mine.to(master.dtype), out=master)
@@ -150,11 +166,11 @@ class Bucket:
         self.note_gradients()
 
     def note_gradients(self) -> None:
-        """Take the gradients as they are now for those of the step: `check_gradients` objects to later changes."""
+        """Remember the gradients' version: `check_gradients` objects to changes after this."""
         self._version = version_of(self.gradients)
 
     def check_gradients(self) -> None:
-        """Raise if somebody changed or dropped gradients whose reduction has begun: ranks would use different ones."""
+        """Raise if gradients were changed or dropped after their reduction began: ranks would use different ones."""
         dropped = any(p.grad is not view for p, view in zip(self.parameters, self._gradient_views, strict=True))
         if dropped or version_of(self.gradients) != self._version:
             change = "replaced" if dropped else "changed"
@@ -183,9 +199,9 @@ class Bucket:
 
     @property
     def share(self) -> slice:
-        """The elements of the owned part that this rank answers for when each is to be stored once.
+        """The run of the owned part that this rank saves, so that over all ranks each element is saved once.
 
-        All of them, or with state that every rank keeps whole, an equal part.
+        It is the whole owned part; if every rank keeps whole state (no ZeRO), an equal part of it.
         """
         owned = len(self.master)
         if self.sharded:
@@ -195,7 +211,7 @@ class Bucket:
 
     @property
     def elements(self) -> int:
-        """Elements of the owned part that are a parameter's, and no padding."""
+        """The number of elements of the owned part without padding."""
         boxes = (placement.Box.whole(tuple(p.shape)) for p in self.parameters)
         return sum(length for index, box in enumerate(boxes) for _, length in self.owned_runs(index, box))
 
@@ -211,7 +227,7 @@ class Bucket:
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A method for parameters to call that does not keep its object alive: they may outlive several optimizers."""
+    """A hook that calls a method and does not keep its object alive: parameters may outlive several optimizers."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:
@@ -258,7 +274,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Buckets of at most `cap_bytes` of gradients, packed as `plan.buckets.packed` says.
 
-    What ranks with other parameters hold too (a weight tied across a pipeline) is apart: its slices must be theirs.
+    A parameter that ranks of other pipeline stages hold too (a tied weight) shares a bucket only with its like: the
+    same elements must be owned by corresponding ranks of both stages, and the other parameters of the stages differ.
     """
     sizes = [
         ((p.dtype, p.device, _ranks_beyond(p)), p.numel() * (dtypes.gradient or p.dtype).itemsize) for p in parameters
@@ -270,7 +287,7 @@ def make_buckets(
 
 
 def _ranks_beyond(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The ranks with copies of a parameter that is cut over others; those of the group that it is cut over are none."""
+    """The ranks that hold copies of a parameter beyond the group that it is cut over; empty where there are none."""
     record = placement.of_or_whole(parameter)
     for piece in record.pieces:
         if piece.copies.size > 1 and not set(piece.copies.ranks) <= set(record.group.ranks):

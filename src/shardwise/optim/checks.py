@@ -6,16 +6,14 @@ import functools
 import gc
 import hashlib
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm, placement
@@ -31,8 +29,8 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
     Raises:
         ValueError: with what to do.
     """
-    found = list(parameters)
-    for p in found:
+    parameters = list(parameters)
+    for p in parameters:
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
             raise ValueError(
                 "a parameter is a DTensor or FSDP's: its owner already shards it; "
@@ -46,33 +44,38 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
                 f"a parameter is cut over {record.group.size} tensor-parallel ranks: give mesh= so that the "
                 "data-parallel group and the gradient norm are the model's"
             )
-    refuse_wrapped(found)
-
-
-_wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # of the process, as what wraps is
-
-
-@functools.cache
-def _watch_wrappers() -> None:
-    """Look through all objects, which takes a few tenths of a second, once: a hook notes later wrappers."""
-    register_module_module_registration_hook(_note_wrapper)
-    _wrappers.update(found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel))
-
-
-def _note_wrapper(module: nn.Module, _name: str, _submodule: nn.Module | None) -> None:
-    if isinstance(module, DistributedDataParallel):
-        _wrappers.add(module)
+    refuse_wrapped(parameters)
 
 
 def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
     """Refuse parameters whose gradients a DistributedDataParallel reduces, whether the wrapper came before or after."""
-    _watch_wrappers()
-    mine = {id(p) for p in parameters}
-    if any(id(p) in mine for wrapper in _wrappers for p in wrapper.parameters()):
+    accumulated = {id(p) for p in parameters if p.requires_grad and _is_accumulator_held(p)}
+    if accumulated and any(id(p) in accumulated for wrapper in _wrappers() for p in wrapper.parameters()):
         raise ValueError(
             "the model is wrapped in DistributedDataParallel, which reduces every gradient by itself: "
             "give ZeroRedundancyOptimizer the parameters of the unwrapped model; its step() does the reduction"
         )
+
+
+def _is_accumulator_held(parameter: nn.Parameter) -> bool:
+    """Whether something holds the autograd node that accumulates the parameter's gradient: DDP, or a graph in use.
+
+    Otherwise the node dies as soon as nobody asks for it, and what was noted on it is not on the next one.
+    """
+
+    def notes() -> Any:  # a dict, though torch annotates it as a method
+        return get_gradient_edge(parameter).node.metadata
+
+    notes()["shardwise"] = True
+    return "shardwise" in notes()
+
+
+def _wrappers() -> Iterator[DistributedDataParallel]:
+    """All instances in the process. They refer to their class, so the garbage collector finds them."""
+    classes = [DistributedDataParallel]
+    for wrapper_class in classes:  # also those that the next line adds
+        classes += wrapper_class.__subclasses__()
+    return (item for item in gc.get_referrers(*classes) if issubclass(type(item), DistributedDataParallel))
 
 
 # ---- alike on every rank
@@ -82,7 +85,8 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> N
     """Refuse parameters that are not the same, in the same order, on all ranks; one all-reduce of a digest.
 
     Args:
-        groups: parameter groups of the optimizer. group: the ranks whose parameters are brought to equal values.
+        groups: parameter groups of the optimizer.
+        group: the ranks whose parameters are brought to equal values.
 
     Raises:
         ConfigError: on every rank, with the first parameter that differs.
@@ -96,7 +100,7 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> N
     if torch.equal(comm.all_reduce_(wanted.clone(), group, op="max"), wanted):  # the largest is also the smallest
         return
     everyone = comm.all_gather_objects(mine, group)
-    other = next(i for i, found in enumerate(everyone) if found != everyone[0])
+    other = next(i for i, theirs in enumerate(everyone) if theirs != everyone[0])
     at, first, second = next(
         (at, *pair)
         for at, pair in enumerate(zip_longest(everyone[0], everyone[other], fillvalue="missing"))
@@ -121,8 +125,8 @@ def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
 
 
 def _device(groups: Sequence[dict[str, Any]]) -> torch.device:
-    found = next((p.device for options in groups for p in options["params"]), torch.device("cpu"))
-    return torch.device("cpu") if found.type == "meta" else found
+    first = next((p.device for options in groups for p in options["params"]), torch.device("cpu"))
+    return torch.device("cpu") if first.type == "meta" else first
 
 
 def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
@@ -181,8 +185,8 @@ def _watch_assignments() -> None:
 
 
 def _note_assignment(module: nn.Module, name: str, _parameter: Tensor | None) -> None:
-    for each in list(_watching):
-        each.note(module, name)
+    for assignments in list(_watching):
+        assignments.note(module, name)
 
 
 def _own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:

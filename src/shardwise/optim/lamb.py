@@ -35,10 +35,14 @@ class LAMB(torch.optim.Optimizer):
 
     Args:
         params: parameters, or parameter groups.
-        lr: learning rate. betas: β₁, β₂. eps: ε. weight_decay: λ.
+        lr: learning rate.
+        betas: β₁, β₂.
+        eps: ε.
+        weight_decay: λ.
 
     Raises:
-        ValueError: an option is out of its range. RuntimeError: a gradient is sparse or complex.
+        ValueError: an option is out of its range.
+        RuntimeError: a gradient is sparse or complex.
     """
 
     def __init__(
@@ -92,7 +96,8 @@ class LAMB(torch.optim.Optimizer):
 
         Args:
             groups: the buckets of each parameter group; their masters are this optimizer's parameters and have
-            gradients. norms: made of the same groups.
+                gradients.
+            norms: made of the same groups.
         """
         for group, buckets in zip(self.param_groups, groups, strict=True):
             for bucket in buckets:

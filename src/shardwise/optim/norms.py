@@ -1,6 +1,7 @@
-"""Norms of what many ranks hold: of the whole model, and of each of its canonical tensors.
+"""L2 norms of what many ranks hold together: of the whole model, and of each of its canonical tensors.
 
-A rank sums squares over its owned slices, each element weighted by 1 / (ranks that hold it); the ranks add up.
+Each rank sums the squares of the elements that it owns, divided by the number of ranks that own the same element; one
+all-reduce adds up the ranks' sums.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from shardwise.optim.buckets import Bucket
 from shardwise.placement import Piece
 
 _ROW = 1 << 14
-"""Elements whose squares are summed at once. On the CPU in float32, the norm of 40 M elements is 0.3 % off."""
+"""Elements whose squares are summed at once: on the CPU in float32, one sum over 40 million elements is 0.3 % off."""
 
 
 def row_norms(flat: Tensor) -> Tensor:
-    """Norms of a flat tensor's whole rows of 16,384 elements, and of what is left, in float32 (float64 as it is)."""
+    """Norms of a flat tensor's rows of 16,384 elements, and of the shorter last one, in float32 (float64 as it is)."""
     whole = flat.numel() // _ROW * _ROW
     dtype = torch.promote_types(flat.dtype, torch.float32)
     parts = [flat[whole:].view(1, -1)] if whole < flat.numel() or not whole else []
@@ -40,7 +41,7 @@ def require_max_norm(max_norm: float | None) -> None:
 
 
 def clipping_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What a gradient of this norm is multiplied by, as in torch: 1 where it is no longer than `max_norm`."""
+    """The factor that clips a gradient of this norm, as in torch: 1 where the norm is at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -53,7 +54,7 @@ class Run:
     length: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """These elements of a tensor like the bucket's owned part."""
+        """These elements of a flat tensor over the bucket's owned part."""
         return flat[self.start : self.start + self.length]
 
     @property
@@ -62,9 +63,9 @@ class Run:
 
 
 def _pieces(bucket: Bucket, index: int, tensor_ranks: int) -> Iterator[tuple[Piece, int]]:
-    """The pieces of a bucket's parameter, each with the number of ranks that update the same elements.
+    """The pieces of a bucket's parameter, each with the number of ranks that own the same elements.
 
-    A parameter that is not cut is the same on every tensor-parallel rank, whoever made it.
+    A parameter that is not cut is the same on every tensor-parallel rank, also one that no layer of shardwise made.
     """
     record = placement.of_or_whole(bucket.parameters[index])
     copies = (1 if bucket.sharded else bucket.group.size) * (tensor_ranks if record.group.size == 1 else 1)
@@ -76,7 +77,9 @@ class ModelNorms:
     """L2 norms over the whole model.
 
     Args:
-        buckets: of this rank. world: the ranks that together hold the model. tensor_ranks: tensor-parallel ranks.
+        buckets: of this rank.
+        world: the ranks that together hold the model.
+        tensor_ranks: tensor-parallel ranks.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world: Group, tensor_ranks: int) -> None:
@@ -124,7 +127,14 @@ _Key = tuple[str, tuple[int, ...], int, int]
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank owns of a parameter group's tensors where `copies` ranks hold the same: runs by tensor number."""
+    """What this rank owns of a parameter group's tensors, of those that equally many ranks hold.
+
+    Attributes:
+        group: index of the parameter group.
+        copies: ranks that own the same elements.
+        tensors: the owned runs of each tensor, by the tensor's number.
+        numbers: the keys of `tensors`, on the device.
+    """
 
     group: int
     copies: int
@@ -139,8 +149,9 @@ class CanonicalNorms:
     tensors, one cut into several pieces is one, padding is none, and what several ranks hold counts once.
 
     Args:
-        groups: the buckets of each parameter group. world, tensor_ranks: as `ModelNorms` has them. stage: this rank's
-        pipeline stage, which tells tensors without a full name apart.
+        groups: the buckets of each parameter group.
+        world, tensor_ranks: as `ModelNorms` has them.
+        stage: this rank's pipeline stage, which tells tensors without a full name apart.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
@@ -202,23 +213,23 @@ def _tensors(
 
     `seen` counts the parameters by the names and shapes of their tensors: layers whose names are open share these.
     """
-    found: dict[tuple[str, tuple[int, ...], int], list[Run]] = {}
+    runs_of: dict[tuple[str, tuple[int, ...], int], list[Run]] = {}
     for piece, copies in _pieces(bucket, index, tensor_ranks):
-        runs = found.setdefault((piece.name, piece.shape, copies), [])
+        runs = runs_of.setdefault((piece.name, piece.shape, copies), [])
         for start, length in bucket.owned_runs(index, piece.local):
             _append(runs, Run(bucket, start, length), joint=start)
-    for (name, shape, copies), runs in found.items():
+    for (name, shape, copies), runs in runs_of.items():
         is_open = not name or name.startswith(".")
         yield (name, shape, seen.get((name, shape), 0), stage if is_open else 0), copies, runs
-    for same in {(name, shape) for name, shape, _ in found}:
+    for same in {(name, shape) for name, shape, _ in runs_of}:
         seen[same] = seen.get(same, 0) + 1
 
 
 def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, int]:
     """Consecutive numbers of all ranks' tensors, the same on every rank."""
     total: dict[_Key, Fraction] = {}
-    for found in comm.all_gather_objects(elements, world):
-        for key, held in found.items():
+    for of_rank in comm.all_gather_objects(elements, world):
+        for key, held in of_rank.items():
             total[key] = total.get(key, Fraction()) + held
     wrong = [
         f"{name or 'a parameter without a name'} of shape {shape}: {float(held):g} of {math.prod(shape)} elements"

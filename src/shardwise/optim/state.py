@@ -1,4 +1,4 @@
-"""Optimizer state by canonical tensor: what a checkpoint stores, whatever layout and buckets hold it.
+"""Optimizer state by canonical tensor, as a checkpoint stores it, from whatever layout and buckets hold it.
 
 ZeRO-1 keeps state as flat runs of buckets. A run of a local tensor is a few boxes of it, and each box is, through the
 parameter's placement, a box of a canonical tensor.
@@ -27,7 +27,9 @@ class StateSlice:
     """A box of a canonical tensor that is one run of a bucket's owned part.
 
     Attributes:
-        piece: whose part it is. box: of the canonical tensor. start: of the run, in the bucket's owned part.
+        piece: whose part it is.
+        box: of the canonical tensor.
+        start: of the run, in the bucket's owned part.
     """
 
     bucket: Bucket
@@ -42,7 +44,7 @@ class StateSlice:
 
 
 def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterator[StateSlice]:
-    """What this rank answers for: over data parallelism, every element of the local model exactly once.
+    """What this rank saves: over the data-parallel ranks, every element of the local model exactly once.
 
     Ranks that hold copies of one piece (a norm, a replicated K/V head) all have it.
     """
@@ -70,14 +72,14 @@ def _canonical(box: Box, piece: Piece) -> Box:
 
 def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, Tensor]]:
     """By the state's name (`exp_avg`, …, and `master` where those are apart): a flat tensor over each owned part."""
-    found: dict[str, dict[Bucket, Tensor]] = {}
+    flats: dict[str, dict[Bucket, Tensor]] = {}
     for bucket in optimizer.buckets:
         for name, value in optimizer.inner.state[bucket.master].items():
             if isinstance(value, Tensor) and value.shape == bucket.master.shape:
-                found.setdefault(name, {})[bucket] = value
+                flats.setdefault(name, {})[bucket] = value
         if bucket.separate:
-            found.setdefault(MASTER, {})[bucket] = bucket.master.detach()
-    return found
+            flats.setdefault(MASTER, {})[bucket] = bucket.master.detach()
+    return flats
 
 
 def begin_restoring(optimizer: ZeroRedundancyOptimizer, names: Sequence[str], steps: int) -> None:
@@ -92,11 +94,14 @@ def begin_restoring(optimizer: ZeroRedundancyOptimizer, names: Sequence[str], st
 
 @torch.no_grad()
 def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Bring state and parameters to every rank that keeps them, from those that answer for them; collective."""
+    """Bring state and parameters to every rank that keeps them, from the ranks that read them; collective."""
     restored = state_tensors(optimizer)
     for bucket in optimizer.buckets:
         if not bucket.sharded:
-            flats = {MASTER: bucket.master.detach(), **{name: each[bucket] for name, each in restored.items()}}
+            flats = {
+                MASTER: bucket.master.detach(),
+                **{name: by_bucket[bucket] for name, by_bucket in restored.items()},
+            }
             for flat in flats.values():
                 _gather_shares(flat, bucket)
         gather = bucket.start_gather()

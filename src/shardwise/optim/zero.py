@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_private import postpone_compiler, step_optimizer
+from shardwise._torch_private import WithoutCompiler, step_optimizer, without_compiler
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.arguments import require_known_options
 from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
@@ -31,10 +31,8 @@ from shardwise.optim.lamb import LAMB, updates_whole_tensors
 from shardwise.optim.norms import CanonicalNorms, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.scaling import require_scaled, spread_non_finite
 
-postpone_compiler()
 
-
-class ZeroRedundancyOptimizer(torch.optim.Optimizer):
+class ZeroRedundancyOptimizer(WithoutCompiler):
     """Wrap an elementwise `torch.optim` class, or `LAMB`, so that each data-parallel rank keeps 1/n of its state.
 
     Before: `torch.optim.AdamW(model.parameters(), lr=1e-4)`. After:
@@ -56,14 +54,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
         optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; or `shardwise.LAMB`, whose trust
-        ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
-        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of
-        its part (float64 parameters keep theirs).
+            ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
+        optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its
+            part (float64 parameters keep theirs).
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
-        gradient_dtype: of accumulated gradients (default: the parameter's). reduce_dtype: on the wire (default: as
-        accumulated).
+        gradient_dtype: of accumulated gradients (default: the parameter's).
+        reduce_dtype: on the wire (default: as accumulated).
         shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB.
@@ -71,9 +69,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: an option that the wrapped class does not take, with what replaces it where another library's
-        ZeroRedundancyOptimizer takes it.
+            ZeroRedundancyOptimizer takes it.
         ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
-        are others, or in another order, on another rank; a cut model without `mesh`.
+            are others, or in another order, on another rank; a cut model without `mesh`.
         RuntimeError: a launcher started several ranks, but no process group was initialised.
     """
 
@@ -99,8 +97,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
+        self._inner_class = without_compiler(optimizer_class)
         if not updates_whole_tensors(optimizer_class):
-            require_elementwise(optimizer_class, defaults)
+            require_elementwise(self._inner_class, defaults)
         self.optimizer_class = optimizer_class
         self.grad_clipping, self.max_norm = grad_clipping, max_norm
         self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else Group.world("dp")
@@ -119,7 +118,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._norms: Tensor | None = None
         self._clipped = False
         self._tensors: CanonicalNorms | None = None
-        probe = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults)
+        probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
 
@@ -162,7 +161,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 p.register_post_accumulate_grad_hook(hook)
         inner = {**options, "params": [b.master for b in buckets]}
         if self._inner is None:
-            self._inner = self.optimizer_class([inner], **self._defaults)
+            self._inner = self._inner_class([inner], **self._defaults)
         else:
             self._inner.add_param_group(inner)
         self.buckets += buckets
@@ -196,9 +195,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Say that a parameter's gradient is complete for this step. A full bucket starts its reduction at once.
+        """Report that a parameter's gradient is complete for this step. A full bucket starts its reduction at once.
 
-        Buckets start in one order on every rank, whatever the order of the calls.
+        Buckets start in the same order on every rank, whatever the order of the calls: collectives of two ranks are
+        matched by their order alone.
         """
         bucket, index = self._at[parameter]
         bucket.ready.add(index)
@@ -210,7 +210,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._start(candidate)
 
     def _start(self, bucket: Bucket) -> None:
-        """Start a bucket's reduction. Two are under way at a time: each may hold a copy of its bucket until then."""
+        """Start a bucket's reduction. At most two are under way: each may hold a copy of its bucket until it ends."""
         before = self.buckets.index(bucket) - 2
         if before >= 0:
             self.buckets[before].finish_reduction()
@@ -253,7 +253,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         return self._norms[0], self._norms[1]
 
     def _final_norm(self) -> Tensor:
-        """The gradient norm, of gradients that nobody has changed since they were reduced."""
+        """The gradient norm; raises if the gradients were changed after they were reduced."""
         gradient_norm, _ = self.norms()
         for bucket in self.buckets:
             bucket.check_gradients()
@@ -268,7 +268,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         gradients first, so this step takes no more backward(). Collective.
 
         Args:
-            max_norm: None does not clip. error_if_nonfinite: raise if the norm is not finite.
+            max_norm: None does not clip.
+            error_if_nonfinite: raise if the norm is not finite.
         """
         require_max_norm(max_norm)
         gradient_norm = self._final_norm().clone()
@@ -350,8 +351,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 gather.wait()
 
     def _step_whole_tensors(self, inner: LAMB) -> None:
-        found = {bucket.master: bucket for bucket in self.buckets}
-        groups = [[found[master] for master in group["params"]] for group in inner.param_groups]
+        bucket_of = {bucket.master: bucket for bucket in self.buckets}
+        groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
         if self._tensors is None:
             stage = self._mesh.pp.rank if self._mesh is not None else 0
             self._tensors = CanonicalNorms(groups, self._world, self._tensor_ranks, stage)
@@ -398,9 +399,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             ValueError: the state belongs to another layout, bucket size or model.
         """
         assert self._inner is not None
-        found, wanted = state_dict.get("layout"), self._layout()
-        if found != wanted:
-            raise ValueError(f"optimizer state is of layout {found}, which must be this optimizer's {wanted}")
+        stored, own = state_dict.get("layout"), self._layout()
+        if stored != own:
+            raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {own}")
         self._inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         for outer, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             outer.update(_options(loaded))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from shardwise.errors import refuse_unknown_arguments
-from shardwise.mesh import Group, Ranks, job_size
+from shardwise.mesh import Group, Ranks, job_rank, job_size
 
 _SAME_AT_ANY_DEGREE = "leave it out: with seed= and name= the weights are the same at any degree"
 _PADDED = "leave it out: a vocabulary is padded by itself, see row_multiple=, and other sizes must be divisible"
@@ -62,37 +62,53 @@ _REPLACED = {
 """Arguments of neuronx-distributed's and Megatron-LM's classes and losses of these names: what to do instead."""
 
 _warned: list[str] = []
-"""The layer or loss that this process was warned of: the first one stands for all."""
+"""The layer or loss of which this process warned: the first one stands for all."""
 
 
 def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Group:
-    """The ranks that share a layer or loss. None: each rank has all of it; in a job of several, the first is warned of.
+    """The ranks that share a layer or loss. None: each rank holds all of it.
 
-    owner: the name of the class or function. needed: whether it would do something else with a group.
+    In a job of several ranks the first layer or loss without a group causes a warning, from the job's first rank: the
+    other ranks run the same script.
+
+    Args:
+        owner: the name of the class or function.
+        group: what its caller gave.
+        needed: whether it would do something else with a group.
     """
     if group is None and needed and not torch.compiler.is_compiling() and not _warned and job_size() > 1:
         _warned.append(owner)
-        callers = enumerate(inspect.stack(0), start=1)
-        level = next((i for i, each in callers if not _is_ours(each.frame.f_globals.get("__name__", ""))), 1)
-        warnings.warn(
-            f"{owner} was given no group=, so each of the {job_size()} ranks of this job holds and computes all of it: "
-            "pass the ranks that share it, such as group=mesh.tp of mesh = Mesh(tensor=2), or group=Group() if nothing "
-            "shall be shared (said once; it holds for every layer and loss without group=)",
-            stacklevel=level,
-        )
+        if job_rank() == 0:
+            _warn_unshared(owner)
     return Group.of(group)
 
 
+def _warn_unshared(owner: str) -> None:
+    callers = enumerate(inspect.stack(0))
+    level = next((i for i, caller in callers if not _is_ours(caller.frame.f_globals.get("__name__", ""))), 0)
+    warnings.warn(
+        f"{owner} was given no group=, so each of the {job_size()} ranks of this job holds and computes all of it: "
+        "pass the ranks that share it, such as group=mesh.tp of mesh = Mesh(tensor=2), or group=Group() if nothing "
+        "shall be shared (said once, by the first rank; it holds for every layer and loss without group=)",
+        stacklevel=level + 1,
+    )
+
+
 def refuse_unknown(owner: type | Callable[..., object], given: Iterable[str], known: Iterable[str] = ()) -> None:
-    """Refuse what a layer or loss was given beside its named arguments and the `known` ones; names what replaces it.
+    """Refuse keyword arguments that a layer or loss does not take.
+
+    Args:
+        owner: the class or function.
+        given: keywords of the call beside its named arguments.
+        known: those of them that it takes.
 
     Raises:
-        ArgumentError: there is some.
+        ArgumentError: some are unknown; the message says what replaces each.
     """
     if set(given) <= set(known):
         return
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    named = [each.name for each in inspect.signature(owner).parameters.values() if each.kind in kinds]
+    named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
     refuse_unknown_arguments(owner.__name__, given, [*named, *sorted(known)], _REPLACED)
 
 

@@ -27,10 +27,16 @@ from shardwise.plan.chunks import MASK_CHUNK_ELEMENTS
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What a forward pass of one micro-batch draws its masks from. It travels with the activations, so that recompute
-    draws the same masks, whatever ran in between.
+    """What a forward pass of one micro-batch draws its masks from.
 
-    samples_B: each sample's number in the run, on the model's device. first_sample: the first of them, on the host.
+    It travels with the activations, so that recompute draws the same masks, whatever ran in between.
+
+    Attributes:
+        seed: the run's seed.
+        step: the optimizer step.
+        samples_B: each sample's number in the run, on the model's device.
+        first_sample: the first of these numbers, on the host.
+        mode: see above.
     """
 
     seed: int
@@ -55,6 +61,7 @@ class DropoutKey:
         """
         place = torch.tensor(self.number(layer, site), device=rows.device)
         stream_B1 = _mix(self.samples_B ^ place).unsqueeze(1)
+        # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
         column = torch.arange(width, device=rows.device)
         keep = torch.empty((len(rows), len(self.samples_B), width), dtype=torch.bool, device=rows.device)
@@ -65,15 +72,16 @@ class DropoutKey:
         return keep
 
 
+# The constants of SplitMix64, as the negative int64 with the same bits: torch's integers are signed.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64 (Steele, Lea and Flood 2014, section 3) of 64-bit integers, in place where it may."""
+    """SplitMix64 (Steele, Lea and Flood 2014, section 3) of 64-bit integers; the argument stays as it is."""
     x = x + _GOLDEN
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
-        # int64's shift keeps the sign: the bits that it brings in are cleared.
+        # torch shifts int64 arithmetically: copies of the sign bit come in from the left and are masked away.
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         if factor is not None:
             x *= factor
@@ -83,7 +91,13 @@ def _mix(x: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """`y = x · keep / (1 - p)` on an activation `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
 
-    layer, site: its place in the model. Without a key, as in evaluation, y is x.
+    Without a key, as in evaluation, y is x.
+
+    Args:
+        p: the probability that an element becomes 0.
+        layer, site: its place in the model.
+        group: the ranks that share the sequence.
+        sequence_parallel_enabled: whether they do.
     """
 
     def __init__(

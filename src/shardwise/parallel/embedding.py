@@ -15,15 +15,19 @@ from shardwise.plan.parameters import vocabulary_rows
 
 
 class ParallelEmbedding(placement.PlacedModule):
-    """Rows of an embedding table shared out over a group: rank r holds `ceil(V/g)` rows, the last ones padded with
-    zeros. `row_multiple`: rounded up to a multiple of this.
+    """An embedding table cut by rows over a group: rank r holds `ceil(V/g)` rows, the last rank's padded with zeros.
 
     Forward: ids `[S, B]`, equal on every rank → `[S, B, H]`, or `[S/g, B, H]` with `sequence_parallel_enabled`. Each
     rank looks up the ids that it holds and gives 0 for the others; the sum over the group is exact. Communicates an
     all-reduce, or with sequence parallelism a reduce-scatter (its gradient: an all-gather). Padding rows receive no
     gradient.
 
-    `padding_idx`: an id whose row receives no gradient; one below 0 counts from the end, as in `torch.nn.Embedding`.
+    Args:
+        num_embeddings: V.
+        embedding_dim: H.
+        padding_idx: an id whose row receives no gradient; one below 0 counts from the end, as in `torch.nn.Embedding`.
+        row_multiple: a rank's number of rows is rounded up to a multiple of this.
+        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
     """
 
     def __init__(
@@ -61,13 +65,14 @@ class ParallelEmbedding(placement.PlacedModule):
         padding = None
         if self.padding_idx is not None and first <= self.padding_idx < first + held:
             padding = self.padding_idx - first
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight, padding)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = comm.scatter_sum_sequence if self.sequence_parallel_enabled else comm.reduce_from_group
-        return leave(found, self.group)
+        return leave(rows, self.group)
 
     def _check(self, ids: Tensor) -> None:
-        """On a CPU, where looking costs nothing, refuse ids that no rank holds, as `F.embedding` does."""
+        """Refuse ids that no rank holds, as `F.embedding` does; on a CPU only, since reading them from an accelerator
+        stalls it."""
         if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
             return
         low, high = int(ids.min()), int(ids.max())

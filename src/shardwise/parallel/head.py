@@ -20,9 +20,13 @@ from shardwise.plan.parameters import vocabulary_rows
 class ParallelLMHead(placement.PlacedModule):
     """`logits = x Wᵀ + b` with W `[V, H]` cut along the vocabulary: rank r holds `ceil(V/g)` rows, the last padded.
 
-    `row_multiple`: rounded up to a multiple of this. `tied_weight`: the embedding's local weight, which has the same
-    rows, instead of a weight of its own. `bias_name`: canonical name of the bias (whole, such as
-    `cls.predictions.bias`); None: the head has none.
+    Args:
+        hidden_size: H.
+        vocab_size: V.
+        tied_weight: the embedding's local weight, which has the same rows, instead of a weight of its own.
+        bias_name: whole canonical name of the bias, such as `cls.predictions.bias`; None: the head has none.
+        row_multiple: a rank's number of rows is rounded up to a multiple of this.
+        sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
     """
 
     def __init__(
@@ -79,8 +83,8 @@ class ParallelLMHead(placement.PlacedModule):
             ids.append(index + first)
         # Of ranks that tie the first wins, as it would on one rank.
         by_rank = comm.all_gather(torch.cat(largest).unsqueeze(0), self.group)
-        found = comm.all_gather(torch.cat(ids).unsqueeze(0), self.group)
-        return found.gather(0, by_rank.argmax(dim=0, keepdim=True))[0].view(x.shape[:-1])
+        ids_by_rank = comm.all_gather(torch.cat(ids).unsqueeze(0), self.group)
+        return ids_by_rank.gather(0, by_rank.argmax(dim=0, keepdim=True))[0].view(x.shape[:-1])
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Sum of the tokens' cross-entropies, chunk by chunk. Targets are whole on every rank."""

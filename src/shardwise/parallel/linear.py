@@ -33,10 +33,14 @@ class TensorOptions(TypedDict, total=False):
 class LayerOptions(TensorOptions, total=False):
     """Keywords that every sharded layer takes.
 
-    group: the ranks that share the layer (a `Group` such as `mesh.tp`, a process group, or one axis of a `DeviceMesh`).
-    Without it a layer is whole on every rank, which a job of several ranks warns of; `Group()` asks for that.
-    seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's
-    generator. init: how the weight is drawn (default: normal, std 0.02). device, dtype: of the local tensors.
+    Attributes:
+        group: the ranks that share the layer (a `Group` such as `mesh.tp`, a process group, or one axis of a
+            `DeviceMesh`). Without it a layer is whole on every rank, and a job of several ranks warns; `Group()` asks
+            for a whole layer.
+        seed: the run's seed; the weights are then a function of (seed, name) at any layout. None draws from torch's
+            generator.
+        init: how the weight is drawn (default: normal, std 0.02).
+        device, dtype: of the local tensors.
     """
 
     group: Ranks | None
@@ -46,7 +50,9 @@ class LayerOptions(TensorOptions, total=False):
 class LinearOptions(LayerOptions, total=False):
     """Keywords that every linear layer takes.
 
-    transposed: the canonical weight is `[in, out]`, as that of GPT-2's `Conv1D`; here it is `[out, in]` all the same.
+    Attributes:
+        transposed: the canonical weight is `[in, out]`, as that of GPT-2's `Conv1D`; the local one is `[out, in]`
+            nevertheless.
     """
 
     transposed: bool
@@ -108,6 +114,7 @@ class _ColumnParallel(placement.PlacedModule):
                 piece = placement.rows(
                     full_name(name, leaf, seed), (size, *tail), group, how, at=sum(self._sizes[:i]), copies=copies
                 )
+                # Rows of the canonical layer of this name: parts of one name follow each other in it.
                 layer = [part[1] if part[0] == name else 0 for part in parts]
                 piece = piece.within(sum(layer), sum(layer[:i]))
                 made.append(piece.transpose() if transposed and tail else piece)
@@ -122,7 +129,7 @@ class _ColumnParallel(placement.PlacedModule):
         )
 
     def multiply(self, entered: Tensor) -> Tensor:
-        """Input that has entered the region already, `[…, I]` → all parts `[…, Σ local outputs]`. No communication."""
+        """`[…, I]`, whole on every rank of the group → all parts `[…, Σ local outputs]`. No communication."""
         y: Tensor = linear(entered, self.weight, self.bias)
         return y
 
@@ -231,7 +238,7 @@ class GQAQKVColumnParallelLinear(_ColumnParallel):
 
     Raises:
         ValueError: a size is no multiple of `head_dim`; the query heads are not divisible by the group's size; K/V
-        heads and the group's size do not divide each other.
+            heads and the group's size do not divide each other.
     """
 
     def __init__(

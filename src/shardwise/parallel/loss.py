@@ -25,7 +25,7 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _VocabularyShard:
     """This rank's columns of the vocabulary, and how targets are counted."""
 
     group: Group
@@ -36,15 +36,15 @@ class _Shard:
     smoothing: float
 
     @staticmethod
-    def make(group: Group, width: int, vocabulary: int | None, ignore_index: int, smoothing: float) -> _Shard:
+    def make(group: Group, width: int, vocabulary: int | None, ignore_index: int, smoothing: float) -> _VocabularyShard:
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing ({smoothing}) must be in [0, 1]")
         whole = width * group.size if vocabulary is None else vocabulary
         first = group.rank * width
-        return _Shard(group, whole, first, max(0, min(width, whole - first)), ignore_index, smoothing)
+        return _VocabularyShard(group, whole, first, max(0, min(width, whole - first)), ignore_index, smoothing)
 
     def check(self, target: Tensor) -> None:
-        """On a CPU, where looking costs nothing, refuse targets outside of the vocabulary."""
+        """Refuse targets outside of the vocabulary; on a CPU only, since reading them from an accelerator stalls it."""
         if torch.compiler.is_compiling() or target.device.type != "cpu" or not target.numel():
             return
         counted = target[target != self.ignore_index]
@@ -55,8 +55,8 @@ class _Shard:
     def softmax_(self, logits_NV: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Turn float32 logits `[N, v]` into probabilities, in place.
 
-        Returns the loss `[N]` (0 where ignored), the targets' local columns, which of them are held here, and which
-        count.
+        Returns:
+            The loss `[N]` (0 where ignored), the targets' local columns, which of them are held here, and which count.
         """
         if self.held < logits_NV.shape[1]:
             logits_NV[:, self.held :] = float("-inf")
@@ -90,7 +90,8 @@ class _Shard:
 
 
 def _refuse_second_derivative(name: str) -> None:
-    """In a backward pass: its gradients are made of saved numbers, so a gradient of theirs would lack a part."""
+    """Raise in a backward pass that builds a graph: the gradients come from saved numbers, and their own gradient would
+    lack a part."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             f"{name} has no second derivative: leave out create_graph=True, "
@@ -100,7 +101,7 @@ def _refuse_second_derivative(name: str) -> None:
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: _Shard) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: _VocabularyShard) -> Tensor:
         softmax = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
         loss, column, here, counted = shard.softmax_(softmax, target.reshape(-1))
         ctx.save_for_backward(softmax, column, here, counted)
@@ -132,29 +133,31 @@ def parallel_cross_entropy(
         vocab_parallel_logits: `[…, v]`, this rank's columns; left untouched.
         target: `[…]` global token ids, equal on all ranks of the group.
         label_smoothing: ε in [0, 1], spread over the whole vocabulary as `torch.nn.functional.cross_entropy` does.
-        group: the ranks that share the vocabulary. ignore_index: targets that have loss 0 and gradient 0.
+        group: the ranks that share the vocabulary.
+        ignore_index: targets that have loss 0 and gradient 0.
         vocab_size: V, where the last columns are padding (default: none are).
 
     Returns:
         `[…]`, equal on all ranks. Communicates two small all-reduces forward, nothing backward.
 
     Raises:
-        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1]. RuntimeError: a backward
-        pass with `create_graph=True`. ArgumentError: an argument that it does not take.
+        ValueError: a target outside of the vocabulary (checked on a CPU); ε outside of [0, 1].
+        RuntimeError: a backward pass with `create_graph=True`.
+        ArgumentError: an argument that it does not take.
     """
     if unknown:
         refuse_unknown(parallel_cross_entropy, unknown)
     ranks = sharing_group("parallel_cross_entropy", group)
-    shard = _Shard.make(ranks, vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
+    shard = _VocabularyShard.make(ranks, vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     loss = _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Head and loss, chunk by chunk. The forward pass makes the gradients, while a chunk's probabilities exist.
+    """Head and loss, chunk by chunk. The forward pass computes the gradients, while a chunk's probabilities exist.
 
-    needed: by which of x, weight and bias a gradient is.
+    The argument `needed` says which of x, weight and bias need a gradient.
     """
 
     @staticmethod
@@ -164,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_vH: Tensor,
         bias_v: Tensor | None,
         target_SB: Tensor,
-        shard: _Shard,
+        shard: _VocabularyShard,
         sequence_parallel: bool,
         chunk_elements: int,
         needed: tuple[bool, bool, bool],
@@ -232,17 +235,18 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum over tokens of `cross_entropy(x Wᵀ + b, target)`, without ever holding the logits of all tokens.
 
-    Tokens go through in chunks: logits, loss and both gradients of a chunk are made while it is at hand. Beyond inputs
-    and gradients it holds one chunk of logits. With sequence parallelism each chunk of x is gathered by itself, so the
-    whole hidden states are never held. The weight's gradient is summed in float32 and stays live until the backward
-    pass.
+    Tokens go through in chunks: logits, loss and both gradients of a chunk are computed before the next chunk begins,
+    so that beyond inputs and gradients one chunk of logits is held. With sequence parallelism each chunk of x is
+    gathered by itself: the whole hidden states are never held. The weight's gradient is summed in float32 and stays
+    live until the backward pass.
 
     Args:
         x: `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
-        weight: `[v, H]`, this rank's rows of the head. bias: `[v]`, likewise (default: none).
+        weight: `[v, H]`, this rank's rows of the head.
+        bias: `[v]`, likewise (default: none).
         target: `[S, B]`, whole on every rank.
         chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator, and those of 256
-        tokens at least).
+            tokens at least).
         group, ignore_index, label_smoothing, vocab_size: as in `parallel_cross_entropy`.
 
     Returns:
@@ -250,15 +254,16 @@ def linear_cross_entropy(
         parallelism also an all-gather of x and a reduce-scatter of its gradient, else one all-reduce of x's gradient.
 
     Raises:
-        ValueError: as `parallel_cross_entropy`. RuntimeError: a backward pass with `create_graph=True`.
+        ValueError: as `parallel_cross_entropy`.
+        RuntimeError: a backward pass with `create_graph=True`.
     """
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
     ranks = sharing_group("linear_cross_entropy", group)
-    shard = _Shard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    shard = _VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     trained = torch.is_grad_enabled()
-    needed = tuple(trained and each is not None and each.requires_grad for each in (x, weight, bias))
+    needed = tuple(trained and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed
     )

@@ -17,9 +17,12 @@ INPUT, WEIGHTS = "backward of the input", "backward of the weights"
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work: what it was ("forward", "backward", …), of which stage and micro-batch, from when to when.
+    """One pass of a micro-batch through a stage, with its begin and end.
 
-    Times are seconds of `time.perf_counter`, as the device did the work.
+    Attributes:
+        kind: "forward", "backward", …
+        stage, micro_batch: their indices.
+        start, end: seconds of `time.perf_counter` at which the device began and ended the work.
     """
 
     kind: str
@@ -31,9 +34,10 @@ class Span:
 
 @dataclass
 class Clock:
-    """The work of one step on one rank.
+    """The times of one step's work on one rank.
 
-    On an accelerator work is only issued when a call returns: there events mark where it begins and ends.
+    On an accelerator a call returns once the work is queued on the stream. There events in the stream mark where the
+    work begins and ends; their times are read after the step, so that timing stalls nothing.
     """
 
     device: torch.device
@@ -61,7 +65,7 @@ class Clock:
         self._begun = self._now()
 
     def end(self) -> None:
-        """The step's last piece of work is issued."""
+        """Mark the end of the step: its last work is issued."""
         self._ended = self._now()
 
     @property
@@ -92,8 +96,8 @@ class Clock:
 
 def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
     """Give torch's `P2POp`s the names that a trace shows; returns them."""
-    for each in messages:
-        each.traced_as = _name(kind, stage, micro_batch)
+    for message in messages:
+        message.traced_as = _name(kind, stage, micro_batch)
     return messages
 
 

@@ -16,7 +16,7 @@ from shardwise.models import Stages
 from shardwise.plan.stage import rank_of
 
 Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
-"""(a stage's model, what the stage before gave, micro-batch) → what the stage gives: x, or of the last stage losses."""
+"""(a stage's model, x of the stage before or None, micro-batch) → the stage's x, or the last stage's losses."""
 
 
 @torch.no_grad()
@@ -30,12 +30,14 @@ def relay(
 ) -> None:
     """Run `compute` on every stage and micro-batch, each stage with what the one before gave; collective.
 
-    As many micro-batches as there are pipeline ranks go through a rank's first stage, then through its next: all ranks
-    work at once, and little is held. Where the last rank sends to the first it is one less: a message may have to wait
-    until it is received (NCCL), and the first rank receives these once it is rid of its own.
+    A round of as many micro-batches as there are pipeline ranks goes through a rank's first stage, then through its
+    next: all ranks work at once, and little is held. Where the last rank sends to the first (interleaved stages), a
+    round is one shorter. With NCCL a send may block until it is received, and the first rank receives only after its
+    own sends: a full round would wait for itself.
 
     Args:
-        compute: as in `Pipeline.step`. empty: a tensor like what a stage gives for a micro-batch.
+        compute: as in `Pipeline.step`.
+        empty: a tensor like what a stage gives for a micro-batch.
     """
     wraps = parallel.stages_per_rank > 1 and parallel.schedule not in V_SHAPED
     at_once = max(1, parallel.pipeline - wraps)
@@ -57,5 +59,5 @@ def relay(
                     here[number] = out
                 else:
                     sent.append(comm.send(out, mesh.pp, after))
-        for each in sent:
-            each.wait()
+        for message in sent:
+            message.wait()

@@ -1,6 +1,7 @@
 """A step through a pipeline: torch's schedules (`torch.distributed.pipelining`) over the stages of one rank.
 
-Stages are told beforehand what comes and goes (`input_args`, `output_args`): no extra forward pass finds it out.
+Stages know the shapes of their inputs and outputs beforehand (`input_args`, `output_args`), so that torch needs no
+extra forward pass to find them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SCHEDULES: dict[Schedule, Any] = {
 
 
 def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
-    """torch's, over a rank's stages."""
+    """torch's schedule over a rank's stages."""
     single = parallel.schedule in SINGLE_STAGE
     return _SCHEDULES[parallel.schedule](
         stages[0] if single else stages, micro_batches, loss_fn=_sum, scale_grads=False
@@ -46,14 +47,16 @@ def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches
 
 
 class Pipeline:
-    """The stages of one rank under a schedule, for steps of always as many micro-batches.
+    """The stages of one rank under a schedule, for steps of a fixed number of micro-batches.
 
     Args:
-        stages: of this rank. x: a tensor like those that go from stage to stage, on any device. losses: how many the
-        last stage gives.
+        stages: of this rank.
+        x: a tensor like those that go from stage to stage, on any device.
+        losses: how many the last stage gives.
 
     Attributes:
-        clock: when this rank worked, in the last step. schedule: torch's, over `stages`.
+        clock: when this rank worked, in the last step.
+        schedule: torch's, over `stages`.
     """
 
     def __init__(
@@ -62,9 +65,9 @@ class Pipeline:
         self.clock = Clock(mesh.device)
         self._micro_batches, self._mesh = micro_batches, mesh
         self._submodules = [_Submodule(stage, model) for stage, model in stages.pairs()]
-        self.stages = [_Stage(each, mesh, x, losses, self.clock, self._on_reduction) for each in self._submodules]
-        self._has_first = any(each.stage.is_first for each in self._submodules)
-        self._has_last = any(each.stage.is_last for each in self._submodules)
+        self.stages = [_Stage(module, mesh, x, losses, self.clock, self._on_reduction) for module in self._submodules]
+        self._has_first = any(module.stage.is_first for module in self._submodules)
+        self._has_last = any(module.stage.is_last for module in self._submodules)
         self._waiting: Counter[nn.Parameter] = Counter()
         self._ready: Callable[[nn.Parameter], None] = _ignore
         open_connections_to_others(self.stages)
@@ -73,18 +76,22 @@ class Pipeline:
     def step(self, compute: Compute, ready: Callable[[nn.Parameter], None] | None = None) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters. Collective.
 
-        compute: the work of one stage on one micro-batch. The sum of the last stage's losses is what is differentiated.
-        ready: is told of each parameter whose gradient is complete, as soon as its stage's last backward is done.
+        Args:
+            compute: the forward pass of one stage on one micro-batch. The sum of the last stage's losses is
+                differentiated.
+            ready: called with each parameter whose gradient is complete, as soon as its stage's last backward pass is
+                done.
 
         Raises:
-            LostPeerError: a message did not come, or could not be sent: another rank has ended. What `compute` raises
-            goes through as it is.
+            LostPeerError: a message did not come, or could not be sent: another rank has ended. An error of `compute`
+            is
+                raised as it is.
         """
         self.clock.begin()
         self._ready = ready or _ignore
-        self._waiting = Counter(p for each in self._submodules for p in each.parameters())
-        for each in self._submodules:
-            each.compute = compute
+        self._waiting = Counter(p for module in self._submodules for p in module.parameters())
+        for module in self._submodules:
+            module.compute = compute
         numbers = torch.arange(self._micro_batches)
         failure: Exception | None = None
         try:
@@ -96,11 +103,11 @@ class Pipeline:
                 )
             self.clock.end()
         except Exception as error:  # noqa: BLE001  torch wraps what a stage raised in a text of its own
-            failure = next((each.raised for each in self._submodules if each.raised is not None), None)
+            failure = next((module.raised for module in self._submodules if module.raised is not None), None)
             failure = failure or self._lost(error) or error
         finally:
-            for each in self._submodules:
-                each.compute = None
+            for module in self._submodules:
+                module.compute = None
         if failure is not None:
             raise failure
 
@@ -115,11 +122,11 @@ class Pipeline:
         return lost
 
     def timing(self) -> StepTiming:
-        """Of the last step. Collective over the pipeline."""
-        return measure(self.clock, [each.stage.index for each in self._submodules], self._mesh)
+        """Timing of the last step. Collective over the pipeline."""
+        return measure(self.clock, [module.stage.index for module in self._submodules], self._mesh)
 
     def _on_reduction(self, model: nn.Module) -> None:
-        """A stage's gradients are complete; what another stage of this rank has too (a tied weight) waits for it."""
+        """Report a stage's complete gradients; that of a weight of two stages of this rank waits for the second one."""
         for parameter in model.parameters():
             self._waiting[parameter] -= 1
             if not self._waiting[parameter] and parameter.requires_grad:
@@ -127,7 +134,7 @@ class Pipeline:
 
 
 class _Submodule(nn.Module):
-    """What torch takes for a stage's module: it computes what the step's `compute` says."""
+    """The module that torch calls for a stage: it runs the step's `compute` on the stage's model."""
 
     def __init__(self, stage: Stage, model: nn.Module) -> None:
         super().__init__()
@@ -143,7 +150,7 @@ class _Submodule(nn.Module):
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Around the work of this stage, whose errors are no other rank's."""
+        """Remember an error of this stage's own work, without the error of its own that torch puts around it."""
         try:
             yield
         except Exception as error:
@@ -153,7 +160,8 @@ class _Submodule(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Tells the module which micro-batch comes, times the work, counts bytes, and says when gradients are complete."""
+    """torch's stage, which also sets the module's micro-batch, times the work, counts bytes, and reports complete
+    gradients."""
 
     def __init__(
         self,
@@ -181,11 +189,11 @@ class _Stage(PipelineStage):
         self._module, self._pp, self._clock = module, mesh.pp, clock
         self._x_bytes = x.numel() * x.element_size()
         self._on_reduction = on_reduction
-        # torch lets go of the outputs between the two parts of a backward pass. An autograd function in Python that the
-        # second part begins at (the loss) is then gone in torch 2.11, unless what follows it is held.
+        # torch drops the outputs between the two parts of a backward pass. In torch 2.11 an autograd function written
+        # in Python at which the second part begins (the loss) then is freed too early, so its graph is held here.
         self._graphs: dict[int, list[Any]] = {}
         self.awaited: list[str] = []
-        """What was asked of other ranks and has not been used yet, the oldest first."""
+        """Names of the messages that this rank has asked for and not yet used, the oldest first."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self._module.micro_batch = fwd_chunk_id
@@ -198,7 +206,7 @@ class _Stage(PipelineStage):
         kind = BACKWARD if options.get("full_backward", True) else INPUT
         if kind == INPUT and self.dw_builder is None:
             outputs = self.fwd_cache[bwd_chunk_id][0] if options.get("loss") is None else (options["loss"],)
-            self._graphs[bwd_chunk_id] = [each.grad_fn for each in outputs]
+            self._graphs[bwd_chunk_id] = [output.grad_fn for output in outputs]
         with self._clock.time(kind, self.stage_index, bwd_chunk_id), self._module.remembering():
             return super().backward_one_chunk(bwd_chunk_id, *args, **options)
 
@@ -249,7 +257,7 @@ class _Stage(PipelineStage):
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without what torch writes of an error on each rank, the whole schedule among it: the error itself is raised."""
+    """Silence what torch logs of an error on each rank, such as the whole schedule: the error itself is raised."""
     logger = logging.getLogger(schedules.__name__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -263,7 +271,7 @@ def _recomputes_blocks(model: nn.Module) -> bool:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """What remains of a backward pass that was done in one part."""
+    """The second part of a backward pass that was computed whole: nothing."""
     return lambda: None
 
 

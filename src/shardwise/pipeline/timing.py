@@ -1,4 +1,4 @@
-"""What a pipeline's step took: each stage's work, and the part of the step in which ranks waited."""
+"""How long a pipeline's step took: each stage's work, and the part of the step in which ranks waited."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.pipeline.clock import FORWARD, Clock
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What this rank worked on one of its stages in a step."""
+    """Seconds of a step in which this rank worked on one of its stages."""
 
     stage: int
     forward: float
@@ -26,7 +26,8 @@ class StepTiming:
     """A step on this rank.
 
     Attributes:
-        stages: its stages' work. bubble: the part of the pipeline's step in which this rank did not work.
+        stages: its stages' work.
+        bubble: the part of the pipeline's step in which this rank did not work.
         mean_bubble: over the pipeline's ranks.
     """
 
@@ -36,20 +37,21 @@ class StepTiming:
 
 
 def measure(clock: Clock, stages: Sequence[int], mesh: Mesh) -> StepTiming:
-    """Of the last step. Collective over the pipeline.
+    """The timing of the last step. Collective over the pipeline.
 
-    The step is as long as on the rank that had to do with it longest: the last stage is done before its gradient has
-    come to the first one.
+    The step's length is that of the rank on which it took longest: the last stage is done before the first stage has
+    received its gradient.
     """
     spans = clock.spans()
-    found = []
+    stage_seconds = []
     for stage in stages:
         seconds = [0.0, 0.0]
         for span in spans:
             if span.stage == stage:
                 seconds[span.kind != FORWARD] += span.end - span.start
-        found.append(StageSeconds(stage, *seconds))
-    here = torch.tensor([[sum(each.forward + each.backward for each in found), clock.window]], dtype=torch.float64)
+        stage_seconds.append(StageSeconds(stage, *seconds))
+    busy = sum(seconds.forward + seconds.backward for seconds in stage_seconds)
+    here = torch.tensor([[busy, clock.window]], dtype=torch.float64)
     busy_P, window_P = comm.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
     longest = float(window_P.max())
-    return StepTiming(tuple(found), 1 - float(here[0, 0]) / longest, 1 - float(busy_P.mean()) / longest)
+    return StepTiming(tuple(stage_seconds), 1 - float(here[0, 0]) / longest, 1 - float(busy_P.mean()) / longest)

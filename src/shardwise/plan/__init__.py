@@ -3,7 +3,7 @@
 Layers, optimizer and schedules do what is written here, and `cost/` predicts bytes, FLOPs and time from it.
 """
 
-from shardwise.plan.order import Work, work_order
+from shardwise.plan.order import Action, action_order
 from shardwise.plan.parameters import (
     canonical_tensor_count,
     local_parameter_count,
@@ -14,8 +14,9 @@ from shardwise.plan.partition import compute_shares, stage_plan
 from shardwise.plan.stage import Stage, rank_of
 
 __all__ = [
+    "Action",
     "Stage",
-    "Work",
+    "action_order",
     "canonical_tensor_count",
     "compute_shares",
     "local_parameter_count",
@@ -23,5 +24,4 @@ __all__ = [
     "parameter_count",
     "rank_of",
     "stage_plan",
-    "work_order",
 ]

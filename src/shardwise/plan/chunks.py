@@ -9,13 +9,13 @@ LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
 """Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
 
 LOSS_CHUNK_TOKENS = 256
-"""Least tokens of a chunk: each chunk adds to the whole weight gradient once, and must be worth that."""
+"""The fewest tokens of a chunk: each chunk is added to the whole weight gradient, which pays only for many tokens."""
 
 MASK_CHUNK_ELEMENTS = 2**20
 """Elements of a layout-invariant dropout mask that are hashed at once."""
 
 
 def loss_chunk_elements(rows: int, accelerator: bool) -> int:
-    """Logits that the chunked loss holds at once, where a rank has `rows` rows of the head."""
+    """Logits that the chunked loss holds at once on a rank that holds `rows` rows of the head."""
     limit = LOSS_CHUNK_ELEMENTS_ACCELERATOR if accelerator else LOSS_CHUNK_ELEMENTS_CPU
     return max(limit, LOSS_CHUNK_TOKENS * rows)

@@ -1,7 +1,7 @@
-"""In which order each rank of a pipeline works on stages and micro-batches: what torch's schedules do, without torch.
+"""The actions of each pipeline rank in a step, in order: what torch's schedules do, without torch.
 
-A test compares these orders with those of `torch.distributed.pipelining`. Memory is read from them, and the bubble of
-schedules that have no formula for it.
+A test compares these orders with those of `torch.distributed.pipelining`. Peak memory is computed from them, and the
+bubble (the part of a step in which ranks wait) of schedules that have no formula for it.
 
 Legend: p pipeline ranks, r the rank, v stages on each rank, m micro-batches of a step.
 """
@@ -20,41 +20,45 @@ Kind = Literal["forward", "backward", "input", "weight"]
 """A forward pass, a whole backward pass, or its two parts: the gradient of the input and those of the weights."""
 
 TIME: dict[Kind, int] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
-"""How long each takes beside the others: the two products of a backward pass as long as the forward pass's one."""
+"""How long each takes, in forward passes. A linear layer's forward pass is one matrix product; its backward pass is two
+of the same size, one for the gradient of the input and one for that of the weight."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a rank does at one time: a stage's part of one micro-batch."""
+class Action:
+    """What a rank does at one time: one pass of one micro-batch through one stage."""
 
     kind: Kind
     stage: int
     micro_batch: int
 
 
-def work_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Work, ...]:
-    """The work of a rank in one step; without a pipeline one micro-batch after the other."""
+def action_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Action, ...]:
+    """The actions of a rank in one step; without a pipeline one micro-batch after the other."""
     schedule: Schedule = "1f1b" if parallel.pipeline == 1 else parallel.schedule
     return _order(schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
 
 
-def in_one_pass(order: Iterable[Work]) -> tuple[Work, ...]:
-    """The order where backward passes are not parted: all is done where the gradient of the input has its place.
+def in_one_pass(order: Iterable[Action]) -> tuple[Action, ...]:
+    """The same order with whole backward passes, each at the place of its gradient of the input.
 
-    So it is with full recompute, which would compute a block again for the gradient of each of its weights.
+    Full recompute needs that: torch's second part asks for each weight's gradient by itself, and would compute a block
+    again for each of its weights.
     """
     return tuple(
-        replace(work, kind="backward") if work.kind == "input" else work for work in order if work.kind != "weight"
+        replace(action, kind="backward") if action.kind == "input" else action
+        for action in order
+        if action.kind != "weight"
     )
 
 
 def rounds(degree: int, micro_batches: int) -> int:
-    """In how many rounds an interleaved schedule takes the micro-batches; a round goes through all stages of a rank."""
+    """Rounds of an interleaved schedule: a round's micro-batches go through all stages of a rank before the next's."""
     return max(1, micro_batches // degree)
 
 
 @cache
-def _order(schedule: Schedule, p: int, v: int, m: int, r: int) -> tuple[Work, ...]:
+def _order(schedule: Schedule, p: int, v: int, m: int, r: int) -> tuple[Action, ...]:
     """Forward passes that come first, before one forward and one backward pass alternate (arXiv:2104.04473 §2.2):
 
     | schedule                | passes                          |
@@ -64,36 +68,42 @@ def _order(schedule: Schedule, p: int, v: int, m: int, r: int) -> tuple[Work, ..
     | interleaved             | (v-1)·m/rounds + 2·(p-1-r)      |
     | interleaved_zero_bubble | (v-1)·m/rounds + p-1-r          |
     """
-    each = m // rounds(p, m)
+    per_round = m // rounds(p, m)
     match schedule:
         case "gpipe":
             return _alternating(p, v, m, r, m)
         case "1f1b":
             return _alternating(p, v, m, r, p - 1 - r)
         case "interleaved":
-            return _alternating(p, v, m, r, (v - 1) * each + 2 * (p - 1 - r))
+            return _alternating(p, v, m, r, (v - 1) * per_round + 2 * (p - 1 - r))
         case "interleaved_zero_bubble":
-            return _alternating(p, v, m, r, (v - 1) * each + p - 1 - r, weights_later=r)
+            return _alternating(p, v, m, r, (v - 1) * per_round + p - 1 - r, weights_later=r)
         case "zbv":
             return _zbv(p, m, r)
         case "dualpipev":
             return _dualpipev(p, m, r)
 
 
-def _alternating(p: int, v: int, m: int, r: int, first: int, weights_later: int | None = None) -> tuple[Work, ...]:
+def _alternating(p: int, v: int, m: int, r: int, first: int, weights_later: int | None = None) -> tuple[Action, ...]:
     """`first` forward passes, then a forward and a backward pass by turns, then what remains of the backward passes.
 
-    weights_later: weight gradients lag this many backward passes behind (arXiv:2401.10241, ZB-H1); None: they are part
-    of these.
+    Args:
+        p, v, m, r: as in the legend above.
+        first: forward passes before the first backward pass.
+        weights_later: how many backward passes later the gradients of the weights are computed (arXiv:2401.10241,
+            ZB-H1); None: at once, in whole backward passes.
     """
-    each = m // rounds(p, m)
+    per_round = m // rounds(p, m)
     first = min(first, v * m)
 
-    def forward(i: int) -> Work:
-        return Work("forward", i // each % v * p + r, i // (each * v) * each + i % each)
+    # Pass i of this rank: a round takes `per_round` micro-batches through the rank's first stage, then the same ones
+    # through its next stage. Backward passes take the stages in the opposite order.
 
-    def backward(kind: Kind, i: int) -> Work:
-        return Work(kind, (v - 1 - i // each % v) * p + r, i // (each * v) * each + i % each)
+    def forward(i: int) -> Action:
+        return Action("forward", i // per_round % v * p + r, i // (per_round * v) * per_round + i % per_round)
+
+    def backward(kind: Kind, i: int) -> Action:
+        return Action(kind, (v - 1 - i // per_round % v) * p + r, i // (per_round * v) * per_round + i % per_round)
 
     order = [forward(i) for i in range(first)]
     for i in range(v * m):
@@ -107,25 +117,29 @@ def _alternating(p: int, v: int, m: int, r: int, first: int, weights_later: int 
     return tuple(order)
 
 
-class _Writer:
-    """Writes down an order in which each stage takes its micro-batches one after the other."""
+class _OrderBuilder:
+    """Collects the actions of a rank; each stage takes its micro-batches one after the other."""
 
     def __init__(self) -> None:
-        self.order: list[Work] = []
+        self.order: list[Action] = []
         self.count: Counter[tuple[Kind, int]] = Counter()
 
-    def add(self, *works: tuple[Kind, int]) -> None:
-        """Each of (kind, stage), on the next micro-batch of its own."""
-        for kind, stage in works:
+    def add(self, *actions: tuple[Kind, int]) -> None:
+        """Append actions (kind, stage), each on the next micro-batch of that kind and stage."""
+        for kind, stage in actions:
             number = self.count["input" if kind == "backward" else kind, stage]
-            self.order.append(Work(kind, stage, number))
+            self.order.append(Action(kind, stage, number))
             for part in ("input", "weight") if kind == "backward" else (kind,):
                 self.count[part, stage] += 1
 
 
-def _zbv(p: int, m: int, r: int) -> tuple[Work, ...]:
-    """ZB-V (arXiv:2401.10241 §6): stages r and 2p-1-r. Written for 2p-1 micro-batches at least; others are left out."""
-    there, back, full, write = r, 2 * p - 1 - r, max(2 * p - 1, m), _Writer()
+def _zbv(p: int, m: int, r: int) -> tuple[Action, ...]:
+    """ZB-V (arXiv:2401.10241 §6): stages r and 2p-1-r.
+
+    The pattern needs at least 2p-1 micro-batches: with fewer it is written for 2p-1, and the actions on those that do
+    not exist are left out.
+    """
+    there, back, full, write = r, 2 * p - 1 - r, max(2 * p - 1, m), _OrderBuilder()
     count = write.count
     for _ in range(2 * (p - r) - 1):
         write.add(("forward", there))
@@ -144,12 +158,12 @@ def _zbv(p: int, m: int, r: int) -> tuple[Work, ...]:
     for stage in (back, there):
         for _ in range(count["input", stage] - count["weight", stage]):
             write.add(("weight", stage))
-    return tuple(work for work in write.order if work.micro_batch < m)
+    return tuple(action for action in write.order if action.micro_batch < m)
 
 
-def _dualpipev(p: int, m: int, r: int) -> tuple[Work, ...]:
+def _dualpipev(p: int, m: int, r: int) -> tuple[Action, ...]:
     """DualPipeV (arXiv:2412.19437 §3.2.1, one copy of the model): stages r and 2p-1-r, at least 2p micro-batches."""
-    there, back, write = r, 2 * p - 1 - r, _Writer()
+    there, back, write = r, 2 * p - 1 - r, _OrderBuilder()
     pending: list[int] = []
 
     def split(stage: int) -> None:

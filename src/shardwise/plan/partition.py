@@ -10,9 +10,9 @@ from shardwise.plan.work import block_work, head_work
 
 
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
-    """The stages of the model, in its order: as `parallel.stages` says, else by what blocks and head cost.
+    """The stages of the model, in its order: as `parallel.stages` says, else balanced by the work of blocks and head.
 
-    Where a rank has several stages, all of them have equally many blocks. There is one stage without a pipeline, and
+    Where a rank has several stages, all of them have equally many blocks. Without a pipeline there is one stage; also
     for a model of your own, whose blocks are not known: there `layers` is empty.
     """
     model, stages = config.model, layout.stages
@@ -35,29 +35,34 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """The part of a step's work that each stage does, in the order of the model; not of a model of your own."""
+    """The part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
     model = config.model
     assert not isinstance(model, OwnConfig)
     head = _head_in_blocks(config, model)
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
-    return tuple(one / sum(work) for one in work)
+    return tuple(share / sum(work) for share in work)
 
 
 def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
-    """How many blocks cost as much as what follows the last one."""
+    """The work of what follows the last block, in blocks."""
     length = config.train.sequence_length
     return head_work(model, length, config.data.predictions(length)) / block_work(model, length)
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """Blocks of each stage so that the most expensive stage is as cheap as possible; the head costs as many as `head`.
+    """The number of blocks of each stage that makes the most expensive stage as cheap as possible.
 
     Where stages differ by a block the later ones have more: the earlier a stage, the more micro-batches it holds. An
     embedding multiplies nothing and costs nothing.
+
+    Args:
+        layers: blocks of the model.
+        stages: the number of stages.
+        head: the work of what follows the last block, in blocks.
     """
     if stages == 1:
         return [layers]
     others = stages - 1
     last = min(range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last))
-    each, more = divmod(layers - last, others)
-    return [each + (stage >= others - more) for stage in range(others)] + [last]
+    fewest, more = divmod(layers - last, others)
+    return [fewest + (stage >= others - more) for stage in range(others)] + [last]

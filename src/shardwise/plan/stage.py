@@ -10,7 +10,7 @@ from shardwise.config.sections import V_SHAPED
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of consecutive blocks, with the embedding before the first one and the head behind the last one.
+    """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
 
     Attributes:
         index: from 0, in the order of the model.
@@ -34,7 +34,7 @@ class Stage:
 
 
 def rank_of(parallel: ParallelConfig, stage: int) -> int:
-    """The pipeline rank of a stage: stages are dealt out in rounds; in a V every second round goes backwards."""
+    """The pipeline rank of a stage: stages go to ranks 0, 1, … in rounds; in a V every second round goes backwards."""
     degree = parallel.pipeline
     round_, place = divmod(stage, degree)
     return degree - 1 - place if parallel.schedule in V_SHAPED and round_ % 2 else place

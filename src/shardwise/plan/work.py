@@ -1,4 +1,4 @@
-"""Multiply-adds of one token's forward pass: what stages are balanced by, and what FLOPs are counted from.
+"""Multiply-adds of one token's forward pass. Stages are balanced by them, and FLOPs are computed from them.
 
 Legend: H hidden size, L blocks, q = heads · head_dim, S sequence length.
 """
@@ -13,7 +13,7 @@ from shardwise.plan.parameters import matmul_parameter_count
 
 
 def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Of `q kᵀ` and of the sum of values in one block: 2·q for each token that a token attends to.
+    """Multiply-adds of attention in one block, `q kᵀ` and the sum of values: 2·q for each token attended to.
 
     The causal mask halves it: a token attends to S / 2 others on average, and what is masked out is not work.
     """
@@ -22,13 +22,13 @@ def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: b
 
 
 def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Of one block: each element of its matrices once, and its attention."""
+    """Multiply-adds of one block: one for each element of its matrices, and its attention."""
     matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
     return matrices + attention_work(model, sequence_length, count_masked=count_masked)
 
 
 def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None = None) -> float:
-    """Of what follows the last block: output head, and BERT's pooler and next-sentence classifier.
+    """Multiply-adds of what follows the last block: output head, and BERT's pooler and next-sentence classifier.
 
     Of BERT's tokens only P are predicted: the masked-token head counts P / S of its matrices, pooler and classifier,
     which see one token of each sequence, 1 / S.

@@ -1,4 +1,4 @@
-"""Weights and gradients in canonical form, to compare layouts with."""
+"""Weights and gradients in canonical form, for comparisons of layouts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) ->
     return {name: tensor.clone() for name, tensor in canonical(model, _gradient)}
 
 
-def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """By canonical name, `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)`: a zero gradient is held to the model's scale."""
-    scale = torch.stack([g.norm() for g in wanted.values()]).norm() / len(wanted) ** 0.5
-    return {name: float((found[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale)) for name, g in wanted.items()}
+def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """By canonical name `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)`: the model's scale bounds small g from below."""
+    scale = torch.stack([g.norm() for g in expected.values()]).norm() / len(expected) ** 0.5
+    return {
+        name: float((actual[name] - g).norm() / torch.maximum(g.norm(), 1e-3 * scale)) for name, g in expected.items()
+    }
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

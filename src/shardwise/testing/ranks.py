@@ -19,7 +19,7 @@ from shardwise import device as devices
 from shardwise.launch.guard import die_with_parent
 
 _LOADED_ONCE = [__name__, "shardwise.pipeline.schedule"]
-"""Ranks are forked from a process that has imported these, and with them torch and its compiler, and no more."""
+"""Modules that the server process imports from which ranks are forked; with them come torch and its compiler."""
 
 
 class RankError(AssertionError):
@@ -27,11 +27,14 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`size` processes joined in one process group: gloo, or the accelerator's backend where there is one for each
-    rank.
+    """`size` processes joined in one process group, over the backend of their device: gloo on CPUs.
 
     `pool.run(function, *args)` calls a module-level `function(*args)` on every rank and returns the results in rank
-    order. After a failure or time-out the ranks are started afresh on the next call.
+    order. After a failure or time-out the next call starts new ranks.
+
+    Args:
+        size: the number of ranks.
+        device_type: `cpu`, or that of an accelerator with a device for each rank.
     """
 
     def __init__(self, size: int, *, device_type: str = "cpu") -> None:
@@ -101,5 +104,5 @@ def _serve(rank: int, size: int, device_type: str, rendezvous: str, tasks: Any, 
         function, args = tasks.get()
         try:
             results.put((rank, function(*args), None))
-        except BaseException:  # noqa: BLE001  whatever it is, the test that asked for it shows it
+        except BaseException:  # noqa: BLE001  run() raises it in the test
             results.put((rank, None, traceback.format_exc()))

@@ -103,12 +103,12 @@ def print_pipeline(console: Console, config: Config, layout: Layout, accelerator
 def _row(simulation: Simulation, rank: int, cell: int) -> list[Text]:
     """A rank's step, a text of `cell` characters for each unit of time."""
     units_ = [Text("·".ljust(cell), style=_IDLE) for _ in range(simulation.makespan)]
-    first = min(each.work.stage for each in simulation.ranks[rank])
+    first = min(each.action.stage for each in simulation.ranks[rank])
     for each in simulation.ranks[rank]:
-        is_later = each.work.stage != first
-        letter, style = _LETTERS[each.work.kind], _STYLES[each.work.kind][is_later]
+        is_later = each.action.stage != first
+        letter, style = _LETTERS[each.action.kind], _STYLES[each.action.kind][is_later]
         letter = letter.lower() if is_later else letter
-        units_[each.start] = Text(f"{letter}{each.work.micro_batch}".ljust(cell), style=style)
+        units_[each.start] = Text(f"{letter}{each.action.micro_batch}".ljust(cell), style=style)
         for later in range(each.start + 1, each.end):
             units_[later] = Text("-" * cell, style=style)
     return units_
@@ -124,8 +124,8 @@ def _ends(items: list[_T], most: int) -> tuple[list[_T], int]:
 
 def _legend(simulation: Simulation, width: int) -> list[Text]:
     """What the letters mean, as far as they are there."""
-    kinds = {each.work.kind for row in simulation.ranks for each in row}
-    several = len({each.work.stage for each in simulation.ranks[0]}) > 1
+    kinds = {each.action.kind for row in simulation.ranks for each in row}
+    several = len({each.action.stage for each in simulation.ranks[0]}) > 1
     parts = [
         Text.assemble((_LETTERS[kind], _STYLES[kind][0]), f" {_MEANING[kind]}") for kind in _LETTERS if kind in kinds
     ]

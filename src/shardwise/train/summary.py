@@ -56,9 +56,10 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     return [
         (
             "layout",
-            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {_ranks(layout)} ({device}), "
+            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {_ranks(layout)}, "
             f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
+        ("device", f"{device}, as this machine has: precision and memory are those of such ranks"),
         _batch(config, layout),
         ("steps", f"{train.steps:,}{stop}"),
         ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),

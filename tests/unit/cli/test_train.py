@@ -44,7 +44,8 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     layout = check_layout(config, 4)
     memory = cost.expected_memory(config, layout)
     rows = {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
-    assert rows["layout"] == "TP 2 × PP 1 × DP 2 = 4 ranks (cpu), sequence parallelism (SP) on, ZeRO-1"
+    assert rows["layout"] == "TP 2 × PP 1 × DP 2 = 4 ranks, sequence parallelism (SP) on, ZeRO-1"
+    assert rows["device"] == "cpu, as this machine has: precision and memory are those of such ranks"
     assert rows["batch"] == "2 micro batch × 2 accumulation × 2 DP = 8 global batch"
     assert rows["steps"] == "20; this run stops after 5"
     assert rows["tokens"] == "512 per step, 10,240 in all"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config.text import dump_yaml, parse_value, parse_yaml
@@ -96,6 +96,7 @@ LEAVES = (
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), LEAVES | st.lists(LEAVES) | st.just({"x": 1})))
 def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
     assert parse_yaml(dump_yaml(values), "test") == values

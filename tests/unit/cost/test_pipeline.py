@@ -16,7 +16,7 @@ from shardwise.models import build_model
 from shardwise.models.blocks import Part
 from shardwise.placement import placements
 from shardwise.plan import Stage, local_parameter_count, parameter_count, stage_plan
-from shardwise.plan.order import in_one_pass, work_order
+from shardwise.plan.order import action_order, in_one_pass
 from shardwise.plan.parameters import local_parameters
 from tests.unit.cost.families import MODELS, family, make_config, section
 
@@ -188,23 +188,23 @@ def test_a_walk_through_an_order() -> None:
         3: Pass(kept=1, loss=100, loss_kept=5, backward=2, last=0, waiting=7, reduction=30),
     }
     parallel = config(schedule="zbv").parallel
-    found = peak(work_order(parallel, 4, 0), passes, 4)
+    found = peak(action_order(parallel, 4, 0), passes, 4)
     assert found.in_flight == 4
     assert found.activations == 4 * 10
     assert found.forward == found.whole == 3 * 10 + 1 + 100
     gradients = passes | {3: replace(passes[3], loss_kept=100)}  # of which a backward pass in two parts makes copies
-    assert peak(work_order(parallel, 4, 0), gradients, 4).whole == 3 * 10 + 1 + 100 + 100
-    in_one_part = in_one_pass(work_order(parallel, 4, 0))
+    assert peak(action_order(parallel, 4, 0), gradients, 4).whole == 3 * 10 + 1 + 100 + 100
+    in_one_part = in_one_pass(action_order(parallel, 4, 0))
     assert peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
-    assert peak(work_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
+    assert peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_full_recompute_leaves_backward_passes_in_one_part(schedule: str) -> None:
     parallel = config(schedule=schedule).parallel
     for rank in range(2):
-        order = in_one_pass(work_order(parallel, M, rank))
+        order = in_one_pass(action_order(parallel, M, rank))
         assert {work.kind for work in order} == {"forward", "backward"}
         assert len(order) == 2 * 2 * M
     waits = [cost.simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]

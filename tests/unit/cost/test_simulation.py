@@ -48,15 +48,15 @@ def test_everything_is_done_once_and_in_order(schedule: Schedule) -> None:
     for p, _, m in cases(schedule):
         config, found = simulated(m, pipeline=p, schedule=schedule)
         stages = p * config.stages_per_rank
-        work = {(each.work.kind, each.work.stage, each.work.micro_batch): each for row in found.ranks for each in row}
-        assert len(work) == sum(map(len, found.ranks)), "something is done twice"
+        timed = {(one.action.kind, one.action.stage, one.action.micro_batch): one for row in found.ranks for one in row}
+        assert len(timed) == sum(map(len, found.ranks)), "something is done twice"
         for stage, micro_batch in itertools.product(range(stages), range(m)):
-            forward = work["forward", stage, micro_batch]
-            backward = work.get(("backward", stage, micro_batch)) or work["input", stage, micro_batch]
+            forward = timed["forward", stage, micro_batch]
+            backward = timed.get(("backward", stage, micro_batch)) or timed["input", stage, micro_batch]
             assert forward.end <= backward.start
-            assert backward.work.kind == "backward" or work["weight", stage, micro_batch].start >= backward.end
+            assert backward.action.kind == "backward" or timed["weight", stage, micro_batch].start >= backward.end
             if stage:
-                assert work["forward", stage - 1, micro_batch].end <= forward.start
+                assert timed["forward", stage - 1, micro_batch].end <= forward.start
         for row in found.ranks:
             assert all(one.end <= other.start for one, other in itertools.pairwise(row)), "a rank does two things"
         assert 0 <= found.bubble < 1

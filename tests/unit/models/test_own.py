@@ -114,8 +114,8 @@ def test_the_current_directory_stands_in_for_no_library_afterwards(write: Write,
 def test_the_current_directory_comes_before_installed_packages(write: Write, tmp_path: Path) -> None:
     write(path="installed/mine.py")
     sys.path.insert(0, str(tmp_path / "installed"))
-    found = check_own(config(write()))
-    assert sys.modules[found.__module__].__file__ == str(tmp_path / "mine.py")
+    model_class = check_own(config(write()))
+    assert sys.modules[model_class.__module__].__file__ == str(tmp_path / "mine.py")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_module_that_cannot_be_imported(write: Write, tmp_path: Path) -> None:
 def test_a_class_that_is_missing(write: Write, tmp_path: Path) -> None:
     write()
     assert problem(config("mine:Modle")) == (
-        f"model.family (mine:Modle): {tmp_path / 'mine.py'} has no Modle; did you mean Model?"
+        f"model.family (mine:Modle): {tmp_path / 'mine.py'} lacks Modle; did you mean Model?"
     )
 
 
@@ -217,7 +217,32 @@ class Model(Base):
     assert built.layer.weight.shape == (16, 3)
 
 
-def test_a_misspelt_key_is_told_as_far_as_names_go(write: Write) -> None:
+def test_a_mixin_without_a_constructor_is_passed_over(write: Write) -> None:
+    base = """
+class Mixin:
+    pass
+
+class Base(nn.Module):
+    def __init__(self, recompute, vocab_size):
+        super().__init__()
+        self.layer, self.recompute = nn.Linear(3, 3), recompute
+
+class Model(Mixin, Base):
+"""
+    passes_on = """
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+    """
+    assert build(config(write(passes_on, head=HEAD.partition("class")[0] + base))).recompute == "none"
+
+
+def test_a_key_beside_the_one_that_was_meant_is_reported_with_it(write: Write) -> None:
+    assert problem(config(write(), width=4, widht=3)) == (
+        "model.widht: mine:Model takes no such argument; did you mean model.width?"
+    )
+
+
+def test_a_misspelt_key_is_reported_as_far_as_names_are_known(write: Write) -> None:
     """Of `**kwargs` nobody knows the names: what is like none of the others is passed on."""
     takes_all = """
     def __init__(self, vocab_size, width=4, **kwargs):

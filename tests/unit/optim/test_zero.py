@@ -18,6 +18,26 @@ from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, nothing,
 # ---- the same training
 
 
+def test_a_class_keeps_its_own_way_to_add_parameters() -> None:
+    class Counting(torch.optim.AdamW):
+        groups = 0
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+            type(self).groups += 1
+
+    optimizer = ZeroRedundancyOptimizer(make().parameters(), Counting)
+    assert isinstance(optimizer.inner, Counting)
+    assert type(optimizer.inner).groups == len(optimizer.inner.param_groups) + 4, "a trial makes four more"
+    assert repr(optimizer.inner).startswith("Counting (")
+    assert Counting.groups == 0, "the class itself is not changed"
+
+
+def test_a_model_that_nothing_wraps_costs_no_search_for_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "get_referrers", lambda *_: pytest.fail("searched"))
+    ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -186,6 +186,14 @@ def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
         other(None)
 
 
+def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.parallel.arguments._warned", [])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    for make in WITHOUT_GROUP.values():  # warnings are errors
+        make(None)
+
+
 @pytest.mark.parametrize("given", [Mesh(device="cpu"), 8, True, "tp", [0, 1]], ids=repr)
 @pytest.mark.parametrize("owner", WITHOUT_GROUP)
 def test_what_is_no_group_is_refused_with_what_to_pass(owner: str, given: Any) -> None:

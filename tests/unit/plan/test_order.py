@@ -11,7 +11,7 @@ from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.pipeline import fits_schedule
 from shardwise.config.sections import SINGLE_STAGE
 from shardwise.cost.simulation import simulate
-from shardwise.plan.order import TIME, Work, rounds, work_order
+from shardwise.plan.order import TIME, Action, action_order, rounds
 from shardwise.plan.stage import rank_of
 
 CLASSES: dict[Schedule, Any] = {
@@ -65,19 +65,19 @@ class Recorder(Stub):
 
     def __init__(self, index: int, rank: int, parallel: ParallelConfig) -> None:
         super().__init__(index, rank, parallel)
-        self.has_backward, self.order = False, list[Work]()
+        self.has_backward, self.order = False, list[Action]()
 
     def forward_one_chunk(self, number: int, *_arguments: object, **_options: object) -> None:
-        self.order.append(Work("forward", self.stage_index, number))
+        self.order.append(Action("forward", self.stage_index, number))
 
     def backward_one_chunk(self, number: int, *_arguments: object, **_options: object) -> None:
-        self.order.append(Work("backward", self.stage_index, number))
+        self.order.append(Action("backward", self.stage_index, number))
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_arguments: []  # nothing to send or to receive
 
 
-def single_stage_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Work, ...]:
+def single_stage_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Action, ...]:
     stage = Recorder(rank, rank, parallel)
     schedule = CLASSES[parallel.schedule](stage, micro_batches, scale_grads=False)
     schedule._initialize_stage = lambda *_arguments: None
@@ -85,14 +85,14 @@ def single_stage_order(parallel: ParallelConfig, micro_batches: int, rank: int) 
     return tuple(stage.order)
 
 
-def torch_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Work, ...]:
+def torch_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Action, ...]:
     """What torch's schedule has a rank compute."""
     if parallel.schedule in SINGLE_STAGE:
         return single_stage_order(parallel, micro_batches, rank)
     listed = torch_schedule(parallel, micro_batches).pipeline_order[rank]
     actions = [part for action in listed if action for part in action.sub_actions or (action,)]
     return tuple(
-        Work(KINDS[one.computation_type.name], one.stage_index, one.microbatch_index)  # type: ignore[arg-type]
+        Action(KINDS[one.computation_type.name], one.stage_index, one.microbatch_index)  # type: ignore[arg-type]
         for one in actions
         if one.computation_type.name in KINDS
     )
@@ -103,7 +103,7 @@ def test_orders_are_torchs(parallel: ParallelConfig) -> None:
     for micro_batches in MICRO_BATCHES:
         if fits_schedule(parallel, micro_batches):
             for rank in range(parallel.pipeline):
-                assert work_order(parallel, micro_batches, rank) == torch_order(parallel, micro_batches, rank)
+                assert action_order(parallel, micro_batches, rank) == torch_order(parallel, micro_batches, rank)
 
 
 @pytest.mark.parametrize("parallel", shapes(), ids=name)
@@ -120,7 +120,7 @@ def test_torch_takes_what_is_said_to_fit_and_nothing_else(parallel: ParallelConf
             assert 0 <= simulate(parallel, micro_batches).bubble < 1
 
 
-def in_flight(order: tuple[Work, ...]) -> int:
+def in_flight(order: tuple[Action, ...]) -> int:
     """The most passes whose activations a rank holds, from the forward pass to the weights' gradients."""
     most = now = 0
     for work in order:
@@ -145,7 +145,7 @@ def test_passes_in_flight(parallel: ParallelConfig) -> None:
                 "zbv": 2 * p,
                 "dualpipev": 2 * p + 1,
             }[parallel.schedule]
-            found = in_flight(work_order(parallel, m, r))
+            found = in_flight(action_order(parallel, m, r))
             # ZB-V of fewer than 2p-1 micro-batches is that of 2p-1, without those that are not there.
             assert found == min(expected, v * m) or (parallel.schedule == "zbv" and m < 2 * p - 1 and found < expected)
 
