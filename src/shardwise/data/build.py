@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardwise.config import Config
-from shardwise.data.batch import Batches
-from shardwise.data.prepared import PreparedData
-from shardwise.data.split import Part
+from shardwise.data.formats.common import PreparedData
+from shardwise.data.samples.batch import Batches
+from shardwise.data.tokens.split import Part
 
 
 def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | None:

@@ -28,9 +28,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.batch import TokenArray
-from shardwise.data.sentences import Sentences
-from shardwise.data.split import PARTS, Part
+from shardwise.data.samples.batch import TokenArray
+from shardwise.data.samples.sentences import Sentences
+from shardwise.data.tokens.split import PARTS, Part
 from shardwise.errors import DataError
 from shardwise.files import open_lock
 

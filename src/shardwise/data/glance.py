@@ -9,15 +9,15 @@ from pathlib import Path
 
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, Config
-from shardwise.data.hdf5 import shard_paths
-from shardwise.data.hdf5_shard import Shard
-from shardwise.data.huggingface import open_dataset, reads_datasets, require_library
-from shardwise.data.indexed import count_sequences
-from shardwise.data.preparation import DataKind, kind_of_data
-from shardwise.data.prepared import in_pairs, require_bert, without_tokenizer
-from shardwise.data.sources import FileSource, open_source
-from shardwise.data.text_files import Kind, documents, kind_of
-from shardwise.data.tokenizer import open_user_tokenizer, trained_special_tokens
+from shardwise.data.formats.common import in_pairs, require_bert, without_tokenizer
+from shardwise.data.formats.hdf5 import shard_paths
+from shardwise.data.formats.text import DataKind, kind_of_data
+from shardwise.data.reading.datasets import open_dataset, reads_datasets, require_library
+from shardwise.data.reading.hdf5 import Shard
+from shardwise.data.reading.megatron import count_sequences
+from shardwise.data.reading.sources import FileSource, open_source
+from shardwise.data.reading.text import Kind, documents, kind_of
+from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
 from shardwise.errors import ConfigError, DataError
 from shardwise.units import size
 

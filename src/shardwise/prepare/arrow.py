@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.indexed import IndexedFile, sync_folder, to_disk
+from shardwise.data.reading.megatron import IndexedFile, sync_folder, to_disk
 from shardwise.errors import DataError
 
 COLUMN = "input_ids"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.data.encoding import ContentDigest
-from shardwise.data.sentences import sentence_pieces
-from shardwise.data.sources import Source
+from shardwise.data.reading.sources import Source
+from shardwise.data.tokens.cutting import sentence_pieces
+from shardwise.data.tokens.encoding import ContentDigest
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
 BATCH_CHARACTERS = 1 << 21

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import DataConfig
-from shardwise.data import manifest as records
-from shardwise.data.hdf5 import Shards, in_list, shard_paths
-from shardwise.data.hdf5_shard import Shard
-from shardwise.data.indexed import IndexedFile, prefix_of
-from shardwise.data.sources import open_source
-from shardwise.data.text_files import require_sound
+from shardwise.data.formats.hdf5 import Shards, in_list, shard_paths
+from shardwise.data.reading import manifest as records
+from shardwise.data.reading.hdf5 import Shard
+from shardwise.data.reading.megatron import IndexedFile, prefix_of
+from shardwise.data.reading.sources import open_source
+from shardwise.data.reading.text import require_sound
 from shardwise.errors import DataError
 from shardwise.prepare.arrow import COLUMN, library
 from shardwise.prepare.inspection import Decoder, Inspection, Lengths, Sample, spread

@@ -1,4 +1,4 @@
-"""Sentence pairs with masked tokens, as the shards of HDF5 that `shardwise.data.hdf5` reads."""
+"""Sentence pairs with masked tokens, as the shards of HDF5 that `shardwise.data.formats.hdf5` reads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.documents import Documents
-from shardwise.data.hashing import mix_integer
-from shardwise.data.hdf5_shard import library
-from shardwise.data.indexed import IndexedFile, to_disk
-from shardwise.data.pairs import SentencePairBatches
-from shardwise.data.tokenizer import PairTokens
+from shardwise.data.reading.hdf5 import library
+from shardwise.data.reading.megatron import IndexedFile, to_disk
+from shardwise.data.samples.documents import Documents
+from shardwise.data.samples.hashing import mix_integer
+from shardwise.data.samples.pairs import SentencePairBatches
+from shardwise.data.tokens.tokenizer import PairTokens
 
 SECTION_TOKENS = 1 << 25
 """Of the documents that a shard is made of, about: what the memory of a process is bounded by."""

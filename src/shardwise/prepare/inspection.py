@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from shardwise import hub
 from shardwise.config import data_from
-from shardwise.data.hdf5 import reads_shards
-from shardwise.data.indexed import is_indexed
-from shardwise.data.sampler import IntArray
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.formats.hdf5 import reads_shards
+from shardwise.data.reading.megatron import is_indexed
+from shardwise.data.samples.sampler import IntArray
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import ConfigError, DataError
 
 _BARS = 12

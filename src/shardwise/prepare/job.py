@@ -16,13 +16,13 @@ from typing import Any
 from shardwise import hub
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.encoding import ContentDigest
-from shardwise.data.hdf5_shard import library as hdf5_library
-from shardwise.data.huggingface import fetch_dataset
-from shardwise.data.indexed import IndexedFile, sync_folder, written_dtype
-from shardwise.data.pairs import chunk_room
-from shardwise.data.sources import Source, open_source
-from shardwise.data.tokenizer import open_user_tokenizer
+from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.data.reading.hdf5 import library as hdf5_library
+from shardwise.data.reading.megatron import IndexedFile, sync_folder, written_dtype
+from shardwise.data.reading.sources import Source, open_source
+from shardwise.data.samples.pairs import chunk_room
+from shardwise.data.tokens.encoding import ContentDigest
+from shardwise.data.tokens.tokenizer import open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.batches import Position

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.data import manifest
-from shardwise.data.indexed import sync_folder, to_disk
+from shardwise.data.reading import manifest
+from shardwise.data.reading.megatron import sync_folder, to_disk
 from shardwise.errors import DataError, listing
 from shardwise.prepare.tokens import PREFIX
 from shardwise.prepare.work import Work

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.indexed import UnfinishedIndex, prefix_of, to_disk, written_dtype
-from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
+from shardwise.data.reading.megatron import UnfinishedIndex, prefix_of, to_disk, written_dtype
+from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import space
 from shardwise.prepare.job import VERSION, Outcome

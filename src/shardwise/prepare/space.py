@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import DataConfig
-from shardwise.data.encoding import ContentDigest
-from shardwise.data.sentences import cut_sentences
-from shardwise.data.sources import PIECE_CHARACTERS, Source
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.reading.sources import PIECE_CHARACTERS, Source
+from shardwise.data.tokens.cutting import cut_sentences
+from shardwise.data.tokens.encoding import ContentDigest
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 from shardwise.units import size
 

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardwise.data.indexed import UnfinishedIndex, to_disk, written_dtype
-from shardwise.data.sampler import IntArray
-from shardwise.data.sources import Source
+from shardwise.data.reading.megatron import UnfinishedIndex, to_disk, written_dtype
+from shardwise.data.reading.sources import Source
+from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError
 from shardwise.prepare.batches import Position, TextBatch, text_batches
 from shardwise.prepare.work import Work

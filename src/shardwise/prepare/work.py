@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.data.indexed import sync_folder, to_disk
+from shardwise.data.reading.megatron import sync_folder, to_disk
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import new_file, open_lock
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import RunError
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.guard import die_with_parent

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise import comm
 from shardwise.config import Config
 from shardwise.data import Batch, Batches, StreamBatches
-from shardwise.data.batch import eval_micro_batches, rows_of_rank
+from shardwise.data.samples.batch import eval_micro_batches, rows_of_rank
 from shardwise.mesh import Mesh
 
 _IntArray = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.indexed import IndexedWriter
+from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.errors import DataError
 from shardwise.prepare import formats
 from shardwise.prepare.inspection import Inspection, Lengths, inspect, spread

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.data.indexed import IndexedFile
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import raw
 from shardwise.prepare.inspection import inspect

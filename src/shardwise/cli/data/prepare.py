@@ -82,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.data.indexed import prefix_of
+    from shardwise.data.reading.megatron import prefix_of
     from shardwise.prepare import Job, prepare
     from shardwise.prepare.raw import is_raw
 
