@@ -18,6 +18,11 @@ def size(value: float) -> str:
     return _scaled(value, 1024.0, _SIZE_SUFFIXES)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 file`, `2,000 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def parse_size(text: str) -> int | None:
     """Bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, `5000`; None of other texts."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)

@@ -33,7 +33,7 @@ from shardwise.launch.environment import Rank, is_launched
 from shardwise.units import count
 
 if TYPE_CHECKING:
-    from shardwise.data.tokens.split import Part
+    from shardwise.data.parts import Part
     from shardwise.inference import Evaluation
 
 _KEYS = (

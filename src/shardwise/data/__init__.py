@@ -1,11 +1,18 @@
-"""Data: text becomes tokens once, and tokens become the same batches at any layout. no torch."""
+"""Data: text becomes tokens once, and tokens become the same batches at any layout. Nothing here imports torch.
 
-from shardwise.data.build import make_batches, make_evaluation
-from shardwise.data.formats.common import PreparedData, PreparedText
-from shardwise.data.formats.hdf5 import PreparedShards, ShardBatches, reads_shards
-from shardwise.data.formats.megatron import PreparedDocuments, reads_indexed
-from shardwise.data.formats.text import prepare
-from shardwise.data.reading.datasets import fetch_dataset, reads_datasets
+reading    the files: which format they have, and what they hold
+tokens     text to tokens: tokenizers, sentences, the held-out part
+samples    tokens to samples and batches
+formats    what commands do with data of each format
+opening    the way of every command to them
+"""
+
+from shardwise.data.formats.common import PreparedData, PreparedText, make_batches, make_evaluation
+from shardwise.data.formats.hdf5 import PreparedShards
+from shardwise.data.formats.megatron import PreparedDocuments
+from shardwise.data.opening import prepare
+from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.data.reading.detect import detect
 from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
 from shardwise.data.samples.blend import BlendedBatches
@@ -14,6 +21,7 @@ from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.sampler import Sampler
 from shardwise.data.samples.sentences import Sentences
+from shardwise.data.samples.shards import ShardBatches
 from shardwise.data.samples.streaming import StreamBatches
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer, special_token_ids, train_tokenizer
 
@@ -37,13 +45,11 @@ __all__ = [
     "StreamBatches",
     "TokenBatches",
     "Tokenizer",
+    "detect",
     "fetch_dataset",
     "make_batches",
     "make_evaluation",
     "prepare",
-    "reads_datasets",
-    "reads_indexed",
-    "reads_shards",
     "special_token_ids",
     "train_tokenizer",
 ]

@@ -1,4 +1,4 @@
-"""Sentence pairs with masked tokens, as the shards of HDF5 that `shardwise.data.formats.hdf5` reads."""
+"""Sentence pairs with masked tokens, as the HDF5 shards that `shardwise.data.reading.hdf5` reads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.tokens.tokenizer import PairTokens
 
 SECTION_TOKENS = 1 << 25
-"""Of the documents that a shard is made of, about: what the memory of a process is bounded by."""
+"""About how many tokens the documents of a shard have, which bounds the memory of a process."""
 _ROWS = 1024
-"""Made at once."""
+"""Rows that are made at once."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Shard:
 
 
 def row_bytes(length: int, predictions: int) -> int:
-    """Of a sample on the disk."""
+    """The bytes of a sample on the disk."""
     return (4 + 1 + 1) * length + (4 + 4) * predictions + 1
 
 

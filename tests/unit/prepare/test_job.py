@@ -13,8 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwise.data.formats.hdf5 import Shards, in_list
-from shardwise.data.reading.hdf5 import Shard
+from shardwise.data.reading.hdf5 import Shard, Shards, in_list
 from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
 from shardwise.data.tokens.cutting import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer

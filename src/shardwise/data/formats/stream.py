@@ -1,4 +1,4 @@
-"""Makes a stream ready: its files are listed, its first documents are looked at, and what is held out is cached.
+"""Text that is tokenized while it is trained on; its first documents are read first, and what is held out is cached.
 
 Parts other than the training's are a block of documents each, at most, prepared as any text is. Weights of `data.split`
 hold their share of the first block out; splits with names are parts, of which the first block is evaluated.
@@ -6,28 +6,28 @@ hold their share of the first block out; splits with names are parts, of which t
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import in_pairs, needed_parts, too_short
-from shardwise.data.reading.datasets import DataSet, open_dataset, reads_datasets
+from shardwise.data.formats.common import Announce, in_pairs, needed_parts, row_batches, too_short
+from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
+from shardwise.data.reading.datasets import DataSet, open_dataset
+from shardwise.data.reading.detect import detect
 from shardwise.data.reading.sources import FileSource, Piece, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
+from shardwise.data.reading.text import unreadable
 from shardwise.data.samples.batch import Batches, TokenArray
 from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
 from shardwise.data.tokens.encoding import encode_documents
-from shardwise.data.tokens.split import PART_NAMES, Part
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
-from shardwise.errors import DataError, listing
-from shardwise.units import count
+from shardwise.errors import DataError
+from shardwise.units import counted
 
 _Begin = tuple[int, int]
 
@@ -37,8 +37,9 @@ class PreparedStream:
     """`PreparedData` of a stream.
 
     Attributes:
-        files: of the training part. held: what of them is not trained on. tokens: of the other parts; of the training
-        part none, or all where they are less than a block.
+        files: of the training part.
+        held: which of their documents are not trained on.
+        tokens: of the other parts; of the training part none, or all where they are less than a block.
     """
 
     name: str
@@ -51,7 +52,7 @@ class PreparedStream:
     data: DataConfig
 
     def count(self, part: Part) -> int:
-        """Tokens of a part; of the training part 0 where nobody knows."""
+        """Tokens of a part; 0 of a training part of more than a block, whose number is not known before it is read."""
         return len(self.tokens[part])
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
@@ -61,17 +62,14 @@ class PreparedStream:
         return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0])[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        length, ends = config.train.sequence_length, DocumentEnds.of(config, self.tokenizer_path)
         if part != "train":
-            row = self.tokens[part]
-            if len(row) <= (1 if tail else length):
-                return None
-            return TokenBatches(row, length, config.train.seed, tail=tail, ends=ends)
+            return row_batches(config, self.tokens[part], self.tokenizer_path, config.train.seed, tail=tail)
         if evaluation:
             raise DataError(
                 f"data.streaming (true) must be false where the training part of {self.name} is evaluated: set it, or "
                 "give --part eval"
             )
+        length, ends = config.train.sequence_length, DocumentEnds.of(config, self.tokenizer_path)
         stream = Stream(
             self._shards(),
             Tokenizer.load(self.tokenizer_path),
@@ -86,30 +84,20 @@ class PreparedStream:
         return [open_shard(file, self.data) for file in self.files]
 
 
-def prepare_stream(
-    config: Config, root: Path, announce: Callable[[str], None] | None, *, any_size: bool
-) -> PreparedStream:
+def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedStream:
     """Opens a stream; its first documents are read where the cache `root` does not know them.
 
     Raises:
         DataError: the data cannot be streamed, or its first documents cannot be read, or they are too few.
     """
-    data = config.data
     files = _Files.of(config)
-    key = _key(config, files.stamp())
-    entry = cache.open_entry(root, key)
-    if entry is None:
-        with cache.locked(root, key) as exclusive:
-            entry = cache.open_entry(root, key)
-            if entry is None:
-                if announce is not None:
-                    announce(f"preparing the data {data.name}: the first documents of a stream, then cached in {root}")
-                with cache.writing(root), cache.building(root, key, exclusive) as folder:
-                    _build(folder, files, config)
-                entry = cache.open_entry(root, key)
-    if entry is None:
-        raise cache.returns_other_bytes(root)
-    return _prepared(entry, config, any_size)
+
+    def build(folder: Path) -> None:
+        if announce is not None:
+            announce(f"preparing the data {config.data.name}: the first documents of a stream, then cached in {root}")
+        _build(folder, files, config)
+
+    return _prepared(cache.open_or_build_tokens(root, _key(config, files.stamp()), build), config, any_size)
 
 
 def require_streamable(config: Config) -> None:
@@ -135,7 +123,7 @@ class _Files:
 
     @classmethod
     def of(cls, config: Config) -> _Files:
-        if reads_datasets(config.data):
+        if detect(config.data) == "datasets":
             return cls(open_dataset(config.data), ())
         source = open_source(config.data)
         assert isinstance(source, FileSource)
@@ -160,8 +148,7 @@ class _Files:
 def _key(config: Config, stamp: str) -> str:
     data = config.data
     assert data.tokenizer is not None
-    parts = {
-        "format": cache.FORMAT,
+    described = {
         "stream": stamp,
         "text_key": data.text_key,
         "kind": data.format,
@@ -170,7 +157,7 @@ def _key(config: Config, stamp: str) -> str:
         "vocab_size": config.model.vocab_size,
         "buffer": data.shuffle_buffer,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache.key_of(described)
 
 
 def _share(config: Config) -> float:
@@ -186,9 +173,9 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
             status = path.stat()
             content = cache.spread_digest(path, 2) if hashed else [str(path.absolute()), status.st_mtime_ns]
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise unreadable(path, error) from None
         facts.append([path.name, status.st_size, content])
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return cache.digest_of(facts)
 
 
 def _build(folder: Path, files: _Files, config: Config) -> None:
@@ -220,7 +207,7 @@ def _build(folder: Path, files: _Files, config: Config) -> None:
         "held": asdict(held),
         "whole": whole,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": hashlib.sha256("\n".join(digests).encode()).hexdigest(),
+        "fingerprint": cache.fingerprint_of(digests),
     }
     cache.write_manifest(folder, manifest)
 
@@ -251,14 +238,14 @@ def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStr
     problems = too_short(entry, name, config, [] if any_size else parts)
     if problems:
         raise DataError(problems)
-    tokens = {part: entry.tokens(part) for part in PART_NAMES}
-    shown = [f"{count(len(row))} {PART_NAMES[part]}" for part, row in tokens.items() if part != "train" and len(row)]
-    files = f"{len(facts['files']):,} file{'' if len(facts['files']) == 1 else 's'}"
+    tokens = {part: entry.tokens(part) for part in PARTS}
+    held_out: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
+    shown = f", {describe_sizes(held_out)} tokens" if held_out else ""
     return PreparedStream(
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
-        summary=f"{name}: a stream of {files}" + (f", {listing(shown)} tokens" if shown else ""),
+        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{shown}",
         files=tuple(facts["files"]),
         held=HeldOut(**facts["held"]),
         tokens=tokens,

@@ -1,7 +1,7 @@
 """Data sets of the library `datasets`: a folder that its `save_to_disk` wrote, or a name on the Hugging Face hub.
 
 A data set is a table for each of its splits, mapped into memory. One column is read: text, or lists of token ids. The
-library takes seconds to import and asks the hub, so it is imported where the cache of tokens has nothing to offer.
+library takes seconds to import and asks the hub, so it is imported only where the cache lacks the tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
 
 
 class _Tables(Protocol):
-    """Where tables come from."""
+    """A place that tables are loaded from."""
 
     @property
     def stamp(self) -> list[Any]:
-        """What changes when the tables do; found without the library."""
+        """Facts that change when the tables do, found without the library."""
         ...
 
     def load(self) -> Mapping[str, Any]:
@@ -73,7 +73,7 @@ class _Saved:
         return [[str(folder.absolute()), *self._facts(folder)] for folder in self._folders().values()]
 
     def load(self) -> Mapping[str, Any]:
-        datasets = _library()
+        datasets = library()
         return {name: self._table(datasets, folder) for name, folder in self._folders().items()}
 
     def files(self) -> dict[str, list[str]]:
@@ -139,7 +139,7 @@ class _OnHub:
         return ["hub", self.repository, self.folder.name, self.config]
 
     def load(self) -> Mapping[str, Any]:
-        builder = self._builder(_library())
+        builder = self._builder(library())
         for mode in ("reuse_dataset_if_exists", "reuse_cache_if_exists"):
             if mode == "reuse_cache_if_exists" or not Path(builder.cache_dir, _INFO).is_file():
                 hub.drop_damaged(self.folder)
@@ -154,7 +154,7 @@ class _OnHub:
 
     def files(self) -> dict[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
-        found = self._builder(_library()).config.data_files
+        found = self._builder(library()).config.data_files
         return {str(name): list(files) for name, files in (found or {}).items()}
 
     def _builder(self, datasets: Any) -> Any:
@@ -214,11 +214,7 @@ class _OnHub:
 
 @dataclass(frozen=True)
 class DataSet:
-    """The column that the `data` section names, in the splits that it names.
-
-    Attributes:
-        key: what names it, for messages.
-    """
+    """The column that the `data` section names, in the splits that it names."""
 
     data: DataConfig
     tables: _Tables
@@ -350,15 +346,9 @@ class DataSet:
                 yield array
 
 
-def reads_datasets(data: DataConfig) -> bool:
-    """Whether the `data` section names a data set of the hub, or a folder that `save_to_disk` wrote."""
-    if data.path is None or data.format != "auto":
-        return data.is_hub_dataset or data.format == "datasets"
-    path = Path(data.path).expanduser()
-    try:
-        return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (path / _INFO).is_file())
-    except OSError:
-        return False  # who opens the path tells of it
+def is_saved(path: Path) -> bool:
+    """Whether `path` is a folder that `save_to_disk` wrote."""
+    return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (path / _INFO).is_file())
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
@@ -394,7 +384,12 @@ def open_dataset(data: DataConfig) -> DataSet:
     return DataSet(data, _OnHub(repository, data.config, folder))
 
 
-def _library() -> Any:
+def library() -> Any:
+    """datasets, quiet; it takes seconds to import.
+
+    Raises:
+        DataError: it is not installed.
+    """
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:

@@ -1,18 +1,32 @@
-"""One shard of BERT's samples: a file whose arrays are there, fit one another and lie in it."""
+"""HDF5 shards of BERT's samples: sentence pairs whose tokens were masked when the shards were made.
+
+    input_ids, input_mask, segment_ids   [N, S]  tokens; 1 for a token and 0 for padding; 0 in the first segment, else 1
+    masked_lm_positions, masked_lm_ids   [N, P]  filled up with zeros: the first position 0 ends a row's list
+    next_sentence_labels                 [N]     0 where the second segment follows the first, else 1
+
+N and P may be others in each shard; the integers may have any width. A sample is a row of a shard.
+
+Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions of a sample, at most.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Iterator
+import glob
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.config import DataConfig
+from shardwise.data.reading.libraries import optional_library
+from shardwise.data.reading.text import unreadable
 from shardwise.data.reading.unpacking import lies_in_chunks
+from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing
 
 KEYS = {
@@ -26,6 +40,12 @@ KEYS = {
 """The arrays of a shard and their dimensions."""
 _WORDS = {"N": "rows", "S": "tokens a row", "P": "predictions a row"}
 ANEW = "write the shard anew"
+_VOCABULARY = "set model.vocab_size to that of the tokenizer that made the data"
+PATTERN = "*_training_*.hdf5"
+"""The files of a folder that are shards."""
+_SUFFIXES = (".hdf5", ".h5")
+# Far below the usual limit of 65,530 maps of a process, of which a shard takes one for each array.
+_SHARDS_KEPT = 1024
 
 
 @dataclass(frozen=True)
@@ -33,8 +53,12 @@ class Shard:
     """A file whose arrays are there and fit one another; nothing of them has been read.
 
     Attributes:
-        rows: N. length: S. predictions: P. nbytes: of the arrays. chunked: whether they lie in chunks.
-        unpacked: where they lie row after row in the cache.
+        rows: N.
+        length: S.
+        predictions: P.
+        nbytes: the size of the arrays.
+        chunked: whether an array is stored in chunks.
+        unpacked: the folder in the cache that holds the arrays row after row.
     """
 
     path: Path
@@ -87,10 +111,7 @@ class Shard:
 
 def library() -> Any:
     """h5py, which is imported where shards are read and nowhere else."""
-    try:
-        return importlib.import_module("h5py")
-    except ImportError as error:
-        raise DataError(f"HDF5 shards need h5py ({error}): pip install 'shardwise[hdf5]'") from None
+    return optional_library("h5py", "HDF5 shards need", "hdf5")
 
 
 def opened(path: Path) -> Any:
@@ -150,9 +171,141 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
 
 
 def _elsewhere(array: Any) -> bool:
-    """Whether a virtual array is of another file."""
+    """Whether a virtual array refers to another file."""
     return any(source.file_name != "." for source in array.virtual_sources())
 
 
-def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read: {error.strerror or error}")
+def names_shards(path: Path) -> bool:
+    """Whether shards lie at `path`: a folder that holds some, a file, or a glob of files."""
+    if path.is_dir():
+        return any(path.glob(PATTERN))
+    return path.suffix in _SUFFIXES or any(match.suffix in _SUFFIXES for match in _matches(path))
+
+
+def shard_paths(data: DataConfig) -> list[Path]:
+    """The files that `data.path` names, by name: one file, the shards of a folder, or what a glob matches.
+
+    Raises:
+        DataError: there are none.
+    """
+    assert data.path is not None
+    path = Path(data.path).expanduser()
+    try:
+        if path.is_file():
+            return [path]
+        if path.is_dir():
+            found, missing = sorted(path.glob(PATTERN)), f"must hold shards, {PATTERN}, and the folder has none"
+        else:
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
+            found, missing = _matches(path), f"names no file that exists{where}"
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not found:
+        raise DataError(
+            f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
+            "'FOLDER/*.hdf5'"
+        )
+    return found
+
+
+def _matches(path: Path) -> list[Path]:
+    """The files that a glob matches, by name; a link to nowhere stays, and fails by its name."""
+    found = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
+    return sorted(each for each in map(Path, found) if not each.is_dir())
+
+
+class Shards:
+    """All rows of all shards, one shard after another, for a model of `vocab_size` tokens and `types` segments.
+
+    A shard is opened when one of its rows is read. Of a shard no more is read at once than the rows asked for.
+    """
+
+    def __init__(self, shards: Sequence[Shard], vocab_size: int, types: int) -> None:
+        self.shards = shards
+        self.length = shards[0].length
+        self.predictions = max(shard.predictions for shard in shards)
+        self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
+        self._open: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._opening = Lock()
+        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {ANEW}")
+        self._limits = {
+            "input_ids": token,
+            "input_mask": (1, ANEW),
+            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {ANEW}"),
+            "masked_lm_positions": place,
+            "masked_lm_ids": token,
+            "next_sentence_labels": (1, ANEW),
+        }
+
+    def __len__(self) -> int:
+        """Of the rows."""
+        return int(self._begins[-1])
+
+    def take(self, rows_B: IntArray) -> dict[str, IntArray]:
+        """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B]; P is the largest of any shard.
+
+        Raises:
+            DataError: a value is none that the model can read, or a file cannot be read; file and row are named.
+        """
+        sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
+        found = {key: np.zeros([sizes[each] for each in dimensions], np.int64) for key, dimensions in KEYS.items()}
+        numbers_B = np.searchsorted(self._begins, rows_B, side="right") - 1
+        for number in np.unique(numbers_B).tolist():
+            chosen = np.flatnonzero(numbers_B == number)
+            rows, places = np.unique(rows_B[chosen] - self._begins[number], return_inverse=True)
+            for key, array in self._read(number, rows).items():
+                if array.ndim == 1:
+                    found[key][chosen] = array[places]
+                else:
+                    found[key][chosen, : array.shape[1]] = array[places]
+        return found
+
+    def _read(self, number: int, rows: IntArray) -> dict[str, IntArray]:
+        """Ascending rows of one shard."""
+        found = {key: array[rows].astype(np.int64) for key, array in self._arrays(number).items()}
+        self._check(self.shards[number].path, rows, found)
+        return found
+
+    def _arrays(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        """Of one shard; of those that are mapped the one that was not used for longest gives way."""
+        with self._opening:
+            found = self._open.pop(number, None)
+            if found is None:
+                while len(self._open) >= _SHARDS_KEPT:
+                    del self._open[next(iter(self._open))]
+                found = self.shards[number].arrays()
+            self._open[number] = found
+        return found
+
+    def _check(self, path: Path, rows: IntArray, found: dict[str, IntArray]) -> None:
+        listed = in_list(found["masked_lm_positions"])
+        for key, (largest, what_to_do) in self._limits.items():
+            wrong = (found[key] < 0) | (found[key] > largest)
+            if KEYS[key] == "NP":
+                wrong &= listed
+            if wrong.any():
+                row, *column = np.argwhere(wrong)[0].tolist()
+                place = "".join(f"[{each}]" for each in column)
+                raise DataError(
+                    f"{path}: row {rows[row]}: {key}{place} ({found[key][row, *column]}) must be in 0 … {largest}: "
+                    f"{what_to_do}"
+                )
+        empty = np.flatnonzero(~found["input_mask"].any(axis=1))
+        if empty.size:
+            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {ANEW}")
+        # What is in no list becomes -1, -2, …, so that only positions of a list can be equal.
+        places = np.where(listed, found["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
+        ordered = np.sort(places, axis=1)
+        twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
+        if twice.size:
+            row, column = twice[0].tolist()
+            raise DataError(
+                f"{path}: row {rows[row]}: masked_lm_positions must name each position once, and "
+                f"{ordered[row, column]} is there twice: {ANEW}"
+            )
+
+
+def in_list(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
+    """Which of the masked positions come before the first 0, [B, P]."""
+    found: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
+    return found

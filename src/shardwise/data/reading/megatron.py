@@ -45,7 +45,7 @@ _FLOATING = (6, 7)
 _SIZE, _WIDE = np.dtype("<i4"), np.dtype("<i8")
 _HEADER = struct.Struct("<9sQBQQ")
 _SMALL_VOCABULARY = 65500
-# What is looked at in one go: large arrays are never copied whole.
+# Elements that are checked at once: large arrays are never copied whole.
 _BLOCK = 1 << 20
 
 
@@ -68,8 +68,10 @@ class IndexedFile:
     """An opened data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
 
     Attributes:
-        tokens: all of the .bin. sizes: tokens of each sequence, [n]. pointers: their first bytes, [n]. documents: their
-        bounds, [d + 1].
+        tokens: all tokens of the .bin.
+        sizes: the number of tokens of each sequence, [n].
+        pointers: the first byte of each sequence, [n].
+        documents: the document bounds, [d + 1].
     """
 
     prefix: Path
@@ -120,7 +122,7 @@ class IndexedFile:
 
     @cached_property
     def digest(self) -> str:
-        """Of the whole .idx, and of the .bin's size and blocks spread over it: reading 100 GB would take minutes."""
+        """A digest of the whole .idx and of blocks spread over the .bin: reading all of 100 GB would take minutes."""
         try:
             with _beside(self.prefix, ".idx").open("rb") as file:
                 idx = hashlib.file_digest(file, "sha256").hexdigest()
@@ -130,10 +132,10 @@ class IndexedFile:
 
 
 def count_sequences(path: str | Path) -> int:
-    """Sequences of a data set, by the header of its .idx, of which no more is read.
+    """The number of sequences of a data set, from the header of its .idx.
 
     Raises:
-        DataError: as `IndexedFile.open`, as far as it shows there.
+        DataError: as `IndexedFile.open`, where the header shows it.
     """
     _, idx_path = _both_files(prefix_of(path))
     try:
@@ -162,7 +164,7 @@ def _beside(prefix: Path, suffix: str) -> Path:
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
-    """The tokens' dtype and the number of sequences; the file has the size that the header tells."""
+    """The tokens' dtype and the number of sequences, of a file whose size fits its header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
@@ -207,7 +209,7 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int) -> None:
 
 
 def _check_sequences(path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int) -> int:
-    """Each sequence has a size, and begins where the one before ends; returns the byte where the last one ends."""
+    """Each sequence must have a size and begin where the one before ends; returns the byte where the last one ends."""
     end = 0
     for start in range(0, len(sizes), _BLOCK):
         size = sizes[start : start + _BLOCK].astype(np.int64)
@@ -231,7 +233,7 @@ def _check_sequences(path: Path, sizes: npt.NDArray[np.int32], pointers: IntArra
 
 
 def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:
-    """Documents are all sequences, in order. One without sequences is what an empty text becomes."""
+    """The documents must cover all sequences, in order; an empty text is a document without sequences."""
     for start in range(0, len(documents), _BLOCK):
         block = documents[max(start - 1, 0) : start + _BLOCK]
         wrong = np.flatnonzero(np.diff(block) < 0)
@@ -250,15 +252,15 @@ def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:
 
 
 def written_dtype(vocab_size: int) -> np.dtype[Any]:
-    """What Megatron writes tokens of such a vocabulary in."""
+    """The dtype in which Megatron writes tokens of a vocabulary of this size."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
 
 
 class UnfinishedIndex:
     """What a data set of a vocabulary's tokens is written into, document by document, until its .idx can be made.
 
-    Three files grow by appending: tokens as the .bin has them, sizes of sequences (i32), bounds of documents (i64). Of
-    so many `sequences` and `documents` as they hold at the start, writing goes on. An `OSError` passes through.
+    Three files grow by appending: tokens as the .bin has them, sizes of sequences (i32), bounds of documents (i64).
+    They may hold `sequences` and `documents` already, after which writing continues. An `OSError` passes through.
     """
 
     def __init__(
@@ -278,10 +280,13 @@ class UnfinishedIndex:
             bounds.write(np.zeros(1, dtype=_WIDE).tobytes())
 
     def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
-        """More documents: their tokens, those of each of their sequences, and the sequences up to each one's end.
+        """Appends documents: their tokens, the sizes of their sequences, and where documents end.
 
-        ends: ascending, counted from the first of `sizes`. Sequences after the last one belong to a document that the
-        next call goes on with. Tokens beyond the sizes are the beginning of a sequence, whose size a later call gives.
+        Sequences after the last end belong to a document that the next call continues. Tokens beyond the sizes are the
+        beginning of a sequence, whose size a later call gives.
+
+        Args:
+            ends: the number of sequences, counted from the first of `sizes`, before the end of each document.
 
         Raises:
             DataError: a token is not of the vocabulary.
@@ -414,13 +419,13 @@ class IndexedWriter:
 
 
 def to_disk(file: BinaryIO) -> None:
-    """What was written to a file survives a loss of power."""
+    """Makes what was written to a file survive a loss of power."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder do."""
+    """Makes the names in a folder survive a loss of power."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.datasets import DataSet, open_dataset, reads_datasets
+from shardwise.data.reading.datasets import DataSet, open_dataset
+from shardwise.data.reading.detect import detect
 from shardwise.data.reading.text import BLOCK, Kind, convert_command, documents, kind_of, slices, unreadable
 from shardwise.errors import DataError
 
@@ -45,7 +46,7 @@ class Piece:
 
     @property
     def characters(self) -> int:
-        """Its size."""
+        """The size of its text."""
         return len(self.text)
 
 
@@ -54,7 +55,7 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages use."""
         ...
 
     def stamp(self) -> str | None:
@@ -75,7 +76,8 @@ class FileSource:
     """Text files (one document each), `.jsonl` and `.parquet` files (a document a line or row), in the order given.
 
     Attributes:
-        kind: of all files; None goes by the name of each. text_key: the field or column that holds the text.
+        kind: the kind of all files; None: the name of each file says its kind.
+        text_key: the field or column that holds the text.
     """
 
     name: str
@@ -152,7 +154,7 @@ def open_source(data: DataConfig) -> Source:
     Raises:
         DataError: when it is missing or holds no files.
     """
-    if reads_datasets(data):
+    if detect(data) == "datasets":
         return ColumnSource(open_dataset(data))
     if data.path is not None:
         path = Path(data.path).expanduser()
@@ -166,7 +168,7 @@ def open_source(data: DataConfig) -> Source:
 
 
 def _user_source(path: Path, data: DataConfig) -> Source:
-    kind = data.format if data.format in ("text", "jsonl", "parquet") else None
+    kind = None if data.format == "auto" else kind_of(path, data.format)
     if path.is_file():
         return FileSource(str(data.path), (path,), kind, data.text_key)
     if path.is_dir():

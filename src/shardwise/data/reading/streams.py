@@ -127,5 +127,4 @@ def open_shard(file: str, data: DataConfig) -> Shard:
     path = Path(file)
     if path.suffix == ".arrow":
         return TableShard(path, data.text_key)
-    kind = data.format if data.format in ("text", "jsonl", "parquet") else kind_of(path)
-    return FileShard(path, kind, data.text_key)
+    return FileShard(path, kind_of(path, data.format), data.text_key)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import importlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol, cast
 
+from shardwise.data.reading.libraries import optional_library
 from shardwise.errors import DataError, listing
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -24,8 +24,10 @@ _PAGE_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
 
 
-def kind_of(path: File) -> Kind:
-    """What the file's name says that it holds."""
+def kind_of(path: File, format: str = "auto") -> Kind:
+    """What a file of text holds: `format` where that is a kind of text (`data.format`), else what its name says."""
+    if format in ("text", "jsonl", "parquet"):
+        return cast(Kind, format)
     name = path.name.removesuffix(".gz")
     if name.endswith(".jsonl"):
         return "jsonl"
@@ -37,16 +39,16 @@ class File(Protocol):
 
     @property
     def name(self) -> str:
-        """The last part of where it is, which tells of the kind."""
+        """The last part of its path, whose ending says the kind."""
         ...
 
     @property
     def suffix(self) -> str:
-        """What the name ends in, from the last dot on."""
+        """The ending of the name, from the last dot on."""
         ...
 
     def open(self, mode: Literal["rb"], /) -> IO[bytes]:
-        """Its bytes, in which reading may go on anywhere."""
+        """Its bytes; the file can seek."""
         ...
 
 
@@ -60,9 +62,10 @@ def documents(
     line, and by a page of a parquet file.
 
     Args:
-        start: where the first document begins. A packed file is unpacked from its start all the same; of a parquet file
-        the row group is read that it is in. empty: lines and rows may have no text, and are left out then. longest: a
-        plain text of more characters is several documents, the next of which begins at a byte.
+        start: where the first document begins. A packed file is unpacked from its beginning even so; a parquet file is
+            read from the row group that holds the row.
+        empty: lines and rows may have no text; they are left out.
+        longest: a plain text of more characters is several documents, each of which begins at a byte.
 
     Raises:
         DataError: naming file and line, row or byte.
@@ -84,12 +87,12 @@ def slices(text: str) -> Iterator[str]:
 
 
 def unreadable(path: object, error: OSError) -> DataError:
-    """What the user reads where the system refuses a file."""
+    """The error for a file that the system refuses."""
     return DataError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def convert_command(path: object) -> str:
-    """How a file of raw tokens, which has no index, becomes data that are read."""
+    """The command that makes data that runs read of a file of raw tokens, which lacks an index."""
     return f"`shardwise data prepare {path} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
 
 
@@ -311,10 +314,7 @@ def _first_sentence(error: Exception) -> str:
 
 def _arrow(module: str) -> Any:
     """pyarrow, which is imported where it is needed and nowhere else."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(f"parquet files need pyarrow ({error}): pip install 'shardwise[parquet]'") from None
+    return optional_library(module, "parquet files need", "parquet")
 
 
 def _not_utf8(where: str, byte: int) -> DataError:

@@ -1,4 +1,4 @@
-"""HDF5 arrays that lie in chunks, written anew row after row into the cache.
+"""HDF5 arrays that are stored in chunks, copied row after row into the cache.
 
 Rows are read in random order. Of an array in chunks, which all compressed ones are, each row unpacks every chunk that
 it lies in: thousands of rows for one. Unpacked once, a row is where its number says.
@@ -30,21 +30,25 @@ _CHECKED_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Chunked:
-    """A file whose arrays lie in chunks. nbytes: of the arrays, unpacked."""
+    """A file whose arrays are stored in chunks.
+
+    Attributes:
+        nbytes: the size of the unpacked arrays.
+    """
 
     path: Path
     nbytes: int
 
     @property
     def key(self) -> str:
-        """Of its entry: another file at its place has another."""
+        """The key of its entry in the cache: another file at the same path has another key."""
         status = self.path.stat()
         facts = [str(self.path.absolute()), status.st_size, status.st_mtime_ns, cache.FORMAT]
         return hashlib.sha256(f"{facts} {cache.spread_digest(self.path, _CHECKED_BLOCKS)}".encode()).hexdigest()[:32]
 
 
 def lies_in_chunks(file: Mapping[str, Any], names: Mapping[str, str]) -> bool:
-    """Whether an array of an opened HDF5 file of two dimensions or more does."""
+    """Whether an opened HDF5 file stores an array of two dimensions or more in chunks."""
     return any(len(dimensions) > 1 and file[name].chunks is not None for name, dimensions in names.items())
 
 
@@ -77,25 +81,30 @@ def unpack(
         if announce is not None:
             announce(f"unpacking {shards}, {size(needed)}: once, then cached in {root}")
     for file in missing:
-        key = folders[file.path].name
-        with cache.locked(root, key) as exclusive:
-            if not _is_sound(folders[file.path], names):
-                with cache.writing(root), cache.building(root, key, exclusive, _KIND) as folder:
-                    with opened(file.path) as source:
-                        arrays = {name: _copy(file.path, source[name], folder / f"{name}.npy") for name in names}
-                    cache.write_manifest(folder, {"source": str(file.path), "arrays": arrays})
+        _unpack(root, folders[file.path], file.path, names, opened)
     return folders
 
 
+def _unpack(root: Path, entry: Path, path: Path, names: list[str], opened: Callable[[Path], Any]) -> None:
+    """Fills the entry of one file, unless another process has."""
+
+    def build(folder: Path) -> None:
+        with opened(path) as source:
+            arrays = {name: _copy(path, source[name], folder / f"{name}.npy") for name in names}
+        cache.write_manifest(folder, {"source": str(path), "arrays": arrays})
+
+    cache.open_or_build(root, entry.name, lambda: _is_sound(entry, names) or None, build, kind=_KIND)
+
+
 def _copy(path: Path, array: Any, target: Path) -> str:
-    """One array, in blocks of rows; returns what it is checked by."""
+    """Copies one array in blocks of rows; returns the digest that it is checked by."""
     rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
     described = {
         "descr": np.lib.format.dtype_to_descr(array.dtype),
         "fortran_order": False,
         "shape": array.shape,
     }
-    # Not mapped: where a disk is full, that ends the process without a word.
+    # Not mapped: on a full disk, writing to mapped memory ends the process without a message.
     with target.open("wb") as copy:
         np.lib.format.write_array_header_1_0(copy, described)
         for start in range(0, len(array), rows):

@@ -24,7 +24,7 @@ TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 
 class Tokens(Protocol):
-    """A row of tokens: an array, or one that looks at what it gives."""
+    """A row of tokens: an array, or an object that checks the tokens that it returns."""
 
     def __len__(self) -> int: ...
 
@@ -38,13 +38,13 @@ class Batch:
     """One rank's micro-batch."""
 
     inputs: dict[str, IntArray]
-    """By the keywords of the model's forward."""
+    """The arrays, by the keywords of the model's forward."""
     counts: IntArray
     """Counted targets of each objective, [K]: summed over the global batch, what its losses are divided by."""
     samples: IntArray
     """Each sample's number in the run, [B]: samples consumed before its global batch + its position in that batch."""
     lengths: IntArray | None = None
-    """Of a causal model's samples: the inputs that are not padding, which is at the end, [B]."""
+    """How many inputs of each sample are not padding, which is at the end, [B]; of a causal model only."""
 
     def __post_init__(self) -> None:
         self.check()

@@ -1,4 +1,4 @@
-"""Samples of several data sets by turns, in fixed proportions."""
+"""Samples of several data sets, mixed in fixed proportions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pattern:
     Of a block's samples source `s` has `counts[s]`, its weight's part of `_BLOCK` up to one sample (and one at least);
     divided by what the counts have in common, so 0.7 and 0.3 make a block of 10. Its sample `j` in the block is due at
     `(j + ½) / counts[s]`, and samples stand in the order in which they are due: any stretch of the row has each
-    source in its proportion, but for a few samples.
+    source in its proportion, up to a few samples.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -66,7 +66,7 @@ class BlendedBatches:
 
     The sources' samples follow one another as `Pattern` says; each source has its own order and its own epochs, the
     next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation
-    has each sample of each source once: from where a source is exhausted, the others go on without it.
+    has each sample of each source once: where a source is exhausted, the others continue without it.
     """
 
     def __init__(self, weights: Sequence[float], sources: Sequence[SampledBatches]) -> None:

@@ -21,8 +21,10 @@ class DocumentEnds:
     The token that ends a document belongs to it. What a sample begins with is its first document, wherever that began.
 
     Attributes:
-        token: its id. mask_loss: the token after it is no target: it cannot be known. reset_position_ids: positions
-        begin with 0 again after it. reset_attention_mask: tokens after it attend to none of those before.
+        token: the id of the token that ends a document.
+        mask_loss: the token after it is no target, as nothing before it could predict it.
+        reset_position_ids: positions begin with 0 again after it.
+        reset_attention_mask: tokens after it attend to none of those before.
     """
 
     token: int
@@ -49,7 +51,7 @@ class DocumentEnds:
 
 
 def without_end(config: Config) -> list[str]:
-    """What needs the id that ends a document, where there is no tokenizer and no key says it."""
+    """The problem of a configuration that needs the id of the end of a document, and neither names nor implies it."""
     data = config.data
     if not data.document_options or data.eod_token is not None:
         return []

@@ -40,12 +40,12 @@ class Documents:
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
-        """Of the tokens."""
+        """The number of tokens."""
         return self.end - self.start
 
     @property
     def count(self) -> int:
-        """Of the documents."""
+        """The number of documents."""
         return self.after - self.first
 
     def take(self, places: IntArray) -> IntArray:
@@ -110,7 +110,8 @@ class _Epoch:
     """The documents of one epoch in their order, and where each begins in the row that they make.
 
     Attributes:
-        order: document numbers, [count]. begins: [count + 1]; the last is the number of tokens.
+        order: the document numbers, [count].
+        begins: the first token of each document in the row, then the number of tokens, [count + 1].
     """
 
     order: npt.NDArray[np.int32] | IntArray
@@ -184,7 +185,7 @@ class DocumentBatches(SampledBatches):
         return _runs(place_N, high_N - low_N)
 
     def _index(self, epoch: int) -> _Epoch:
-        """The epoch's index, made where it is not at hand; a batch may lie in two epochs."""
+        """The index of an epoch. Those of two epochs are kept, as a batch may lie in both."""
         with self._making:
             if epoch not in self._epochs:
                 while len(self._epochs) >= _EPOCHS_KEPT:

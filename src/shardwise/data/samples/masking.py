@@ -27,12 +27,12 @@ class Masking:
     Of `n` candidates `max(1, ⌊fraction · n + ½⌋)` are predicted, at most `predictions` (P): those with the smallest
     hashes. Four in five become `mask_id`, one in ten a random one of `ordinary_ids`, one in ten stays.
 
-    With `continuations` (whole-word masking, as in the paper's later code) a word, a candidate and all that go on with
+    With `continuations` (whole-word masking, as in the paper's later code) a word, a candidate and all that continue
     it, is predicted whole or not at all: words are taken in the order of the hashes of their first tokens, and those
     left out that would be too many. What becomes of each token is drawn by itself.
 
     Attributes:
-        continuations: which ids go on with the word before them, [vocabulary]; None: each token is a word.
+        continuations: which ids continue the word before them, [vocabulary]; None: each token is a word.
     """
 
     fraction: float
@@ -72,7 +72,7 @@ class Masking:
     ) -> tuple[npt.NDArray[np.uint64], IntArray]:
         """Hashes of which the smallest are the tokens of the words that are predicted, and how many these are.
 
-        A candidate that goes on with what is none, such as the first of B after [SEP], begins a word.
+        A continuation that follows no candidate, such as the first token of B after [SEP], begins a word.
         """
         length = hashes_BS.shape[1]
         none = ~np.uint64(0)

@@ -17,7 +17,8 @@ class TokenBatches(SampledBatches):
 
     Args:
         tail: what is left after the last whole sample is a sample too, filled up with ids 0 and targets `IGNORE`: every
-        token but the first is then a target, exactly once. ends: what the end of a document changes.
+            token except the first is then a target, exactly once.
+        ends: what the end of a document changes.
     """
 
     objectives = ("lm",)

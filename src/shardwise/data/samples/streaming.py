@@ -2,8 +2,8 @@
 
 An epoch has the files, called shards, in an order drawn from (seed, epoch). Its documents are read one after another,
 so many at a time: a block. Of a block the documents are put into an order drawn from (seed, epoch, block), tokenized,
-joined and cut into samples, which are shuffled likewise. A block is a function of where it begins: from there reading
-goes on.
+joined and cut into samples, which are shuffled likewise. A block is a function of where it begins, so reading can
+resume at any block.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ class Place:
     """Where a block begins.
 
     Attributes:
-        samples: of all blocks before. epoch: from 0. block: of the epoch. shard: in the epoch's order. offset: where
-        the block's first document begins in that shard, as `Shard.documents` counts.
+        samples: how many samples all blocks before have.
+        epoch: its number, from 0.
+        block: its number in the epoch.
+        shard: the number of the shard in the epoch's order.
+        offset: where the block's first document begins in that shard, as `Shard.documents` counts.
     """
 
     samples: int = 0
@@ -53,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Block:
-    """The samples of a block, None where it has none, and where the next one begins."""
+    """A block: where it begins, where the next one begins, and its samples, None where it has none."""
 
     start: Place
     after: Place
@@ -65,7 +68,9 @@ class HeldOut:
     """Which documents are not trained on: a share of those before a place, in the order in which shards are given.
 
     Attributes:
-        shard, offset: of the first document after them. share: of the documents, drawn by where they begin.
+        shard: of the first document after those that may be held out.
+        offset: where that document begins in its shard.
+        share: which share of the documents before is held out, drawn by where they begin.
     """
 
     shard: int
@@ -81,7 +86,8 @@ class Stream:
     """Blocks of samples, read one after another or from anywhere. One thread reads at a time.
 
     Args:
-        cut: the samples of a row of tokens, in an order drawn from a seed. buffer: documents of a block, at most.
+        cut: makes the samples of a row of tokens, in an order drawn from a seed.
+        buffer: how many documents a block has, at most.
 
     Attributes:
         stopped: ends the reading of a block, with `CancelledError`, while it is set.
@@ -126,7 +132,7 @@ class Stream:
         return self._cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 
     def _documents(self, start: Place) -> tuple[list[list[str]], Place]:
-        """The documents of a block, in pieces, and where the next one begins, but for its samples."""
+        """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
         if self._next != replace(start, samples=0):
             self._reading = self._read(start)
         self._next = None
@@ -135,7 +141,7 @@ class Stream:
         for after, pieces in self._reading:
             documents.append(pieces)
             characters += sum(map(len, pieces))
-            self._require_asked()
+            self._stop_if_asked()
             if len(documents) >= self._buffer or characters >= BLOCK_CHARACTERS:
                 self._next = replace(after, samples=0, block=start.block + 1)
                 return documents, replace(self._next, samples=start.samples)
@@ -160,14 +166,14 @@ class Stream:
         for number, (piece, _) in enumerate(pieces, start=1):
             characters += len(piece)
             if characters >= _ENCODED_CHARACTERS or number == len(pieces):
-                self._require_asked()
+                self._stop_if_asked()
                 chosen = pieces[first:number]
                 for ids, (_, ends) in zip(self._tokenizer.encode_batch([p for p, _ in chosen]), chosen, strict=True):
                     rows.append(np.array([*ids, end] if ends else ids, dtype=np.int32))
                 first, characters = number, 0
         return np.concatenate(rows)
 
-    def _require_asked(self) -> None:
+    def _stop_if_asked(self) -> None:
         if self.stopped.is_set():
             raise CancelledError
 
@@ -205,25 +211,25 @@ class StreamBatches:
 
     @property
     def num_samples(self) -> int:
-        """Without end: how many an epoch has is known when it was read."""
+        """Unlimited: the number of an epoch is known only after it was read."""
         return sys.maxsize
 
     def blank(self, micro_batch: int) -> Batch:
         return self._stream.blank(micro_batch)
 
     def state(self, consumed: int) -> dict[str, int]:
-        """What `restore` needs to go on after `consumed` samples."""
+        """What `restore` needs to continue after `consumed` samples."""
         with self._lock:
             return asdict(self._nearest(consumed))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Begins to read at the block of a state; what is before it is out of reach then."""
+        """Begins to read at the block of a state; samples before it cannot be asked for then."""
         with self._lock:
             self._starts, self._kept = [Place(**state)], []
 
     def close(self) -> None:
-        """Ends what is being read, for which a process would wait as it ends; batches may be asked for again."""
-        self._stream.stopped.set()  # who holds the lock may wait for a block
+        """Stops the reading ahead, for which an ending process would wait; batches may be asked for again."""
+        self._stream.stopped.set()  # before taking the lock: its holder may be waiting for a block
         with self._lock:
             if self._ahead is not None:
                 self._ahead[1].cancel()

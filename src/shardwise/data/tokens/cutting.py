@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from shardwise.data.parts import Part
 from shardwise.data.reading.sources import PIECE_CHARACTERS, Piece
-from shardwise.data.tokens.split import Part
 
 RULE = 1
 """Belongs to the key of every cache entry that holds sentences: raise it when they are cut in another way."""

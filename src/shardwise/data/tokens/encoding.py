@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
+from shardwise.data.parts import PARTS, Part
 from shardwise.data.reading.sources import Piece
 from shardwise.data.tokens.cutting import CutPiece, sentence_pieces
-from shardwise.data.tokens.split import PARTS, Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 23
@@ -22,14 +22,14 @@ _T = TypeVar("_T", Piece, CutPiece)
 
 
 class ContentDigest:
-    """A digest of all text that passes, and of where documents end, and parts that are the text's own."""
+    """A digest of all text that passes through `watch`, and of where documents and the text's own parts end."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
         self.bytes = 0
 
     def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """The pieces as they are, each noted."""
+        """The pieces, unchanged, each added to the digest."""
         for piece in pieces:
             encoded = piece.text.encode()
             self._digest.update(encoded)
@@ -39,7 +39,7 @@ class ContentDigest:
             yield piece
 
     def end_part(self) -> None:
-        """Notes that all of a part has passed."""
+        """Records that a part has ended."""
         self._digest.update(b"\xfe")  # likewise
 
     def hexdigest(self) -> str:

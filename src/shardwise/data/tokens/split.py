@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.data.parts import Part
 from shardwise.data.reading.sources import Piece
 from shardwise.data.samples.hashing import mix
 
-Part = Literal["train", "eval", "test"]
-PART_NAMES: dict[Part, str] = {"train": "training", "eval": "evaluation", "test": "test"}
-"""All parts in the order of the weights of `data.split`, as messages call them."""
-PARTS: tuple[Part, ...] = tuple(PART_NAMES)
 _WHOLE_DOCUMENTS_LEAST = 0.75
 
 
@@ -67,15 +63,6 @@ def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> S
     documents = np.zeros(len(characters), dtype=np.bool_)
     documents[taken] = True
     return Split(documents, total)
-
-
-def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
-    """The first of `number` things of each part, then `number`: cumulative shares, each rounded, as Megatron cuts."""
-    total, share, bounds = sum(weights), 0.0, [0]
-    for weight in weights:
-        share += weight / total
-        bounds.append(round(share * number))
-    return bounds
 
 
 def _line_start(text: str, at: int) -> int:

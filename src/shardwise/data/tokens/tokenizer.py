@@ -57,7 +57,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Opens the tokenizer of a folder, or that which a file belongs to: `TokenizerFiles` tells of the kinds.
+        """Opens the tokenizer of a folder, or the one that a file belongs to, of any kind that `TokenizerFiles` knows.
 
         Raises:
             DataError: when it is missing, unreadable or has no token that ends a document.
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """Of all that decides which ids a text has: equal for a tokenizer and what `save` writes of it."""
+        """A digest of all that decides which ids a text has; `save` does not change it."""
         described = json.loads(self._backend.to_str())
         parts = {key: described[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -120,9 +120,9 @@ class Tokenizer:
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
 
     def continuations(self) -> npt.NDArray[np.bool_] | None:
-        """Which ids go on with the word of the token before them, [vocabulary]; None where tokens do not tell.
+        """Which ids continue the word of the token before them, [vocabulary]; None where tokens do not say.
 
-        A WordPiece vocabulary tells, by the ## of `##ing`.
+        The tokens of a WordPiece vocabulary say so by a prefix, the ## of `##ing`.
         """
         model = json.loads(self._backend.to_str())["model"]
         if model["type"] != "WordPiece":

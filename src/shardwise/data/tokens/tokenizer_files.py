@@ -1,4 +1,8 @@
-"""What a tokenizer lies in: `tokenizer.json`, or the vocabulary files of the programs that came before it."""
+"""The files of a tokenizer: `tokenizer.json`, or vocabulary files of older programs.
+
+The readers of vocabulary files that the library `tokenizers` has are not used: they strip spaces from tokens, drop ids
+that are no integers and refuse empty lines, and so can give other ids than the program that a file was made for.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,8 @@ class TokenizerFiles:
     """The files of one tokenizer.
 
     Attributes:
-        own: what it is made of, by the names that transformers has for them. companions: settings beside it.
+        own: the files that it is made of, by the names that transformers has for them.
+        companions: the files of settings beside them.
     """
 
     own: Mapping[str, Path]

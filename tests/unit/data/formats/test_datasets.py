@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, DataConfig
-from shardwise.data import PreparedText, make_batches, prepare
-from shardwise.data.reading.datasets import _OnHub, open_dataset, reads_datasets
+from shardwise.data import PreparedText, detect, make_batches, prepare
+from shardwise.data.opening import inspect
+from shardwise.data.reading.datasets import _OnHub, open_dataset
 from shardwise.data.reading.sources import open_source
 from shardwise.data.reading.streams import TableShard
 from shardwise.errors import DataError
-from shardwise.prepare.inspection import inspect
 from tests.unit.data.formats.test_text import sized, stories, text_of
 from tests.unit.data.reading.test_sources import documents
 
@@ -63,7 +63,7 @@ def failure(path: Path, **data: str) -> str:
 def test_a_column_of_text_is_prepared_as_any_text(tmp_path: Path) -> None:
     """Empty rows, as WikiText has them, are no documents; all else is as the same text from a file."""
     path = save(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
-    assert reads_datasets(DataConfig(path=str(path)))
+    assert detect(DataConfig(path=str(path))) == "datasets"
     source = open_source(DataConfig(path=str(path), text_key="body"))
     assert documents(list(source.pieces())) == TEXTS
     data = prepared(path, text_key="body")

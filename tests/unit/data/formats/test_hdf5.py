@@ -16,21 +16,20 @@ from shardwise.data import (
     SentencePairBatches,
     ShardBatches,
     Tokenizer,
+    detect,
     make_batches,
     make_evaluation,
     prepare,
-    reads_shards,
 )
-from shardwise.data.formats import hdf5
-from shardwise.data.formats.hdf5 import Shards
-from shardwise.data.reading.hdf5 import Shard
+from shardwise.data.reading import hdf5
+from shardwise.data.reading.hdf5 import Shard, Shards
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
-from tests.unit.data.hdf5_shards import arrays, write
 from tests.unit.data.formats.test_megatron import TEXT
 from tests.unit.data.formats.test_megatron import config as any_config
 from tests.unit.data.formats.test_pairs_of_text import config as pairs_config
+from tests.unit.data.hdf5_shards import arrays, write
 
 SIZES = (5, 1, 9)
 Folder = Callable[..., str]
@@ -201,14 +200,14 @@ def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     for path, samples in ((folder, 15), (one, 5), (f"{folder}/*_training_[02].hdf5", 14), (f"{folder}/wiki*", 18)):
         for form in ("auto", "hdf5"):
             chosen = config(path, format=form, split="1,0")
-            assert reads_shards(chosen.data)
+            assert detect(chosen.data) == "hdf5"
             assert opened(chosen, tmp_path / "cache").count("train") == samples * 16
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("text")
     for path in (str(tmp_path / "text"), str(tmp_path / "text" / "*.txt"), "x" * 5000, "none"):
-        assert not reads_shards(config(path).data)
-    assert not reads_shards(config(one, format="text").data)
-    assert not reads_shards(any_config().data)
+        assert detect(config(path).data) == "text"
+    assert detect(config(one, format="text").data) == "text"
+    assert detect(any_config().data) == "text"
     plain = Path(write(tmp_path / "plain", arrays(2)))
     assert opened(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
 

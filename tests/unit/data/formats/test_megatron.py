@@ -14,15 +14,15 @@ from shardwise.data import (
     PreparedDocuments,
     SentencePairBatches,
     Tokenizer,
+    detect,
     make_batches,
     make_evaluation,
     prepare,
-    reads_indexed,
 )
+from shardwise.data.parts import part_bounds
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.rows import TokenBatches
-from shardwise.data.tokens.split import part_bounds
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 
@@ -81,11 +81,11 @@ def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
 def test_text_stays_text(tmp_path: Path) -> None:
     write(tmp_path / "data")
     (tmp_path / "data").mkdir()
-    assert not reads_indexed(config(path=str(tmp_path / "data")).data)
-    assert reads_indexed(config(path=str(tmp_path / "data"), format="megatron").data)
-    assert not reads_indexed(config(path=str(tmp_path / "data.bin"), format="text").data)
-    assert not reads_indexed(config(path="x" * 5000).data), "whoever opens it says what is wrong"
-    assert not reads_indexed(config().data)
+    assert detect(config(path=str(tmp_path / "data")).data) == "text"
+    assert detect(config(path=str(tmp_path / "data"), format="megatron").data) == "megatron"
+    assert detect(config(path=str(tmp_path / "data.bin"), format="text").data) == "text"
+    assert detect(config(path="x" * 5000).data) == "text", "whoever opens it says what is wrong"
+    assert detect(config().data) == "text"
 
 
 @pytest.mark.parametrize(

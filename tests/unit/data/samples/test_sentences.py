@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.parts import Part
 from shardwise.data.reading.sources import Piece
 from shardwise.data.samples import sentences
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.tokens.cutting import CutPiece, cut_sentences, sentence_pieces
-from shardwise.data.tokens.split import Part
 
 unhurried = settings(deadline=None)
 

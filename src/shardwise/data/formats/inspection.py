@@ -1,24 +1,23 @@
-"""What data hold, told from little of them where there is much: seconds and bounded memory, whatever their size."""
+"""What an inspection shows of data: found in seconds and in bounded memory, as only samples of large data are read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise import hub
-from shardwise.config import data_from
-from shardwise.data.formats.hdf5 import reads_shards
-from shardwise.data.reading.megatron import is_indexed
 from shardwise.data.samples.sampler import IntArray
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import ConfigError
+from shardwise.units import count
 
 _BARS = 12
+SAMPLE_TOKENS, SAMPLE_CHARACTERS = 64, 400
+"""Shown of a sample, at most."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,10 @@ class Lengths:
     """How long things are.
 
     Attributes:
-        what: the things and the unit, such as "tokens of a document". counted: those that were looked at, of `number`;
-        `number` is None where nobody knows. bins: lengths from, to (included), and how many.
+        what: the things and the unit, such as "tokens of a document".
+        counted: how many were measured.
+        number: how many there are; None where that is not known.
+        bins: the shortest and the longest length of each bin, and how many lengths it has.
     """
 
     what: str
@@ -41,7 +42,7 @@ class Lengths:
 
     @classmethod
     def of(cls, what: str, lengths: IntArray, number: int | None) -> Lengths:
-        """Of at least one length; the bins are powers of 2 wide, or of 4 where these would be many."""
+        """The statistics of at least one length; bins are powers of 2 wide, or of 4 where these would be too many."""
         least, most = int(lengths.min()), int(lengths.max())
         step = 1 if most.bit_length() - least.bit_length() < _BARS else 2
         bits = np.ceil(np.log2(lengths + 1)).astype(np.int64)
@@ -58,7 +59,8 @@ class Sample:
     """The beginning of one document or row.
 
     Attributes:
-        text: decoded; None where there is no tokenizer. ids: None of what is text.
+        text: the decoded tokens; None where there is no tokenizer.
+        ids: the tokens; None where the data are text.
     """
 
     number: int
@@ -71,8 +73,9 @@ class Inspection:
     """What data hold.
 
     Attributes:
-        rows: names and what they are, in the order in which to show them. counts: the same for programs. ids: the
-        lowest and the highest token of those looked at, and how many these are. notes: what to know beside.
+        rows: names and what they are, in the order in which to show them.
+        counts: the same for programs.
+        notes: warnings, and why samples are shown as ids.
     """
 
     path: str
@@ -88,7 +91,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Shows tokens as text, where a tokenizer is at hand.
+    """Shows tokens as text, where there is a tokenizer.
 
     Attributes:
         note: why there is none.
@@ -118,36 +121,11 @@ class Decoder:
         return cls(tokenizer)
 
     def sample(self, number: int, ids: npt.NDArray[np.integer[Any]]) -> Sample:
-        """Ids that the tokenizer does not have are left to be shown as ids."""
+        """The sample of these ids; it has no text where the tokenizer lacks one of them."""
         values = [int(each) for each in ids]
         if self.tokenizer is None or any(not 0 <= each < self.tokenizer.vocab_size for each in values):
             return Sample(number, None, values)
         return Sample(number, self.tokenizer.decode(values), values)
-
-
-def inspect(path: str, *, tokenizer: str | None, samples: int, text_key: str) -> Inspection:
-    """Looks at Megatron's .bin and .idx, HDF5 shards, an arrow folder or file, or text.
-
-    Raises:
-        DataError: nothing of the kind is there, or it is damaged.
-    """
-    from shardwise.prepare import formats
-
-    place = Path(path).expanduser()
-    data = data_from({"path": path, "text_key": text_key})
-    folder = place.parent if place.suffix == ".arrow" else place
-    if formats.is_arrow(folder):
-        return formats.arrow(folder, tokenizer, samples)
-    if is_indexed(path):
-        return formats.megatron(path, tokenizer, samples)
-    if reads_shards(data):
-        return formats.hdf5(data, tokenizer, samples)
-    if not place.exists():
-        where = "" if place.is_absolute() else f" in {Path.cwd()}"
-        raise DataError(
-            f"PATH ({path}) does not exist{where}: name Megatron's PREFIX, HDF5 shards, an arrow folder or text"
-        )
-    return formats.text(data, tokenizer, samples)
 
 
 def spread(number: int, most: int) -> IntArray:
@@ -155,3 +133,26 @@ def spread(number: int, most: int) -> IntArray:
     if number <= most:
         return np.arange(number, dtype=np.int64)
     return np.arange(most, dtype=np.int64) * (number - 1) // (most - 1)
+
+
+def describe_ids(lowest: int, highest: int, seen: int, total: int) -> str:
+    """The range of the token ids that were looked at, `seen` of `total`."""
+    return f"{lowest:,} … {highest:,}" + ("" if seen >= total else f" in {count(seen)} tokens that were looked at")
+
+
+def token_notes(decoder: Decoder, record: Mapping[str, Any] | None, lowest: int, highest: int) -> list[str]:
+    """What to know of tokens in this range: no tokenizer shows them, or they are of another vocabulary."""
+    notes = [] if decoder.note is None else [decoder.note]
+    if lowest < 0:
+        notes.append(
+            f"the lowest id ({lowest:,}) is negative, which no token is: a run refuses it; prepare the data anew"
+        )
+    sizes = [] if decoder.tokenizer is None else [("the tokenizer", decoder.tokenizer.vocab_size)]
+    if record is not None and isinstance(record["tokenizer"].get("vocab_size"), int):
+        sizes.append(("the manifest", record["tokenizer"]["vocab_size"]))
+    return notes + [
+        f"the highest id ({highest:,}) is beyond the vocabulary of {whose} ({vocabulary:,}): other data, or another "
+        "tokenizer"
+        for whose, vocabulary in sizes
+        if highest >= vocabulary
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Config, config_from
-from shardwise.data.glance import Glance, glance
+from shardwise.data.opening import Glance, glance
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.dist.training import FAMILIES
@@ -28,7 +28,7 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("shardwise.hub.Wanted.download", None)
-    monkeypatch.setattr("shardwise.data.formats.text.prepare", None)
+    monkeypatch.setattr("shardwise.data.cache.locked", None)
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": \n')
     (tmp_path / "bad.jsonl").write_text('{"text": \n')
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.data.formats import megatron, text
+from shardwise.data.formats.inspection import Inspection, Lengths, spread
+from shardwise.data.opening import inspect
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.errors import DataError
-from shardwise.prepare import formats
-from shardwise.prepare.inspection import Inspection, Lengths, inspect, spread
 from tests.unit.prepare.jobs import Folder, write_jsonl
 
 
@@ -40,9 +41,9 @@ def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.M
     with IndexedWriter(tmp_path / "data", 100) as writer:
         for number in range(100):
             writer.add([7] * (number + 1))
-    monkeypatch.setattr(formats, "_LENGTHS", 10)
-    monkeypatch.setattr(formats, "_BLOCKS", 3)
-    monkeypatch.setattr(formats, "_BLOCK", 50)
+    monkeypatch.setattr(megatron, "_LENGTHS", 10)
+    monkeypatch.setattr(megatron, "_BLOCKS", 3)
+    monkeypatch.setattr(megatron, "_BLOCK", 50)
     found = looked(tmp_path / "data")
     assert found.lengths is not None
     assert (found.lengths.counted, found.lengths.number, found.lengths.most) == (10, 100, 100)
@@ -52,7 +53,7 @@ def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.M
 
 def test_long_text_is_looked_at_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "text.jsonl", ["a line of text"] * 1000)
-    monkeypatch.setattr(formats, "_TEXT_BYTES", 1400)
+    monkeypatch.setattr(text, "_TEXT_BYTES", 1400)
     found = looked(tmp_path / "text.jsonl")
     assert (found.counts["documents"], found.counts["looked_at"]) == (None, 100)
     assert ("documents", "100 in the first 1.4 KiB of text") in found.rows
