@@ -220,9 +220,17 @@ def open_or_build(
     raise DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
 
 
-def open_or_build_tokens(root: Path, key: str, build: Callable[[Path], None]) -> Entry:
-    """As `open_or_build`, of an entry of tokens."""
-    return open_or_build(root, key, lambda: open_entry(root, key), build)
+def open_or_build_tokens(
+    root: Path, key: str, build: Callable[[Path], None], name: str, announce: Callable[[str], None] | None
+) -> Entry:
+    """As `open_or_build`, of an entry of tokens; `announce` is called before they are built of the data `name`."""
+
+    def announced(folder: Path) -> None:
+        if announce is not None:
+            announce(f"preparing the data {name}, then cached in {root}")
+        build(folder)
+
+    return open_or_build(root, key, lambda: open_entry(root, key), announced)
 
 
 def digest_of(described: Any) -> str:

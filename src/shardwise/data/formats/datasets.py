@@ -80,13 +80,10 @@ def _open_tokens(
     dataset: DataSet, key: str, config: Config, root: Path, announce: Announce, any_size: bool
 ) -> PreparedText:
     """The rows of a part, joined: nothing is put between them, so samples of any length are cut from one row."""
-
-    def build(folder: Path) -> None:
-        if announce is not None:
-            announce(f"preparing the data {dataset.name}: once, then cached in {root}")
-        _build(folder, dataset, config)
-
-    return _prepared(cache.open_or_build_tokens(root, key, build), dataset, config, root, any_size)
+    entry = cache.open_or_build_tokens(
+        root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
+    )
+    return _prepared(entry, dataset, config, root, any_size)
 
 
 def _key(dataset: DataSet, config: Config) -> str:

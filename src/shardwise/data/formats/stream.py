@@ -91,13 +91,14 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         DataError: the data cannot be streamed, or its first documents cannot be read, or they are too few.
     """
     files = _Files.of(config)
-
-    def build(folder: Path) -> None:
-        if announce is not None:
-            announce(f"preparing the data {config.data.name}: the first documents of a stream, then cached in {root}")
-        _build(folder, files, config)
-
-    return _prepared(cache.open_or_build_tokens(root, _key(config, files.stamp()), build), config, any_size)
+    entry = cache.open_or_build_tokens(
+        root,
+        _key(config, files.stamp()),
+        lambda folder: _build(folder, files, config),
+        f"{config.data.name}: the first documents of a stream",
+        announce,
+    )
+    return _prepared(entry, config, any_size)
 
 
 def require_streamable(config: Config) -> None:

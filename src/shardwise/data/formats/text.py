@@ -71,13 +71,14 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
 def open_source_data(source: Source, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
     """As `open_data`, of this text."""
     content, scan = _content(root, source, announce)
-
-    def build(folder: Path) -> None:
-        if announce is not None:
-            announce(f"preparing the data {source.name}: once, then cached in {root}")
-        _build(folder, source, scan or _scan(source), config)
-
-    return _prepared(cache.open_or_build_tokens(root, _key(content, config), build), source, config, any_size)
+    entry = cache.open_or_build_tokens(
+        root,
+        _key(content, config),
+        lambda folder: _build(folder, source, scan or _scan(source), config),
+        f"{source.name}: once",
+        announce,
+    )
+    return _prepared(entry, source, config, any_size)
 
 
 def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan | None]:

@@ -7,7 +7,7 @@ int64 and contiguous.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,6 +129,14 @@ class SampledBatches(ABC):
         `samples` becomes `Batch.samples`.
         """
 
+    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
+        """The indices and the epochs of the `count` samples that follow `consumed` samples."""
+        return self.sampler.indices(consumed, count), np.arange(consumed, consumed + count) // self.num_samples
+
+    def evaluated(self, numbers: IntArray) -> IntArray:
+        """The indices of these samples of an evaluation, which has each sample once."""
+        return numbers
+
     def blank(self, micro_batch: int) -> Batch:
         none = np.zeros(micro_batch, dtype=np.int64)
         return self.collate(none - 1, none, none)
@@ -141,10 +149,10 @@ class SampledBatches(ABC):
         self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> list[Batch]:
         check_division(global_batch, dp_rank, dp_size, micro_batch)
-        indices = self.sampler.indices(consumed, global_batch)
+        indices, epochs = self.draw(consumed, global_batch)
         samples = np.arange(consumed, consumed + global_batch)
         return [
-            self.collate(indices[rows], samples[rows] // self.num_samples, samples[rows])
+            self.collate(indices[rows], epochs[rows], samples[rows])
             for rows in rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
         ]
 
@@ -157,8 +165,23 @@ class SampledBatches(ABC):
         total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
         for rows in rows_of_rank(total, dp_rank, dp_size, micro_batch):
             samples = np.arange(rows.start, rows.stop)
+            indices = np.where(samples < real, self.evaluated(np.minimum(samples, real - 1)), -1)
             # Epoch 0 each time: every evaluation sees the same samples.
-            yield self.collate(np.where(samples < real, samples, -1), np.zeros_like(samples), samples)
+            yield self.collate(indices, np.zeros_like(samples), samples)
+
+
+def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
+    """One batch of the samples of several, each at its places: the last dimension of all inputs is the samples'."""
+    inputs: dict[str, IntArray] = {}
+    lengths = None if batches[0].lengths is None else np.zeros_like(samples)
+    for batch, chosen in zip(batches, places, strict=True):
+        for name, array in batch.inputs.items():
+            whole = inputs.setdefault(name, np.empty((*array.shape[:-1], len(samples)), dtype=array.dtype))
+            whole[..., chosen] = array
+        if lengths is not None and batch.lengths is not None:
+            lengths[chosen] = batch.lengths
+    counts: IntArray = np.sum([batch.counts for batch in batches], axis=0)
+    return Batch(inputs, counts, samples, lengths)
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:

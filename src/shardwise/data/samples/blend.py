@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from shardwise.data.samples.batch import Batch, SampledBatches, check_division, eval_micro_batches, rows_of_rank
+from shardwise.data.samples.batch import Batch, SampledBatches, joined
 from shardwise.data.samples.sampler import IntArray
 
 _BLOCK = 100_000
@@ -61,80 +61,55 @@ class Pattern:
         return low
 
 
-class BlendedBatches:
+class BlendedBatches(SampledBatches):
     """`Batches` of K sources in the proportions of their weights.
 
     The sources' samples follow one another as `Pattern` says; each source has its own order and its own epochs, the
     next of which begins when it is exhausted. So a sample is a function of (seed, samples consumed). An evaluation
     has each sample of each source once: where a source is exhausted, the others continue without it.
+
+    Index `begins[s] + i` is sample `i` of source `s`.
     """
 
     def __init__(self, weights: Sequence[float], sources: Sequence[SampledBatches]) -> None:
         assert len(weights) == len(sources) > 0
         self.pattern = Pattern(weights)
         self.batches = sources
-
-    @property
-    def objectives(self) -> tuple[str, ...]:
-        return self.batches[0].objectives
+        self.objectives = sources[0].objectives
+        self._sizes = [batches.num_samples for batches in sources]
+        self._begins = np.cumsum([0, *self._sizes])
 
     @property
     def num_samples(self) -> int:
         """All samples of all sources."""
-        return sum(batches.num_samples for batches in self.batches)
+        return int(self._begins[-1])
 
-    def blank(self, micro_batch: int) -> Batch:
-        return self.batches[0].blank(micro_batch)
-
-    def local_batch(
-        self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> list[Batch]:
-        check_division(global_batch, dp_rank, dp_size, micro_batch)
-        samples = np.arange(consumed, consumed + global_batch)
-        sources = self.pattern.sources(samples)
-        indices, epochs = np.empty_like(samples), np.empty_like(samples)
+    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
+        sources = self.pattern.sources(np.arange(consumed, consumed + count))
+        indices, epochs = np.empty_like(sources), np.empty_like(sources)
         for source, batches in enumerate(self.batches):
             chosen = np.flatnonzero(sources == source)
-            first = int(self.pattern.before(source, samples[:1])[0])
-            indices[chosen] = batches.sampler.indices(first, len(chosen))
-            epochs[chosen] = (first + np.arange(len(chosen))) // batches.num_samples
-        return [
-            self._collate(sources[rows], indices[rows], epochs[rows], samples[rows])
-            for rows in rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
+            first = int(self.pattern.before(source, np.array([consumed]))[0])
+            own, epochs[chosen] = batches.draw(first, len(chosen))
+            indices[chosen] = self._begins[source] + own
+        return indices, epochs
+
+    def evaluated(self, numbers: IntArray) -> IntArray:
+        numbers = self.pattern.once(self._sizes, numbers)
+        sources = self.pattern.sources(numbers)
+        before = np.stack([self.pattern.before(source, numbers) for source in range(len(self._sizes))])
+        indices: IntArray = self._begins[sources] + before[sources, np.arange(len(numbers))]
+        return indices
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        # A sample that counts nothing is made by the first source.
+        sources = np.maximum(np.searchsorted(self._begins, indices, side="right") - 1, 0)
+        own = np.where(indices < 0, -1, indices - self._begins[sources])
+        places = [np.flatnonzero(sources == source) for source in np.unique(sources)]
+        parts = [
+            self.batches[sources[chosen[0]]].collate(own[chosen], epochs[chosen], samples[chosen]) for chosen in places
         ]
-
-    def eval_batches(
-        self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> Iterator[Batch]:
-        check_division(global_batch, dp_rank, dp_size, micro_batch)
-        real = min(count * global_batch, self.num_samples)
-        portion = dp_size * micro_batch
-        total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
-        sizes = [batches.num_samples for batches in self.batches]
-        for rows in rows_of_rank(total, dp_rank, dp_size, micro_batch):
-            samples = np.arange(rows.start, rows.stop)
-            numbers = self.pattern.once(sizes, np.minimum(samples, real - 1))
-            sources = self.pattern.sources(numbers)
-            of_each = np.stack([self.pattern.before(source, numbers) for source in range(len(sizes))])
-            indices = of_each[sources, np.arange(len(samples))]
-            yield self._collate(sources, np.where(samples < real, indices, -1), np.zeros_like(samples), samples)
-
-    def _collate(self, sources: IntArray, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
-        """One batch of samples of several sources: in all inputs the last dimension is the samples'."""
-        inputs: dict[str, IntArray] = {}
-        counts = np.zeros(len(self.objectives), dtype=np.int64)
-        lengths: IntArray | None = None
-        for source in np.unique(sources).tolist():
-            chosen = np.flatnonzero(sources == source)
-            part = self.batches[source].collate(indices[chosen], epochs[chosen], samples[chosen])
-            counts += part.counts
-            for name, array in part.inputs.items():
-                whole = inputs.setdefault(name, np.empty((*array.shape[:-1], len(samples)), dtype=array.dtype))
-                whole[..., chosen] = array
-            if part.lengths is not None:
-                lengths = np.zeros_like(samples) if lengths is None else lengths
-                lengths[chosen] = part.lengths
-        return Batch(inputs, counts, samples, lengths)
+        return joined(parts, places, samples)
 
 
 def _allotted(weights: Sequence[float]) -> list[int]:

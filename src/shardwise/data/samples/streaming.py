@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardwise.data.reading.sources import cut_document
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
-from shardwise.data.samples.batch import Batch, SampledBatches, check_division, rows_of_rank
+from shardwise.data.samples.batch import Batch, SampledBatches, check_division, joined, rows_of_rank
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, Sampler
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -253,19 +253,15 @@ class StreamBatches:
     def _collate(self, samples: IntArray) -> Batch:
         """One batch of consecutive samples, of one block or of several: in all inputs the last dimension is theirs."""
         parts: list[Batch] = []
-        while len(samples):
+        rest = samples
+        while len(rest):
             with self._lock:
-                block = self._block(int(samples[0]))
+                block = self._block(int(rest[0]))
             assert block.samples is not None
-            here, samples = np.split(samples, [block.after.samples - samples[0]])
-            indices = block.samples.sampler.indices(int(here[0]) - block.start.samples, len(here))
+            here, rest = np.split(rest, [block.after.samples - rest[0]])
+            indices, _ = block.samples.draw(int(here[0]) - block.start.samples, len(here))
             parts.append(block.samples.collate(indices, np.zeros_like(here), here))
-        if len(parts) == 1:
-            return parts[0]
-        names = parts[0].inputs
-        inputs = {name: np.concatenate([part.inputs[name] for part in parts], axis=-1) for name in names}
-        counts = np.sum([part.counts for part in parts], axis=0)
-        return Batch(inputs, counts, np.concatenate([part.samples for part in parts]))
+        return joined(parts, [part.samples - samples[0] for part in parts], samples)
 
     def _block(self, sample: int) -> Block:
         """The block that has a sample."""

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from shardwise.data.parts import Part
 from shardwise.data.reading.sources import Piece
-from shardwise.data.samples import sentences
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.tokens import cutting
 from shardwise.data.tokens.cutting import CutPiece, cut_sentences, sentence_pieces
 
 unhurried = settings(deadline=None)
@@ -70,7 +70,7 @@ def test_a_document_that_the_split_cuts_becomes_two() -> None:
 
 
 def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sentences, "PIECE_CHARACTERS", 10)
+    monkeypatch.setattr(cutting, "PIECE_CHARACTERS", 10)
     parts: list[tuple[Part, Piece]] = [("train", Piece("abcdefgh", ends_document=number == 4)) for number in range(5)]
     assert [len(sentence) for sentence in regrouped(parts)[0][1]] == [16, 16, 8]
 
