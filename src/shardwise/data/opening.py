@@ -13,6 +13,7 @@ from shardwise.data import cache
 from shardwise.data.formats import datasets, hdf5, megatron, stream, text
 from shardwise.data.formats.common import Announce, PreparedData, in_pairs, without_tokenizer
 from shardwise.data.formats.inspection import Inspection
+from shardwise.data.reading.datasets import is_saved
 from shardwise.data.reading.detect import DataFormat, detect
 from shardwise.data.samples.pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
@@ -151,10 +152,9 @@ def inspect(path: str, *, tokenizer: str | None, samples: int, text_key: str) ->
         DataError: nothing of the kind is there, or it is damaged.
     """
     place = Path(path).expanduser()
-    if place.suffix == ".arrow":
-        folder = data_from({"path": str(place.parent), "text_key": text_key})
-        if detect(folder) == "datasets":
-            return datasets.inspect(folder, tokenizer, samples)
+    folder = place.parent if place.suffix == ".arrow" else place
+    if is_saved(folder, damaged=True):
+        return datasets.inspect(data_from({"path": str(folder), "text_key": text_key}), tokenizer, samples)
     data = data_from({"path": path, "text_key": text_key})
     format = detect(data)
     if format == "text" and not place.exists():

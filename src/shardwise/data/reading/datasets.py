@@ -346,9 +346,12 @@ class DataSet:
                 yield array
 
 
-def is_saved(path: Path) -> bool:
-    """Whether `path` is a folder that `save_to_disk` wrote."""
-    return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (path / _INFO).is_file())
+def is_saved(path: Path, *, damaged: bool = False) -> bool:
+    """Whether `path` is a folder that `save_to_disk` wrote.
+
+    damaged: a folder that lacks the description of its columns counts too.
+    """
+    return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (damaged or (path / _INFO).is_file()))
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
