@@ -44,7 +44,7 @@ def _documents() -> list[str]:
     if named := os.environ.get("BENCH_TEXT"):
         return [text for text in _HEADING.split(Path(named).read_text(encoding="utf-8")) if text.strip()]
     from shardwise.config import DataConfig
-    from shardwise.data.sources import open_source
+    from shardwise.data.reading.sources import open_source
 
     texts, parts = [], []
     for piece in open_source(DataConfig()).pieces():
@@ -63,7 +63,7 @@ def _tokenizer() -> str:
 def encode(method: str, path: str) -> None:
     """In a process of its own: the batch encoder alone, on texts that are in memory and on all cores."""
     from shardwise import hub
-    from shardwise.data.tokenizer import Tokenizer
+    from shardwise.data.tokens.tokenizer import Tokenizer
 
     backend = Tokenizer.load(hub.resolve_tokenizer(_tokenizer()))._backend
     call = getattr(backend, method)

@@ -102,8 +102,8 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
     import numpy as np
 
     from shardwise.data import PreparedText
-    from shardwise.data.sentences import Sentences
-    from shardwise.data.tokenizer import PairTokens
+    from shardwise.data.samples.sentences import Sentences
+    from shardwise.data.tokens.tokenizer import PairTokens
     from shardwise.train.build import build_trainer
 
     count, vocabulary = 2**16, config.model.vocab_size

@@ -21,6 +21,11 @@ def size(value: float) -> str:
     return _scaled(value, 1024.0, _SIZE_SUFFIXES)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: `1 file`, `2,000 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def parse_size(text: str) -> int | None:
     """The bytes that a text names: `5GB` in powers of 1,000, `5GiB` in powers of 1,024, or `5000`; else None."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.config import Config, check_layout
 from shardwise.cost import expected_memory
-from shardwise.data.causal import DocumentEnds, causal_batch
+from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.models import build_model
 from shardwise.parallel import DropoutKey
 from tests.dist.test_memory import DROPOUT, RECOMPUTE, SIZES, measure_step

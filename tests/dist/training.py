@@ -9,9 +9,9 @@ import torch
 
 from shardwise.config import Config, config_from
 from shardwise.data import IGNORE, Batch, PreparedText
-from shardwise.data.sentences import Sentences
-from shardwise.data.split import Part
-from shardwise.data.tokenizer import PairTokens
+from shardwise.data.parts import Part
+from shardwise.data.samples.sentences import Sentences
+from shardwise.data.tokens.tokenizer import PairTokens
 from shardwise.testing import canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh

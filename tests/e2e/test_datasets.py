@@ -6,7 +6,7 @@ from tests.e2e.command import metrics, miniature, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
 from tests.loopback_hub import TOKEN, serve, user_of
-from tests.unit.data.test_huggingface_hub import FILES
+from tests.unit.data.formats.test_datasets_of_the_hub import FILES
 
 
 def test_the_page_runs(tmp_path: Path) -> None:

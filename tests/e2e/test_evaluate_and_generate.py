@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.cli import evaluate, generate
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.arch.source import ROOT
 from tests.e2e.command import UNDER_TORCHRUN, Outcome, metrics, shardwise, within
 from tests.e2e.conftest import Trained

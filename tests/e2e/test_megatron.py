@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data.indexed import IndexedWriter
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.e2e.command import Outcome, metrics, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer

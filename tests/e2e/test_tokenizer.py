@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.e2e.command import metrics, shardwise
 from tests.loopback_hub import TOKEN, serve, user_of
 

@@ -18,7 +18,7 @@ from scripts import tutorial_bert, tutorial_zero1
 from scripts.tutorial_common import cut
 from scripts.tutorial_outputs import BLOCK, bash
 from shardwise.config import load_config
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.arch.source import ROOT, config_fields
 from tests.e2e import tutorial_commands
 from tests.e2e.command import environment, metrics

@@ -36,7 +36,7 @@ from shardwise.launch.rank import as_rank
 from shardwise.units import count
 
 if TYPE_CHECKING:
-    from shardwise.data.split import Part
+    from shardwise.data.parts import Part
     from shardwise.inference import Evaluation
 
 _KEYS = (

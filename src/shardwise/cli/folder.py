@@ -18,7 +18,7 @@ from shardwise.cli.checkpoint import places
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.config.model import OwnConfig
-from shardwise.data import Tokenizer, reads_datasets, reads_indexed, reads_shards
+from shardwise.data import Tokenizer, detect
 from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.files import reason_of
 from shardwise.storage.chunks import read_whole
@@ -217,8 +217,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if chosen.get("tokenizer") is None:
         data["tokenizer"] = None if folder.tokenizer is None else str(folder.tokenizer)
     config = config_from(sections)
-    may_hold_tokens = reads_indexed(config.data) or reads_shards(config.data) or reads_datasets(config.data)
-    if config.data.tokenizer is None and not may_hold_tokens:
+    if config.data.tokenizer is None and detect(config.data) == "text":
         raise _without_tokenizer(folder)
     return config
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardwise.config import Config
 
 if TYPE_CHECKING:
-    from shardwise.data.glance import Glance
+    from shardwise.data.opening import Glance
 
 # A byte-level tokenizer that is trained on the data fits into any vocabulary that is no smaller.
 _ANY_TOKENIZER = 512
@@ -40,6 +40,6 @@ def look_at_inputs(config: Config) -> Glance | None:
     is_own = data.path is not None or data.blend is not None or data.is_hub_dataset or data.tokenizer is not None
     if not is_own and config.model.vocab_size >= _ANY_TOKENIZER:
         return None
-    from shardwise.data.glance import glance
+    from shardwise.data.opening import glance
 
     return glance(config)

@@ -1,21 +1,29 @@
-"""Data: text becomes tokens once, and tokens become the same batches at any layout. no torch."""
+"""Data: text becomes tokens once, and tokens become the same batches at any layout. Nothing here imports torch.
 
-from shardwise.data.batch import IGNORE, Batch, Batches
-from shardwise.data.blend import BlendedBatches
-from shardwise.data.build import make_batches, make_evaluation
-from shardwise.data.documents import DocumentBatches
-from shardwise.data.hdf5 import PreparedShards, ShardBatches, reads_shards
-from shardwise.data.huggingface import fetch_dataset, reads_datasets
-from shardwise.data.indexed import IndexedFile, IndexedWriter
-from shardwise.data.megatron import PreparedDocuments, reads_indexed
-from shardwise.data.pairs import SentencePairBatches
-from shardwise.data.preparation import prepare
-from shardwise.data.prepared import PreparedData, PreparedText
-from shardwise.data.sampler import Sampler
-from shardwise.data.sentences import Sentences
-from shardwise.data.streaming import StreamBatches
-from shardwise.data.tokenizer import PairTokens, Tokenizer, special_token_ids
-from shardwise.data.tokens import TokenBatches
+reading    the files: which format they have, and what they hold
+tokens     text to tokens: tokenizers, sentences, the held-out part
+samples    tokens to samples and batches
+formats    what commands do with data of each format
+opening    the way of every command to them
+"""
+
+from shardwise.data.formats.common import PreparedData, PreparedText, make_batches, make_evaluation
+from shardwise.data.formats.hdf5 import PreparedShards
+from shardwise.data.formats.megatron import PreparedDocuments
+from shardwise.data.opening import prepare
+from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.data.reading.detect import detect
+from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
+from shardwise.data.samples.batch import IGNORE, Batch, Batches
+from shardwise.data.samples.blend import BlendedBatches
+from shardwise.data.samples.documents import DocumentBatches
+from shardwise.data.samples.pairs import SentencePairBatches
+from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.sampler import Sampler
+from shardwise.data.samples.sentences import Sentences
+from shardwise.data.samples.shards import ShardBatches
+from shardwise.data.samples.streaming import StreamBatches
+from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer, special_token_ids, train_tokenizer
 
 __all__ = [
     "IGNORE",
@@ -37,12 +45,11 @@ __all__ = [
     "StreamBatches",
     "TokenBatches",
     "Tokenizer",
+    "detect",
     "fetch_dataset",
     "make_batches",
     "make_evaluation",
     "prepare",
-    "reads_datasets",
-    "reads_indexed",
-    "reads_shards",
     "special_token_ids",
+    "train_tokenizer",
 ]

@@ -1,6 +1,6 @@
 """The cache of tokenized data: entries that appear whole or not at all, and are checked when opened.
 
-    ROOT/sources/STAMP.json     what a text that has not changed since contains
+    ROOT/sources/STAMP.json     the digest of a text that has not changed since
     ROOT/tokens/KEY/            tokenizer/ (of text), {train,eval,test}.bin, manifest.json; for sentence pairs also
                                 {train,eval,test}.{sentences,documents}.bin
     ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
@@ -21,14 +21,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.batch import TokenArray
-from shardwise.data.sentences import Sentences
-from shardwise.data.split import PARTS, Part
+from shardwise.data.parts import PARTS, Part
+from shardwise.data.samples.batch import TokenArray
+from shardwise.data.samples.sentences import Sentences
 from shardwise.errors import DataError
 from shardwise.files import NoLocksError, lock, open_lock, reason_of, write_atomic
 
@@ -38,6 +38,7 @@ BOUNDS = ("sentences", "documents")
 BOUNDS_DTYPE = np.dtype("<i8")
 _BLOCK = 1 << 16
 _CHECKED_BLOCKS = 256
+_Opened = TypeVar("_Opened")
 
 
 def cache_root(chosen: Path | None = None) -> Path:
@@ -61,11 +62,6 @@ def writing(root: Path) -> Iterator[None]:
         ) from error
 
 
-def returns_other_bytes(root: Path) -> DataError:
-    """What the user reads where an entry is not sound that was built a moment ago."""
-    return DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
-
-
 @contextlib.contextmanager
 def locked(root: Path, key: str) -> Iterator[bool]:
     """Waits for the only lock on `key`; false where the file system has no locks (then several may build at once)."""
@@ -82,7 +78,7 @@ def locked(root: Path, key: str) -> Iterator[bool]:
 
 @dataclass
 class ArrayWriter:
-    """Appends integers to a file and keeps count."""
+    """Appends integers to a file and counts them."""
 
     file: BinaryIO
     dtype: np.dtype[Any]
@@ -106,7 +102,7 @@ class ArrayWriter:
 
 @dataclass
 class TokenWriter(ArrayWriter):
-    """Appends tokens to a file and keeps count of documents too."""
+    """Appends tokens to a file and counts documents too."""
 
     documents: int = 0
 
@@ -173,7 +169,7 @@ def open_entry(root: Path, key: str) -> Entry | None:
 
 
 @contextlib.contextmanager
-def building(root: Path, key: str, exclusive: bool, kind: str = "tokens") -> Iterator[Path]:
+def _building(root: Path, key: str, exclusive: bool, kind: str) -> Iterator[Path]:
     """A folder to fill, which becomes the entry when the block ends without an error, and vanishes otherwise."""
     target = entry_path(root, key, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -194,6 +190,56 @@ def building(root: Path, key: str, exclusive: bool, kind: str = "tokens") -> Ite
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def open_or_build(
+    root: Path, key: str, open_it: Callable[[], _Opened | None], build: Callable[[Path], None], *, kind: str = "tokens"
+) -> _Opened:
+    """The entry as `open_it` returns it; where that is None, `build` fills a folder that becomes the entry.
+
+    Any number of processes may call it at once: one builds, and the others wait.
+
+    Raises:
+        DataError: the cache cannot be written, or returns other bytes than were written.
+    """
+    if (entry := open_it()) is not None:
+        return entry
+    with locked(root, key) as exclusive:
+        if (entry := open_it()) is not None:
+            return entry
+        with writing(root), _building(root, key, exclusive, kind) as folder:
+            build(folder)
+        if (entry := open_it()) is not None:
+            return entry
+    raise DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
+
+
+def open_or_build_tokens(
+    root: Path, key: str, build: Callable[[Path], None], name: str, announce: Callable[[str], None] | None
+) -> Entry:
+    """As `open_or_build`, of an entry of tokens; `announce` is called before they are built of the data `name`."""
+
+    def announced(folder: Path) -> None:
+        if announce is not None:
+            announce(f"preparing the data {name}, then cached in {root}")
+        build(folder)
+
+    return open_or_build(root, key, lambda: open_entry(root, key), announced)
+
+
+def digest_of(described: Any) -> str:
+    """A digest of what JSON can describe."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def key_of(described: dict[str, Any]) -> str:
+    """The key of the entry that these facts decide."""
+    return digest_of({"format": FORMAT, **described})[:32]
+
+
+def fingerprint_of(digests: Sequence[str]) -> str:
+    """The digest of digests that belongs to prepared data."""
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
 def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
     """The record that `open_entry` checks the entry against."""
     (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, **facts}, indent=2) + "\n", encoding="utf-8")
@@ -207,16 +253,17 @@ def tokenizer_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def kept_tokenizer(root: Path, key: str, export: Callable[[Path], None]) -> Path:
+def open_or_build_tokenizer(root: Path, key: str, export: Callable[[Path], None]) -> Path:
     """The folder of a tokenizer in the cache, filled by `export` where it is absent or altered."""
-    folder = entry_path(root, key, "tokenizers")
-    if not _is_sound_tokenizer(folder):
-        with locked(root, key) as exclusive:
-            if not _is_sound_tokenizer(folder):
-                with writing(root), building(root, key, exclusive, "tokenizers") as unfinished:
-                    export(unfinished / "tokenizer")
-                    write_manifest(unfinished, {"tokenizer": tokenizer_digest(unfinished / "tokenizer")})
-    return folder / "tokenizer"
+    entry = entry_path(root, key, "tokenizers")
+
+    def build(folder: Path) -> None:
+        export(folder / "tokenizer")
+        write_manifest(folder, {"tokenizer": tokenizer_digest(folder / "tokenizer")})
+
+    return open_or_build(
+        root, key, lambda: entry / "tokenizer" if _is_sound_tokenizer(entry) else None, build, kind="tokenizers"
+    )
 
 
 def _is_sound_tokenizer(folder: Path) -> bool:
@@ -249,10 +296,10 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:
-    """A digest of a whole file of up to `blocks` × 64 KiB, of as many blocks spread evenly over a larger one.
+    """A digest of a whole file of up to `blocks` × 64 KiB, or of as many blocks spread evenly over a larger file.
 
-    The first and the last block are among them, so `blocks` is at least 2. A start must not read 100 GB; truncation and
-    lost pages are found all the same.
+    The first and the last block are among them, so `blocks` is at least 2. A start must not read 100 GB, and this finds
+    truncation and most lost pages.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())

@@ -17,7 +17,7 @@ from shardwise.checkpoint import load_checkpoint, load_hugging_face
 from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.config import Config, check_layout
 from shardwise.data import Tokenizer, make_evaluation, prepare
-from shardwise.data.split import Part
+from shardwise.data.parts import Part
 from shardwise.errors import ConfigError, DataError, RunError
 from shardwise.inference.evaluation import Evaluation, evaluate
 from shardwise.inference.generation import Generator, generate

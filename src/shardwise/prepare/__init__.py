@@ -1,6 +1,6 @@
-"""Text becomes data that runs read as they are, and data are looked at. Nothing here imports torch."""
+"""What `shardwise data prepare` writes: data that runs read as they are. Nothing here imports torch."""
 
-from shardwise.prepare.job import Job, Outcome, prepare
-from shardwise.prepare.outputs import Format
+from shardwise.prepare.job import Job, prepare
+from shardwise.prepare.outputs import Format, Outcome
 
 __all__ = ["Format", "Job", "Outcome", "prepare"]

@@ -10,29 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.indexed import IndexedFile
+from shardwise.data.reading.datasets import TOKENS
+from shardwise.data.reading.libraries import optional_library
+from shardwise.data.reading.megatron import IndexedFile
 from shardwise.errors import DataError
 from shardwise.files import sync_folder, to_disk
 
-COLUMN = "input_ids"
 _SHARD_TOKENS = 1 << 27
 _BATCH_TOKENS = 1 << 21
 
 
 def library() -> Any:
-    """datasets, which is imported where it is needed and nowhere else.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        return importlib.import_module("datasets")
-    except ImportError as error:
-        raise DataError(f"--format arrow needs datasets ({error}): pip install 'shardwise[datasets]'") from None
+    """datasets, which is imported where it is needed and nowhere else."""
+    return optional_library("datasets", "--format arrow needs", "datasets")
 
 
 def row_bytes(length: int) -> int:
-    """Of a block on the disk: int32 tokens and an offset."""
+    """The bytes of a block on the disk: int32 tokens and an offset."""
     return 4 * length + 4
 
 
@@ -41,7 +35,8 @@ def write_blocks(
 ) -> int:
     """Cuts the tokens into blocks of `length` in a new folder; returns their number. What is left over is left out.
 
-    advance: is told of bytes of tokens.
+    Args:
+        advance: is called with the bytes of tokens that were written.
 
     Raises:
         DataError: there is not one block.
@@ -53,7 +48,7 @@ def write_blocks(
             "or a shorter sequence"
         )
     datasets = library()
-    features = datasets.Features({COLUMN: datasets.List(datasets.Value("int32"))})
+    features = datasets.Features({TOKENS: datasets.List(datasets.Value("int32"))})
     each = max(1, _SHARD_TOKENS // length)
     names = []
     count = -(-blocks // each)

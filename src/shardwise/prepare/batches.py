@@ -1,13 +1,13 @@
-"""Text in batches to be tokenized, each of which knows how much of the source lies before its end."""
+"""Text in batches to be tokenized, each with its position in the source."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.data.encoding import ContentDigest
-from shardwise.data.sentences import sentence_pieces
-from shardwise.data.sources import Source
+from shardwise.data.reading.sources import Source
+from shardwise.data.tokens.cutting import sentence_pieces
+from shardwise.data.tokens.encoding import ContentDigest
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
 BATCH_CHARACTERS = 1 << 21
@@ -18,7 +18,8 @@ class Position:
     """How much of a source has been read.
 
     Attributes:
-        batches: how many batches that is. digest: of the text, as `ContentDigest` makes it.
+        batches: how many batches that is.
+        digest: of the text, as `ContentDigest` makes it.
     """
 
     batches: int = 0
@@ -33,8 +34,9 @@ class TextBatch:
     """Texts to be tokenized each by itself: parts of documents, or sentences.
 
     Attributes:
-        ends: how many of the texts lie before the end of each document that ends here. before, after: the positions of
-        its begin and end.
+        ends: how many of the texts lie before the end of each document that ends here.
+        before: the position where the batch begins.
+        after: the position where it ends.
     """
 
     texts: list[str]

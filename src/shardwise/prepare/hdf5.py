@@ -1,4 +1,4 @@
-"""Sentence pairs with masked tokens, as the shards of HDF5 that `shardwise.data.hdf5` reads."""
+"""Sentence pairs with masked tokens, as the HDF5 shards that `shardwise.data.reading.hdf5` reads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.documents import Documents
-from shardwise.data.hashing import mix_integer
-from shardwise.data.hdf5_shard import library
-from shardwise.data.indexed import IndexedFile
-from shardwise.data.pairs import SentencePairBatches
-from shardwise.data.tokenizer import PairTokens
+from shardwise.data.reading.hdf5 import library
+from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.samples.documents import Documents
+from shardwise.data.samples.hashing import mix_integer
+from shardwise.data.samples.pairs import SentencePairBatches
+from shardwise.data.tokens.tokenizer import PairTokens
 from shardwise.files import to_disk
 
 SECTION_TOKENS = 1 << 25
-"""Of the documents that a shard is made of, about: what the memory of a process is bounded by."""
+"""About how many tokens the documents of a shard have, which bounds the memory of a process."""
 _ROWS = 1024
-"""Made at once."""
+"""Rows that are made at once."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Shard:
 
 
 def row_bytes(length: int, predictions: int) -> int:
-    """Of a sample on the disk."""
+    """The bytes of a sample on the disk."""
     return (4 + 1 + 1) * length + (4 + 4) * predictions + 1
 
 

@@ -1,4 +1,4 @@
-"""Text becomes data that a run reads as they are: once, in parallel, and going on where it was cut off.
+"""Text becomes data that a run reads as they are: once, in parallel, and resumed where it was cut off.
 
 1. text → tokens       every format begins with a Megatron data set in the work folder (`tokens.py`)
 2. tokens → format     that data set itself; blocks of arrow; shards of masked sentence pairs
@@ -16,18 +16,18 @@ from typing import Any
 from shardwise import hub
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.encoding import ContentDigest
-from shardwise.data.hdf5_shard import library as hdf5_library
-from shardwise.data.huggingface import fetch_dataset
-from shardwise.data.indexed import IndexedFile, written_dtype
-from shardwise.data.pairs import chunk_room
-from shardwise.data.sources import Source, open_source
-from shardwise.data.tokenizer import open_user_tokenizer
+from shardwise.data.reading.datasets import fetch_dataset
+from shardwise.data.reading.hdf5 import library as hdf5_library
+from shardwise.data.reading.megatron import IndexedFile, written_dtype
+from shardwise.data.reading.sources import Source, open_source
+from shardwise.data.samples.pairs import chunk_room
+from shardwise.data.tokens.encoding import ContentDigest
+from shardwise.data.tokens.tokenizer import open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import sync_folder
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.batches import Position
-from shardwise.prepare.outputs import Format, Output
+from shardwise.prepare.outputs import ANY_VOCABULARY, VERSION, Format, Outcome, Output, tokenizer_facts
 from shardwise.prepare.tokens import (
     PREFIX,
     ChangedError,
@@ -41,15 +41,12 @@ from shardwise.prepare.tokens import (
 from shardwise.prepare.work import Work
 from shardwise.prepare.workers import Workers
 
-VERSION = 1
-"""Belongs to what is prepared: raise it when the same text and options become other bytes."""
 # Below that, processes take longer to start than they save.
 _SMALL_BYTES = 8 << 20
-_ANY_VOCABULARY = 1 << 31
 _LONGEST_DOCUMENT = 1 << 26
 
 Bar = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None] | None]]
-"""Of a description and the whole, where it is known: shows how far something is, by what it is called with."""
+"""Makes a progress bar of a description and a total, None where it is unknown; the bar is called with what was done."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,9 @@ class Job:
     """What is to be prepared.
 
     Attributes:
-        data: names the text. output: a prefix, of arrow and HDF5 a folder. options: of the format, by their names.
+        data: the section that names the text.
+        output: a prefix, or a folder for arrow and HDF5.
+        options: the options of the format, by their names.
     """
 
     data: DataConfig
@@ -65,14 +64,6 @@ class Job:
     format: Format
     tokenizer: str
     options: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The manifest of what is there now, and whether it was there before."""
-
-    manifest: Mapping[str, Any]
-    was_there: bool
 
 
 def prepare(job: Job, *, force: bool, announce: Callable[[str], None], bar: Bar) -> Outcome:
@@ -83,7 +74,8 @@ def prepare(job: Job, *, force: bool, announce: Callable[[str], None], bar: Bar)
     Raises:
         DataError: the text or the tokenizer cannot be read, something else is at the output, or the disk is too small.
     """
-    return _Preparation(job, announce, bar).run(force)
+    preparation = _Preparation(job, announce, bar)
+    return preparation.output.produce(preparation.work, preparation.content, preparation.make, force=force)
 
 
 class _Preparation:
@@ -93,7 +85,7 @@ class _Preparation:
         self._check_options()
         self._check_place()
         self.path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
-        self.tokenizer = open_user_tokenizer(job.tokenizer, _ANY_VOCABULARY, pairs=pairs)
+        self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY, pairs=pairs)
         fetch_dataset(job.data, announce)
         self.source: Source = open_source(job.data)
         stamp = self.source.stamp()
@@ -116,24 +108,9 @@ class _Preparation:
         }
         self.output = Output(job.output, job.format, self.identity)
 
-    def run(self, force: bool) -> Outcome:
-        with self.work.held():
-            state = self.work.state()
-            same = state is not None and state.get("identity") == self.identity
-            if state is not None and same and state["complete"]:
-                # It was cut off between the files' last names.
-                facts = state["facts"]
-            else:
-                found = self.output.find(self._content, force=force)
-                if found is not None:
-                    return Outcome(found, was_there=True)
-                facts = self._make(self._begin(state if same else None))
-            with self.work.writing():
-                self.output.publish(self.work)
-        return Outcome(facts, was_there=False)
-
-    def _make(self, begin: Progress) -> Mapping[str, Any]:
-        """Steps 1 and 2; returns the manifest."""
+    def make(self, state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Steps 1 and 2, from the state of an unfinished preparation on; returns the manifest."""
+        begin = self._begin(state)
         expected = self._check_room()
         small = expected is not None and expected.bytes < _SMALL_BYTES
         with Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
@@ -142,10 +119,9 @@ class _Preparation:
             try:
                 facts = self._facts(progress, self._finish(progress))
             except ConfigError:
-                self.work.clear()  # of too little text nothing can be made
+                self.work.clear()  # there is too little text for one sample
                 raise
             self.output.complete(self.work, facts)
-            self.work.save({"identity": self.identity, "complete": True, "facts": facts})
         cache.remember_content(cache.cache_root(), self.stamp, progress.read.digest)
         return facts
 
@@ -182,15 +158,15 @@ class _Preparation:
             raise ConfigError(f"OUTPUT ({self.job.output}) must lie outside INPUT ({text}), of which it would be read")
 
     def _begin(self, state: Mapping[str, Any] | None) -> Progress:
-        """Where to go on."""
+        """The progress to continue from."""
         if state is not None:
             return from_state(state["progress"])
         with self.work.writing():
             self.work.clear()
         return Progress(Position(), Written())
 
-    def _content(self) -> str:
-        """The digest of the source's text, which is read where nothing tells."""
+    def content(self) -> str:
+        """The digest of the source's text, which is read unless the cache knows it."""
         known = cache.known_content(cache.cache_root(), self.stamp)
         if known is not None:
             return known
@@ -244,7 +220,7 @@ class _Preparation:
         self.work.save({"identity": self.identity, "complete": False, "progress": as_state(progress)})
 
     def _finish(self, progress: Progress) -> dict[str, Any]:
-        """Step 2; returns what the manifest tells of it."""
+        """Step 2; returns what the manifest says of it."""
         job, prefix = self.job, self.work.folder / PREFIX
         if job.format == "megatron":
             dtype = written_dtype(self.tokenizer.vocab_size).name
@@ -282,16 +258,12 @@ class _Preparation:
 
     def _facts(self, progress: Progress, counts: Mapping[str, Any]) -> dict[str, Any]:
         """The manifest."""
-        named = Path(self.job.tokenizer).expanduser()
         read = progress.read
         return {
             "format": self.job.format,
-            "tokenizer": {
-                "name": str(named.absolute()) if named.exists() else self.job.tokenizer,
-                "sha256": self.tokenizer.digest,
-                "vocab_size": self.tokenizer.vocab_size,
-                "end_of_document": self.tokenizer.end_of_document if self.end is not None else None,
-            },
+            "tokenizer": tokenizer_facts(
+                self.job.tokenizer, self.tokenizer, self.tokenizer.vocab_size, closes=self.end is not None
+            ),
             "source": {
                 "name": self.source.name,
                 "sha256": read.digest,

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.indexed import UnfinishedIndex, prefix_of, written_dtype
-from shardwise.data.tokenizer import Tokenizer, open_user_tokenizer
+from shardwise.data.reading.megatron import UnfinishedIndex, prefix_of, written_dtype
+from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import reason_of, to_disk
 from shardwise.prepare import space
-from shardwise.prepare.job import VERSION, Outcome
-from shardwise.prepare.outputs import Output
+from shardwise.prepare.outputs import ANY_VOCABULARY, VERSION, Outcome, Output, tokenizer_facts
 from shardwise.prepare.tokens import PREFIX
 from shardwise.prepare.work import Work
 
@@ -29,7 +28,6 @@ _BLOCK = 1 << 22
 _LONGEST_SEQUENCE = 1 << 30
 # No vocabulary has as many tokens as 16 times 2^16.
 _HIGH_HALVES = 16
-_ANY_VOCABULARY = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,11 @@ class RawJob:
     """What is to be converted.
 
     Attributes:
-        path: little-endian ids, back to back. output: the prefix. dtype: None: as the bytes look. eod_token: the id
-        that ends each document; None: the tokenizer's, and without one the file is one document. tokenizer: what made
-        the ids, where that is known.
+        path: a file of little-endian ids, back to back.
+        output: the prefix.
+        dtype: the dtype of the ids; None: the bytes decide.
+        eod_token: the id that ends each document; None: the tokenizer's, and without one the file is one document.
+        tokenizer: what made the ids, where that is known.
     """
 
     path: Path
@@ -47,11 +47,6 @@ class RawJob:
     dtype: str | None = None
     eod_token: int | None = None
     tokenizer: str | None = None
-
-
-def is_raw(path: Path) -> bool:
-    """Whether a path is named as raw tokens are: a .bin without the .idx of a Megatron data set."""
-    return path.suffix == ".bin" and path.is_file() and not path.with_suffix(".idx").exists()
 
 
 def convert(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> Outcome:
@@ -65,7 +60,10 @@ def convert(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> Out
     if job.output.resolve() == prefix_of(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
-        return _Conversion(job, announce).run(force)
+        conversion = _Conversion(job, announce)
+        return conversion.output.produce(
+            conversion.work, lambda: conversion.content, lambda _state: conversion.make(), force=force
+        )
     except OSError as error:
         raise DataError(f"{error.filename or job.path} cannot be read: {reason_of(error)}") from None
 
@@ -75,7 +73,7 @@ class _Conversion:
         self.job, self.announce = job, announce
         self.tokenizer: Tokenizer | None = None
         if job.tokenizer is not None:
-            self.tokenizer = open_user_tokenizer(job.tokenizer, _ANY_VOCABULARY)
+            self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY)
         self.end = job.eod_token
         if self.end is None and self.tokenizer is not None:
             self.end = self.tokenizer.end_of_document_id
@@ -92,22 +90,8 @@ class _Conversion:
         self.work = Work(job.output)
         self.output = Output(job.output, "megatron", self.identity)
 
-    def run(self, force: bool) -> Outcome:
-        with self.work.held():
-            state = self.work.state()
-            if state is not None and state.get("identity") == self.identity and state["complete"]:
-                facts: Mapping[str, Any] = state["facts"]  # it was cut off between the files' last names
-            else:
-                found = self.output.find(lambda: self._content, force=force)
-                if found is not None:
-                    return Outcome(found, was_there=True)
-                facts = self._make()
-            with self.work.writing():
-                self.output.publish(self.work)
-        return Outcome(facts, was_there=False)
-
     @cached_property
-    def _content(self) -> str:
+    def content(self) -> str:
         with self.job.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -116,15 +100,15 @@ class _Conversion:
         """The tokenizer's, else as large as the ids need."""
         highest = max(int(block.max()) for block in self._blocks())
         size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
-        if highest >= min(size, _ANY_VOCABULARY):
+        if highest >= min(size, ANY_VOCABULARY):
             raise DataError(
                 f"{self.job.path}: the highest id ({highest}), read as {self.dtype}, must be below "
-                f"{min(size, _ANY_VOCABULARY)}, the vocabulary: name the tokenizer that made the ids, or another "
+                f"{min(size, ANY_VOCABULARY)}, the vocabulary: name the tokenizer that made the ids, or another "
                 "--token-dtype"
             )
         return size
 
-    def _make(self) -> Mapping[str, Any]:
+    def make(self) -> Mapping[str, Any]:
         dtype = written_dtype(self._vocab_size)
         space.check_room(len(self.tokens) * dtype.itemsize, 0, self.job.output, self.announce, packed=False)
         with self.work.writing(), contextlib.ExitStack() as opened:
@@ -141,7 +125,6 @@ class _Conversion:
             to_disk(tokens)
             facts = self._facts(unfinished)
             self.output.complete(self.work, facts)
-            self.work.save({"identity": self.identity, "complete": True, "facts": facts})
         return facts
 
     def _copy(self, unfinished: UnfinishedIndex) -> None:
@@ -167,21 +150,12 @@ class _Conversion:
 
     def _facts(self, made: UnfinishedIndex) -> dict[str, Any]:
         """The manifest."""
-        tokenizer = None
-        if self.job.tokenizer is not None:
-            named = Path(self.job.tokenizer).expanduser()
-            tokenizer = str(named.absolute()) if named.exists() else self.job.tokenizer
         return {
             "format": "megatron",
-            "tokenizer": {
-                "name": tokenizer,
-                "sha256": self.identity["tokenizer"],
-                "vocab_size": self._vocab_size,
-                "end_of_document": None if self.tokenizer is None else self.tokenizer.end_of_document,
-            },
+            "tokenizer": tokenizer_facts(self.job.tokenizer, self.tokenizer, self._vocab_size, closes=True),
             "source": {
                 "name": str(self.job.path),
-                "sha256": self._content,
+                "sha256": self.content,
                 "documents": made.documents,
                 "bytes": self.tokens.nbytes,
             },

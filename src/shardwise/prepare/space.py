@@ -1,4 +1,4 @@
-"""How much disk a preparation will take: known before it starts, so that nobody waits hours for a full disk."""
+"""How much disk a preparation will take: estimated before it starts, so that it does not fail after hours."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import DataConfig
-from shardwise.data.encoding import ContentDigest
-from shardwise.data.sentences import cut_sentences
-from shardwise.data.sources import PIECE_CHARACTERS, Source
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.reading.sources import PIECE_CHARACTERS, Source
+from shardwise.data.tokens.cutting import cut_sentences
+from shardwise.data.tokens.encoding import ContentDigest
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 from shardwise.files import free_bytes
 from shardwise.units import size
 
 # Text of a packed file over its bytes, more than most have.
 _PACKED = {".gz": 6.0, ".parquet": 6.0}
-# What the beginning of a text tells of all of it is not exact.
+# An estimate from the beginning of a text is not exact.
 _MARGIN = 1.25
-# A page of a file system and the state; below that nothing is worth a message.
+# Room for the state; a smaller shortage is not reported.
 _LEAST = 1 << 16
 
 
@@ -28,8 +28,9 @@ class Expected:
     """What a source will become, a little more rather than less.
 
     Attributes:
-        bytes: of text. exact: whether they are the text's own, and not those of files that pack or wrap it.
-        packed: whether files pack it: how well, nobody knows before.
+        bytes: the size of the text.
+        exact: whether that is the text's own size, and not that of files that pack or wrap it.
+        packed: whether files pack it, at a ratio that is not known before.
     """
 
     bytes: int
@@ -41,7 +42,7 @@ class Expected:
 
 
 def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Expected | None:
-    """From the sizes of the files and the beginning of the text; None where no file tells."""
+    """An estimate from the sizes of the files and the beginning of the text; None where there are no files."""
     files: Sequence[Path] | None = getattr(source, "files", None)
     wrapped = files is None or any(path.suffix == ".jsonl" for path in files)
     if files is None:
@@ -70,9 +71,11 @@ def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences:
 
 
 def check_room(needed: int, held: int, output: Path, announce: Callable[[str], None], *, packed: bool) -> None:
-    """Tells what will be needed for `output`, `held` of which is there already.
+    """Announces how much disk `output` needs.
 
-    packed: how large the text is, nobody knows, and what is guessed is no reason to refuse.
+    Args:
+        held: bytes of `needed` that are written already.
+        packed: the text is packed, so the estimate is too rough to refuse for.
 
     Raises:
         DataError: the disk has less.

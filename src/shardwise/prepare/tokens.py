@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from shardwise.data.indexed import UnfinishedIndex, written_dtype
-from shardwise.data.sampler import IntArray
-from shardwise.data.sources import Source
+from shardwise.data.reading.megatron import UnfinishedIndex, written_dtype
+from shardwise.data.reading.sources import Source
+from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError
 from shardwise.files import to_disk
 from shardwise.prepare.batches import Position, TextBatch, text_batches
@@ -23,9 +23,9 @@ from shardwise.prepare.work import Work
 from shardwise.prepare.workers import Rows, Workers, tokenize
 
 PREFIX = "tokens"
-"""Of the data set in the work folder."""
+"""The prefix of the data set in the work folder."""
 COMMIT_SECONDS = 1.0
-"""Work that a killed process loses at most."""
+"""The most work that a killed process loses."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Cut:
     """How text becomes sequences of tokens.
 
     Attributes:
-        sentences: each sentence is a sequence, and tokenized by itself; else each document is one. end: the id that
-        closes a document, None for none. longest: a document of so many tokens is ended and another begun.
+        sentences: each sentence is a sequence, and tokenized by itself; else each document is one.
+        end: the id that closes a document, None for none.
+        longest: a document of so many tokens is ended and another begun.
     """
 
     sentences: bool
@@ -77,7 +78,9 @@ def write_tokens(
 ) -> Progress:
     """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
 
-    save: makes a progress durable, the files are already. advance: is told of bytes of text.
+    Args:
+        save: makes a progress durable; the files are durable already.
+        advance: is called with the bytes of text that were read.
 
     Raises:
         ChangedError: the text up to `begin` is another one. DataError: as the source; a disk is full.
@@ -105,7 +108,7 @@ def write_tokens(
 
 
 class ChangedError(DataError):
-    """What was read before is another text now."""
+    """The text that was read before has changed."""
 
 
 def _tokenized(batch: TextBatch, literally: bool) -> Rows:
@@ -128,7 +131,7 @@ def _after(batches: Iterator[TextBatch], begin: Position, advance: Callable[[int
 
 
 def _open(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: Written) -> UnfinishedIndex:
-    """The files with what is in them for good; the rest is cut off."""
+    """The files, cut to what the saved progress says that they hold."""
     held = {
         "bin": written_dtype(vocab_size).itemsize * written.tokens,
         "sizes": 4 * written.sequences,
@@ -162,7 +165,7 @@ class _Writer:
         self._index, self._cut, self.written = index, cut, written
 
     def add(self, batch: TextBatch, rows: Rows) -> None:
-        """The tokens of a batch, in documents: what the batch leaves open, the next one goes on with."""
+        """Adds the tokens of a batch, in documents; the next batch continues a document that is open at its end."""
         tokens, sizes = rows
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
         ends = self._ends(batch, starts)

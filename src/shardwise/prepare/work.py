@@ -1,6 +1,6 @@
 """The folder in which something is prepared, until it is complete and takes the place where readers look.
 
-    .NAME.preparing/state.json    what has been written for good; replaced as a whole
+    .NAME.preparing/state.json    what is durably written; replaced as a whole
     .NAME.preparing/…             files that grow; what lies beyond the state is cut off
     .NAME.preparing/output/       a folder that becomes OUTPUT, or files that are moved beside it
 
@@ -28,7 +28,7 @@ _STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
 
 
 class Work:
-    """The folder, while it is this process's own."""
+    """The work folder of one output."""
 
     def __init__(self, output: Path) -> None:
         self.target = output
@@ -104,15 +104,15 @@ class Work:
             raise DataError(f"{reason}: {then}") from error
 
     def state(self) -> dict[str, Any] | None:
-        """What was written for good; None where nothing was."""
+        """The saved state; None where there is none."""
         return _read(self.folder / _STATE)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replaces the state; the files that it tells of are on the disk already."""
+        """Replaces the state; the files that it describes must be durable already."""
         write_atomic(self.folder / _STATE, json.dumps(state, indent=1))
 
     def clear(self) -> None:
-        """Begins anew: all but the lock goes, the state first."""
+        """Removes everything except the lock, the state first."""
         (self.folder / _STATE).unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -131,7 +131,7 @@ class Work:
     def publish(self, moves: Sequence[tuple[Path, Path]]) -> None:
         """Moves what is complete to where readers look, the last of `moves` last; it may be cut off and done again.
 
-        What lies there goes, that of the last move first: readers accept nothing without it.
+        What is at the targets is removed, that of the last move first: readers accept nothing without it.
         """
         last, target = moves[-1]
         if last.exists():
@@ -153,7 +153,7 @@ class Work:
 
 
 def _is_there(lock: BinaryIO) -> bool:
-    """Whether nobody has removed the file, and the folder with it, since it was opened."""
+    """Whether the file, and the folder with it, has not been removed since it was opened."""
     return os.fstat(lock.fileno()).st_nlink > 0
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import RunError
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.guard import die_with_parent
@@ -24,7 +24,7 @@ _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 # One process makes arrays of the ids as fast as so many cores find them; threads share the tokenizer's caches.
 CORES_OF_A_PROCESS = 8
-# With four processes of their own all stay below 1 GiB together.
+# Four processes stay below 1 GiB together.
 _MOST = 4
 _tokenizer: Tokenizer | None = None
 
@@ -107,7 +107,7 @@ def _begin(path: str | None, threads: int, parent: int) -> None:
     """In a new process."""
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: the parent tells of it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent reports it
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     if path is not None:

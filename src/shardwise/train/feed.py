@@ -20,7 +20,7 @@ import torch
 from shardwise import comm
 from shardwise.config import Config
 from shardwise.data import Batch, Batches, StreamBatches
-from shardwise.data.batch import eval_micro_batches, rows_of_rank
+from shardwise.data.samples.batch import eval_micro_batches, rows_of_rank
 from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
 

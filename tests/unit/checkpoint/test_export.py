@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.checkpoint import canonical, export_hugging_face
 from shardwise.config import LlamaConfig
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.mesh import Mesh
 from shardwise.models import Llama
 from shardwise.storage.root import StoreError

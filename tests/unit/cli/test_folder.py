@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.cli import main
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.storage.root import Root
 from tests.hugging_face import save
 

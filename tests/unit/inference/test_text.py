@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardwise.data import Tokenizer
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.inference import Detokenizer
 
 TEXT = "naïve 键 and 🎹🎹, then Ωmega\n  done."

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import DataConfig
-from shardwise.data.tokenizer import Tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.prepare import Format, Job, Outcome, prepare
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -13,11 +13,10 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwise.data.hdf5 import Shards, in_list
-from shardwise.data.hdf5_shard import Shard
-from shardwise.data.indexed import IndexedFile, IndexedWriter
-from shardwise.data.sentences import cut_sentences
-from shardwise.data.tokenizer import PairTokens, Tokenizer
+from shardwise.data.reading.hdf5 import Shard, Shards, in_list
+from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
+from shardwise.data.tokens.cutting import cut_sentences
+from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import Format, batches, hdf5, space, tokens, work
 from shardwise.prepare.job import _Preparation
@@ -32,7 +31,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Batches of a few documents, each of them durable; pieces that end within a document."""
     monkeypatch.setattr(batches, "BATCH_CHARACTERS", 400)
     monkeypatch.setattr(tokens, "COMMIT_SECONDS", 0.0)
-    monkeypatch.setattr("shardwise.data.sources.PIECE_CHARACTERS", 150)
+    monkeypatch.setattr("shardwise.data.reading.sources.PIECE_CHARACTERS", 150)
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here loses power, and a busy disk takes its time
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
 

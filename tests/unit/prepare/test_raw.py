@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.data.indexed import IndexedFile
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.opening import inspect
+from shardwise.data.reading.detect import is_raw_tokens
+from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import raw
-from shardwise.prepare.inspection import inspect
-from shardwise.prepare.raw import RawJob, convert, is_raw
+from shardwise.prepare.raw import RawJob, convert
 
 END = 9
 IDS = [5, 600, END, 700, END, END, 300, 8]
@@ -40,10 +41,10 @@ def test_raw_tokens_become_documents_at_the_end_token(
 ) -> None:
     monkeypatch.setattr(raw, "_BLOCK", block)
     path = write(tmp_path / "train.bin", IDS, np.dtype(dtype).newbyteorder("<").str)
-    assert is_raw(path)
+    assert is_raw_tokens(path)
     assert converted(path, dtype=dtype, eod_token=END) == DOCUMENTS
     assert IndexedFile.open(tmp_path / "out").sizes.tolist() == [3, 2, 1, 2]
-    assert not is_raw(tmp_path / "out.bin")
+    assert not is_raw_tokens(tmp_path / "out.bin")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out.bin", "out.idx", "out.json", "train.bin"]
 
 

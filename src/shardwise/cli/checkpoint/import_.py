@@ -143,7 +143,7 @@ def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str
         return None, {}, {}
     from shardwise import hub
     from shardwise.data import Tokenizer, special_token_ids
-    from shardwise.data.tokenizer import export_user_tokenizer
+    from shardwise.data.tokens.tokenizer import export_user_tokenizer
 
     try:
         tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, announce=output.progress))

@@ -14,7 +14,7 @@ ACTIONS = {
     "prepare": "make Megatron's .bin and .idx, blocks of arrow or BERT's HDF5 shards of text, once for all runs",
     "inspect": "show what data hold: documents, tokens, lengths, and the first of them decoded",
 }
-"""Each has a module of its name in this package; that of `inspect` has an underscore, as Python has one too."""
+"""Each has a module of its name in this package, except `inspect_`: `inspect` is one of Python's own modules."""
 _ARGUMENTS = {
     "data.config": "--config",
     "data.split": "--split",

@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.units import size
 
 if TYPE_CHECKING:
-    from shardwise.prepare.inspection import Inspection, Lengths
+    from shardwise.data.formats.inspection import Inspection, Lengths
 
 _WIDTH, _BAR, _SAMPLE_LINES = 80, 36, 2
 
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.samples < 0:
         raise ConfigError(f"--samples ({arguments.samples}) must be at least 0")
-    from shardwise.prepare.inspection import inspect
+    from shardwise.data.opening import inspect
 
     with arguments_named("PATH"):
         found = inspect(
@@ -77,7 +77,7 @@ def _wrapped(lead: str, value: str, lines: int | None = None) -> None:
 
 
 def _made(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """What the manifest tells."""
+    """The rows that the manifest gives."""
     if manifest is None:
         return []
     tokenizer, source = manifest["tokenizer"], manifest["source"]

@@ -82,12 +82,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.data.indexed import prefix_of
+    from shardwise.data.reading.detect import is_raw_tokens
+    from shardwise.data.reading.megatron import prefix_of
     from shardwise.prepare import Job, prepare
-    from shardwise.prepare.raw import is_raw
 
     output = Path(arguments.output).expanduser()
-    if arguments.token_dtype is not None or is_raw(Path(arguments.input).expanduser()):
+    if arguments.token_dtype is not None or is_raw_tokens(Path(arguments.input).expanduser()):
         return _convert(arguments, prefix_of(output))
     if arguments.eod_token is not None:
         raise ConfigError("--eod-token must be left out with text: it belongs to raw tokens")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.importing import open_hugging_face
-from shardwise.data.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError
 from shardwise.storage.root import Root
 from tests.hugging_face import CASES, make, open_folder, save

@@ -1,0 +1,274 @@
+"""What a run reads, once it can be read, and what several formats ask of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from shardwise.config import BertConfig, Config
+from shardwise.data import cache
+from shardwise.data.parts import PART_NAMES, PARTS, Part
+from shardwise.data.reading.manifest import tokenizer_problems
+from shardwise.data.samples.batch import Batches, SampledBatches, TokenArray, Tokens
+from shardwise.data.samples.causal import DocumentEnds, without_end
+from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
+from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.tokens.tokenizer import (
+    PairTokens,
+    Tokenizer,
+    export_user_tokenizer,
+    open_user_tokenizer,
+    user_tokenizer_digest,
+)
+from shardwise.errors import DataError
+
+Announce = Callable[[str], None] | None
+"""Is called with one line when something is fetched or built."""
+
+
+class PreparedData(Protocol):
+    """Tokens of a training, an evaluation and, where there is one, a test part."""
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """A folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None: only ids."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the data: equal data have equal fingerprints, on any machine."""
+        ...
+
+    @property
+    def summary(self) -> str:
+        """One line for the user."""
+        ...
+
+    def count(self, part: Part) -> int:
+        """Tokens of a part."""
+        ...
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        """The first tokens of a part; fewer where it has no more."""
+        ...
+
+    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+        """The batches of a part that the model's family trains on; None where it holds less than one sample.
+
+        Args:
+            evaluation: `eval_batches` alone is called, and gives the same samples whatever `train.seed` is (except for
+                what BERT masks).
+            tail: what is left after the last whole sample is a sample too.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """`PreparedData` of tokenized text, which is one row of tokens a part.
+
+    Attributes:
+        fingerprint: a digest of the text and of all its tokens.
+        vocab_size: of the tokenizer, at most the model's; the model's where there is no tokenizer.
+        sentences: of each part, where samples are sentence pairs.
+        pair_tokens: the ids that pairs are made with, likewise.
+    """
+
+    tokenizer_path: Path | None
+    train_tokens: TokenArray
+    eval_tokens: TokenArray
+    test_tokens: TokenArray
+    fingerprint: str
+    vocab_size: int
+    summary: str
+    sentences: Mapping[Part, Sentences] = field(default_factory=dict)
+    pair_tokens: PairTokens | None = None
+
+    @classmethod
+    def of_entry(
+        cls,
+        entry: cache.Entry,
+        tokenizer_path: Path | None,
+        vocab_size: int,
+        summary: str,
+        pair_tokens: PairTokens | None = None,
+    ) -> PreparedText:
+        """The tokens of an entry of the cache, mapped into memory."""
+        return cls(
+            tokenizer_path,
+            train_tokens=entry.tokens("train"),
+            eval_tokens=entry.tokens("eval"),
+            test_tokens=entry.tokens("test"),
+            fingerprint=entry.manifest["fingerprint"],
+            vocab_size=vocab_size,
+            summary=summary,
+            sentences={} if pair_tokens is None else {part: entry.sentences(part) for part in PARTS},
+            pair_tokens=pair_tokens,
+        )
+
+    def count(self, part: Part) -> int:
+        return len(self._row(part))
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        return [int(token) for token in self._row(part)[:tokens]]
+
+    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+        row = self._row(part)
+        if self.pair_tokens is not None:
+            sentences, seed = self.sentences[part], config.train.seed
+            return pair_batches(config, row, sentences, self.pair_tokens, self.vocab_size, seed)
+        return row_batches(config, row, self.tokenizer_path, config.train.seed, tail=tail)
+
+    def _row(self, part: Part) -> TokenArray:
+        return {"train": self.train_tokens, "eval": self.eval_tokens, "test": self.test_tokens}[part]
+
+
+def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | None:
+    """The batches of one part of `data`; None where it holds less than one sample (two for sentence pairs)."""
+    return data.batches(config, part, evaluation=part != "train")
+
+
+def make_evaluation(config: Config, data: PreparedData, part: Part) -> Batches | None:
+    """As `make_batches`, with what is left after the last whole sample: `eval_batches` then gives every token once.
+
+    None where the part holds less than one target (two samples for sentence pairs).
+    """
+    return data.batches(config, part, evaluation=True, tail=True)
+
+
+def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, *, tail: bool) -> TokenBatches | None:
+    """Batches of a causal model over a row of tokens; None where it holds less than one sample."""
+    length = config.train.sequence_length
+    if len(row) <= (1 if tail else length):
+        return None
+    return TokenBatches(row, length, seed, tail=tail, ends=DocumentEnds.of(config, tokenizer))
+
+
+def pair_batches(
+    config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
+) -> SampledBatches | None:
+    """Batches of sentence pairs; None of less than two samples, as the second sentence may come from another one."""
+    length = config.train.sequence_length
+    if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
+        return None
+    return SentencePairBatches(
+        tokens,
+        sentences,
+        length,
+        seed,
+        special=special,
+        vocab_size=vocab_size,
+        masked_fraction=config.data.masked_fraction,
+        max_predictions=config.data.predictions(length),
+    )
+
+
+def in_pairs(config: Config) -> bool:
+    """Whether samples are pairs of sentences."""
+    return "nsp" in config.model.objectives
+
+
+def require_bert(config: Config) -> BertConfig:
+    """The model that shards train; DataError where it is another one."""
+    if not isinstance(config.model, BertConfig):
+        raise DataError(
+            f"model.family ({config.model.family}) must be bert where data.path ({config.data.name}) is HDF5 shards, "
+            "which hold sentence pairs with masked tokens: name text, or Megatron's .bin and .idx"
+        )
+    return config.model
+
+
+def without_tokenizer(config: Config) -> list[str]:
+    """Which keys need a tokenizer where data are tokens and none is named."""
+    if config.data.tokenizer is not None:
+        return []
+    needs = f"needs data.tokenizer, as {config.data.key} {config.data.name} holds tokens alone: name what made them"
+    problems = without_end(config)
+    if in_pairs(config):
+        problems.append(f"model.family ({config.model.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
+    if config.log.sample_prompt is not None:
+        problems.append(f"log.sample_prompt ({config.log.sample_prompt!r}) {needs}")
+    return problems
+
+
+def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: list[str]) -> Tokenizer | None:
+    """The tokenizer that `data.tokenizer` names, where data are tokens already; None where it names none.
+
+    Args:
+        manifests: the records beside the data, which say what tokenizer made them.
+        problems: grows by what is wrong with the tokenizer; what is returned must not be used then.
+    """
+    named = config.data.tokenizer
+    if named is None:
+        return None
+    try:
+        tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=in_pairs(config))
+    except DataError as error:
+        problems += error.problems
+        return None
+    if in_pairs(config):
+        problems += padding_problems(tokenizer.pair_tokens(), config)
+    problems += tokenizer_problems(tokenizer, named, manifests)
+    return tokenizer
+
+
+def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) -> Path | None:
+    """The folder in the cache `root` of `tokenizer`, which `data.tokenizer` names; None of None."""
+    path = config.data.tokenizer
+    if tokenizer is None or path is None:
+        return None
+    return cache.open_or_build_tokenizer(
+        root, user_tokenizer_digest(path)[:32], lambda folder: export_user_tokenizer(path, tokenizer, folder)
+    )
+
+
+def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
+    """Whether the model pads with the tokenizer's [PAD], where samples are sentence pairs."""
+    chosen = getattr(config.model, "pad_token_id", None)
+    if special is None or chosen == special.pad:
+        return []
+    return [
+        f"model.pad_token_id ({chosen}) must be the tokenizer's [PAD] ({special.pad}): set "
+        f"model.pad_token_id={special.pad}"
+    ]
+
+
+def needed_parts(config: Config) -> list[Part]:
+    """The parts that training reads."""
+    return ["train", "eval"] if config.train.eval_every > 0 else ["train"]
+
+
+def too_short(entry: cache.Entry, name: str, config: Config, parts: Sequence[Part]) -> list[str]:
+    """Which of these parts of the data `name` hold less than a sample, or for sentence pairs two."""
+    problems = []
+    for part in parts:
+        sentences = entry.sentences(part) if in_pairs(config) else None
+        lacking = shortage(config, entry.manifest[part]["tokens"], sentences)
+        if lacking is not None:
+            held, least = lacking
+            problems.append(
+                f"the {PART_NAMES[part]} part of {config.data.key} {name} ({held} at data.split={config.data.split}) "
+                f"must be at least {least}: give more text, a shorter sequence or another split"
+            )
+    return problems
+
+
+def shortage(config: Config, tokens: int, sentences: Sentences | None) -> tuple[str, str] | None:
+    """What a part of so many tokens holds, and what a sample needs; None where it holds one.
+
+    sentences: of the part, where samples are pairs of them: then it must hold two.
+    """
+    length = config.train.sequence_length
+    if sentences is not None:
+        room = chunk_room(length)
+        chunks = ChunkIndex(sentences, room).num_chunks
+        if chunks >= 2:
+            return None
+        least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
+        return f"{tokens:,} tokens in {chunks} samples", least
+    if tokens > length:
+        return None
+    return f"{tokens:,} tokens", f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"

@@ -1,0 +1,210 @@
+"""HDF5 shards of sentence pairs that were masked when the shards were made, for BERT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.config import Config, DataConfig
+from shardwise.config.data import MASKED_FRACTION
+from shardwise.data import cache
+from shardwise.data.formats.common import (
+    Announce,
+    needed_parts,
+    require_bert,
+    tokenizer_in_cache,
+    tokenizer_of_tokens,
+)
+from shardwise.data.formats.inspection import (
+    SAMPLE_TOKENS,
+    Decoder,
+    Inspection,
+    Lengths,
+    describe_ids,
+    spread,
+    token_notes,
+)
+from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
+from shardwise.data.reading.hdf5 import KEYS, Shard, Shards, in_list, library, opened, shard_paths
+from shardwise.data.reading.manifest import of_folder, read_manifest
+from shardwise.data.reading.text import unreadable
+from shardwise.data.reading.unpacking import Chunked, unpack
+from shardwise.data.samples.batch import Batches
+from shardwise.data.samples.shards import ShardBatches
+from shardwise.errors import DataError, listing
+from shardwise.units import counted, size
+
+# Of all shards together; of each the first and the last one at least.
+_CHECKED_BLOCKS = 256
+_PROBLEMS_SHOWN = 5
+_GLANCED = 8
+"""Shards that a glance opens, at most."""
+_RUNS, _RUN = 64, 64
+"""Runs of rows that an inspection looks at, and rows of each: neighbours lie in one compressed chunk."""
+
+
+@dataclass(frozen=True)
+class PreparedShards:
+    """`PreparedData` of HDF5 shards.
+
+    Attributes:
+        bounds: the first row of the training, the evaluation and the test part, then the number of rows.
+    """
+
+    tokenizer_path: Path | None
+    shards: Shards
+    bounds: Sequence[int]
+    fingerprint: str
+    summary: str
+
+    def rows(self, part: Part) -> range:
+        """The rows of a part."""
+        number = list(PART_NAMES).index(part)
+        return range(self.bounds[number], self.bounds[number + 1])
+
+    def count(self, part: Part) -> int:
+        """Tokens of a part, padding included."""
+        return len(self.rows(part)) * self.shards.length
+
+    def beginning(self, part: Part, tokens: int) -> list[int]:
+        """The first tokens of a part, as they are masked."""
+        rows = self.rows(part)[: -(-tokens // self.shards.length)]
+        ids: list[int] = self.shards.take(np.array(rows, dtype=np.int64))["input_ids"].ravel()[:tokens].tolist()
+        return ids
+
+    def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
+        """As `PreparedData`; neither `evaluation` nor `tail` makes a difference."""
+        rows = self.rows(part)
+        return ShardBatches(self.shards, rows.start, rows.stop, config.train.seed) if rows else None
+
+
+def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedShards:
+    """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache.
+
+    Raises:
+        DataError: with every problem of the files and the tokenizer, or of the parts' sizes.
+    """
+    data, model = config.data, require_bert(config)
+    shards, problems = [], []
+    library()
+    for path in shard_paths(data):
+        try:
+            shards.append(Shard.open(path, config.train.sequence_length))
+        except DataError as error:
+            problems += error.problems
+    if len(problems) > _PROBLEMS_SHOWN:
+        more = len(problems) - _PROBLEMS_SHOWN
+        problems = [*problems[:_PROBLEMS_SHOWN], f"{more} more of the shards of data.path ({data.name}) are wrong too"]
+    folders = sorted({shard.path.parent for shard in shards})
+    tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
+    if problems:
+        raise DataError(problems)
+    rows = Shards(_unpacked(shards, root, announce), model.vocab_size, model.type_vocab_size)
+    bounds = part_bounds(len(rows), data.split_weights)
+    if not any_size and (problems := _too_few(bounds, config)):
+        raise DataError(problems)
+    return PreparedShards(
+        tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
+        shards=rows,
+        bounds=bounds,
+        fingerprint=_fingerprint(shards, bounds),
+        summary=_summary(rows, bounds, config),
+    )
+
+
+def glance(config: Config) -> str:
+    """How many shards there are; the first few are opened."""
+    require_bert(config)
+    paths = shard_paths(config.data)
+    glanced = [Shard.open(path, config.train.sequence_length) for path in paths[:_GLANCED]]
+    more = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
+    return f"{counted(len(paths), 'HDF5 shard')}{more}"
+
+
+def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+    """Shards of masked sentence pairs."""
+    paths = shard_paths(data)
+    first = Shard.open(paths[0])
+    shards = [first, *(Shard.open(path, first.length) for path in paths[1:])]
+    record = read_manifest(of_folder(first.path.parent))
+    decoder = Decoder.find(tokenizer, record)
+    opened = Shards(shards, 1 << 31, 2)
+    number = len(opened)
+    rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN)), number - 1))
+    values = opened.take(rows_B)
+    lengths = values["input_mask"].sum(axis=1)
+    listed = in_list(values["masked_lm_positions"])
+    masked, after = float(listed.sum(axis=1).mean()), float((values["next_sentence_labels"] == 0).mean())
+    lowest, highest = int(values["input_ids"].min()), int(values["input_ids"].max())
+    ids = opened.take(np.arange(min(samples, number)))["input_ids"]
+    found = [decoder.sample(row, ids[row][: min(SAMPLE_TOKENS, lengths[row])]) for row in range(len(ids))]
+    counts = {
+        "shards": len(shards),
+        "samples": number,
+        "sequence_length": first.length,
+        "predictions": opened.predictions,
+        "looked_at": len(rows_B),
+        "masked_mean": masked,
+        "next_sentence_share": after,
+        "ids": {"lowest": lowest, "highest": highest, "looked_at": int(values["input_ids"].size)},
+    }
+    sizes = sorted(shard.rows for shard in shards)
+    each = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} … {sizes[-1]:,}"
+    rows = [
+        ("shards", f"{len(shards):,} of {each} samples"),
+        ("samples", f"{number:,} of {first.length:,} tokens, at most {opened.predictions:,} of them masked"),
+        ("masked", f"{masked:.1f} tokens a sample"),
+        ("next sentence", f"follows in {after:.0%} of the samples, and is a random one in the rest"),
+        ("ids", describe_ids(lowest, highest, int(values["input_ids"].size), number * first.length)),
+    ]
+    return Inspection(
+        str(data.path), "HDF5 shards of sentence pairs", sum(path.stat().st_size for path in paths), rows, counts,
+        Lengths.of("tokens of a sample, without padding", lengths, number), found, record,
+        token_notes(decoder, record, lowest, highest),
+    )  # fmt: skip
+
+
+def _unpacked(shards: Sequence[Shard], root: Path, announce: Announce) -> list[Shard]:
+    try:
+        chunked = [Chunked(shard.path, shard.nbytes) for shard in shards if shard.chunked]
+        folders = unpack(root, chunked, list(KEYS), opened, announce)
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from None
+    return [replace(shard, unpacked=folders.get(shard.path)) for shard in shards]
+
+
+def _too_few(bounds: Sequence[int], config: Config) -> list[str]:
+    return [
+        f"the {PART_NAMES[part]} part of data.path {config.data.name} (0 of {bounds[-1]:,} samples at "
+        f"data.split={config.data.split}) must hold at least one: give more shards or another split"
+        for number, part in enumerate(needed_parts(config))
+        if bounds[number + 1] == bounds[number]
+    ]
+
+
+def _fingerprint(shards: Sequence[Shard], bounds: Sequence[int]) -> str:
+    """Of the names and of blocks that are spread over the shards: reading all of them would take minutes."""
+    blocks = max(2, _CHECKED_BLOCKS // len(shards))
+    try:
+        digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
+    except OSError as error:
+        raise unreadable(Path(error.filename), error) from None
+    return cache.digest_of({"digests": digests, "bounds": list(bounds)})
+
+
+def _summary(shards: Shards, bounds: Sequence[int], config: Config) -> str:
+    number, total = len(shards.shards), sum(shard.path.stat().st_size for shard in shards.shards)
+    sizes = dict(zip(PART_NAMES, np.diff(bounds).tolist(), strict=True))
+    unread = []
+    if config.data.max_predictions not in (None, shards.predictions):
+        unread.append(f"data.max_predictions ({config.data.max_predictions})")
+    if config.data.masked_fraction != MASKED_FRACTION:
+        unread.append(f"data.masked_fraction ({config.data.masked_fraction})")
+    told = f", whatever {listing(unread)} may say" if unread else ""
+    return (
+        f"{config.data.name}: {size(total)}, {counted(number, 'shard')}, {describe_sizes(sizes)} samples of "
+        f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{told}"
+    )

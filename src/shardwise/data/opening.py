@@ -1,0 +1,165 @@
+"""How commands reach data of any format: opened for a run, glanced at by a dry run, or inspected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from shardwise import hub
+from shardwise.config import Config, DataConfig, data_from
+from shardwise.data import cache
+from shardwise.data.formats import datasets, hdf5, megatron, stream, text
+from shardwise.data.formats.common import Announce, PreparedData, in_pairs, without_tokenizer
+from shardwise.data.formats.inspection import Inspection
+from shardwise.data.reading.datasets import is_saved
+from shardwise.data.reading.detect import DataFormat, detect
+from shardwise.data.samples.pairs import chunk_room
+from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
+from shardwise.errors import ConfigError, DataError
+
+
+class _Format(Protocol):
+    """What a module of `formats` has."""
+
+    def open_data(self, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedData:
+        """The data that `config` names, made ready for a run; what that costs is kept in the cache `root`."""
+        ...
+
+    def glance(self, config: Config) -> str:
+        """What the data are, for the user of a dry run; found in a moment, without the network."""
+        ...
+
+    def inspect(self, data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+        """What the data hold, and their first `samples`."""
+        ...
+
+
+FORMATS: Mapping[DataFormat, _Format] = {"megatron": megatron, "hdf5": hdf5, "datasets": datasets, "text": text}
+_OF_TOKENS = ("megatron", "hdf5")
+"""Formats that hold tokens and are read where they lie."""
+
+
+def prepare(
+    config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
+) -> PreparedData:
+    """Opens the data of `config`, tokenizing it first where the cache has none.
+
+    Any number of processes may call it at once: one builds and the others wait.
+
+    Args:
+        announce: is called with one line when something is built.
+        any_size: the parts need not hold a sample each, as they must for training.
+
+    Raises:
+        DataError: when the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
+    """
+    format = checked_format(config)
+    opener = stream if config.data.streaming else FORMATS[format]
+    return opener.open_data(config, cache.cache_root(cache_dir), announce, any_size=any_size)
+
+
+def checked_format(config: Config) -> DataFormat:
+    """The format of the data of `config`; nothing of them is read.
+
+    Raises:
+        DataError: other keys ask of such data what they cannot give.
+    """
+    data = config.data
+    _, eval_weight, test_weight = data.split_weights
+    if eval_weight == 0 and config.train.eval_every > 0:
+        raise DataError(
+            f"data.split ({data.split}) holds nothing out, and train.eval_every ({config.train.eval_every}) "
+            "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
+        )
+    if in_pairs(config):
+        chunk_room(config.train.sequence_length)
+    format = detect(data)
+    if data.split_names and format != "datasets":
+        raise DataError(
+            f"data.split ({data.split}) must be weights such as 95,5 where {data.key} ({data.name}) is no data set "
+            "with splits"
+        )
+    holds_tokens = format in _OF_TOKENS
+    if data.streaming and holds_tokens:
+        raise DataError(
+            f"data.streaming (true) must be false with {data.key} ({data.name}), whose tokens are read where they lie"
+        )
+    if data.streaming:
+        stream.require_streamable(config)
+    elif test_weight and not holds_tokens and not data.split_names:
+        raise DataError(
+            f"data.split ({data.split}) must be two weights, training and evaluation, where {data.key} "
+            f"({data.name}) is text: only Megatron data and HDF5 shards have a test part"
+        )
+    return format
+
+
+@dataclass
+class Glance:
+    """What a glance at data and tokenizer found.
+
+    Attributes:
+        rows: names and what they are, for the user.
+        problems: why a run could not start.
+    """
+
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, name: str, describe: Callable[[], str]) -> None:
+        """One row more, or the problems that `describe` raises."""
+        try:
+            self.rows.append((name, describe()))
+        except ConfigError as error:
+            self.problems += error.problems
+
+
+def glance(config: Config) -> Glance:
+    """What a dry run says of the data and the tokenizer of `config`: no network is asked and nothing is prepared."""
+    seen = Glance()
+    try:
+        format = checked_format(config)
+    except ConfigError as error:
+        return Glance(problems=error.problems)
+    seen.add("data", lambda: f"{config.data.name}: {FORMATS[format].glance(config)}")
+    seen.add("tokenizer", lambda: _glance_at_tokenizer(config, format))
+    return seen
+
+
+def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
+    named, vocabulary = config.data.tokenizer, config.model.vocab_size
+    if named is not None:
+        if not isinstance(hub.place_of_tokenizer(named), Path):
+            return f"{named}: {datasets.ON_HUB}"
+        tokenizer = open_user_tokenizer(named, vocabulary, pairs=in_pairs(config))
+        return f"{named}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,})"
+    if format in _OF_TOKENS:
+        if format == "megatron" and (problems := without_tokenizer(config)):
+            raise DataError(problems)
+        return "none, as the data hold tokens"
+    if format == "datasets":
+        return "where the data hold text, one is trained on them"
+    trained_special_tokens(vocabulary, pairs=in_pairs(config))
+    return f"byte-level BPE of {vocabulary:,} tokens, trained on the data when the run starts"
+
+
+def inspect(path: str, *, tokenizer: str | None, samples: int, text_key: str) -> Inspection:
+    """What data hold: Megatron's .bin and .idx, HDF5 shards, an arrow folder or a file of one, or text.
+
+    Raises:
+        DataError: nothing of the kind is there, or it is damaged.
+    """
+    place = Path(path).expanduser()
+    folder = place.parent if place.suffix == ".arrow" else place
+    if is_saved(folder, damaged=True):
+        return datasets.inspect(data_from({"path": str(folder), "text_key": text_key}), tokenizer, samples)
+    data = data_from({"path": path, "text_key": text_key})
+    format = detect(data)
+    if format == "text" and not place.exists():
+        where = "" if place.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(
+            f"PATH ({path}) does not exist{where}: name Megatron's PREFIX, HDF5 shards, an arrow folder or text"
+        )
+    return FORMATS[format].inspect(data, tokenizer, samples)

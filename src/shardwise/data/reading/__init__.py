@@ -1,0 +1,1 @@
+"""The files that data lie in: which format they have, and what they hold."""

@@ -1,0 +1,311 @@
+"""HDF5 shards of BERT's samples: sentence pairs whose tokens were masked when the shards were made.
+
+    input_ids, input_mask, segment_ids   [N, S]  tokens; 1 for a token and 0 for padding; 0 in the first segment, else 1
+    masked_lm_positions, masked_lm_ids   [N, P]  filled up with zeros: the first position 0 ends a row's list
+    next_sentence_labels                 [N]     0 where the second segment follows the first, else 1
+
+N and P may be others in each shard; the integers may have any width. A sample is a row of a shard.
+
+Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions of a sample, at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.config import DataConfig
+from shardwise.data.reading.libraries import optional_library
+from shardwise.data.reading.text import unreadable
+from shardwise.data.reading.unpacking import lies_in_chunks
+from shardwise.data.samples.sampler import IntArray
+from shardwise.errors import DataError, listing
+
+KEYS = {
+    "input_ids": "NS",
+    "input_mask": "NS",
+    "segment_ids": "NS",
+    "masked_lm_positions": "NP",
+    "masked_lm_ids": "NP",
+    "next_sentence_labels": "N",
+}
+"""The arrays of a shard and their dimensions."""
+_WORDS = {"N": "rows", "S": "tokens a row", "P": "predictions a row"}
+ANEW = "write the shard anew"
+_VOCABULARY = "set model.vocab_size to that of the tokenizer that made the data"
+PATTERN = "*_training_*.hdf5"
+"""The files of a folder that are shards."""
+_SUFFIXES = (".hdf5", ".h5")
+# Far below the usual limit of 65,530 maps of a process, of which a shard takes one for each array.
+_SHARDS_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file whose arrays are there and fit one another; nothing of them has been read.
+
+    Attributes:
+        rows: N.
+        length: S.
+        predictions: P.
+        nbytes: the size of the arrays.
+        chunked: whether an array is stored in chunks.
+        unpacked: the folder in the cache that holds the arrays row after row.
+    """
+
+    path: Path
+    rows: int
+    length: int
+    predictions: int
+    nbytes: int
+    chunked: bool
+    unpacked: Path | None = None
+
+    @classmethod
+    def open(cls, path: Path, sequence_length: int | None = None) -> Shard:
+        """Looks at the shapes; S must be `sequence_length`, or may be any where that is None.
+
+        Raises:
+            DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
+        """
+        sizes: dict[str, tuple[str, int]] = {}
+        with opened(path) as file, _reading(path):
+            for key, dimensions in KEYS.items():
+                for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
+                    first, expected = sizes.setdefault(dimension, (key, length))
+                    if length != expected:
+                        words = _WORDS[dimension]
+                        raise DataError(
+                            f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
+                            f"{ANEW}"
+                        )
+            nbytes, chunked = sum(file[key].nbytes for key in KEYS), lies_in_chunks(file, KEYS)
+        for dimension, (key, length) in sizes.items():
+            if length == 0:
+                raise DataError(
+                    f"{path}: {key} (0 {_WORDS[dimension]}) must have 1 or more: remove the file, or {ANEW}"
+                )
+        rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
+        if sequence_length not in (None, length):
+            raise DataError(
+                f"{path}: the sequences ({length} tokens) must have those of train.sequence_length "
+                f"({sequence_length}): set train.sequence_length={length}, or name other shards"
+            )
+        return cls(path, rows, length, predictions, nbytes, chunked)
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """By key, mapped into memory from the file or from the cache."""
+        if self.unpacked is not None:
+            return {key: np.load(self.unpacked / f"{key}.npy", mmap_mode="r") for key in KEYS}
+        with opened(self.path) as file, _reading(self.path):
+            return {key: _mapped(self.path, file[key]) for key in KEYS}
+
+
+def library() -> Any:
+    """h5py, which is imported where shards are read and nowhere else."""
+    return optional_library("h5py", "HDF5 shards need", "hdf5")
+
+
+def opened(path: Path) -> Any:
+    h5py = library()
+    try:
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not h5py.is_hdf5(path):
+        raise DataError(f"{path} must be an HDF5 file, and it is none: leave it out, or copy it again")
+    try:
+        return h5py.File(path, "r", locking="best-effort")
+    except OSError as error:
+        raise DataError(f"{path} cannot be opened ({error}): it is damaged, copy it again") from None
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns what the library says of an opened file whose inside is damaged, in any of its types, into a sentence."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path} cannot be read ({reason}): it is damaged, copy it again") from None
+
+
+def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
+    """An array of an opened file; read as a whole where it is so small that it does not lie by itself."""
+    offset = array.id.get_offset()
+    if offset is None:
+        return np.asarray(array[...])
+    return np.memmap(path, dtype=array.dtype, mode="r", offset=offset, shape=array.shape)
+
+
+def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
+    """The shape of one array of integers."""
+    array, dimensions = file.get(key), KEYS[key]
+    if array is None or not hasattr(array, "dtype"):
+        held = listing(sorted(file)) or "none"
+        raise DataError(
+            f"{path} must have the array {key}, and its keys are {held}: a shard has {listing(KEYS)}; {ANEW}"
+        )
+    if array.file.filename != file.filename or array.external or (array.is_virtual and _elsewhere(array)):
+        raise DataError(f"{path}: {key} must lie in the file itself, and it leads to another one: {ANEW}")
+    if array.dtype.kind == "O":
+        raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {ANEW}")
+    if array.dtype.kind not in "iub":
+        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers: {ANEW}")
+    shape = tuple(array.shape or ())
+    if len(shape) != len(dimensions):
+        names = ", ".join(_WORDS[dimension] for dimension in dimensions)
+        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {ANEW}")
+    return shape
+
+
+def _elsewhere(array: Any) -> bool:
+    """Whether a virtual array refers to another file."""
+    return any(source.file_name != "." for source in array.virtual_sources())
+
+
+def names_shards(path: Path) -> bool:
+    """Whether shards lie at `path`: a folder that holds some, a file, or a glob of files."""
+    if path.is_dir():
+        return any(path.glob(PATTERN))
+    return path.suffix in _SUFFIXES or any(match.suffix in _SUFFIXES for match in _matches(path))
+
+
+def shard_paths(data: DataConfig) -> list[Path]:
+    """The files that `data.path` names, by name: one file, the shards of a folder, or what a glob matches.
+
+    Raises:
+        DataError: there are none.
+    """
+    assert data.path is not None
+    path = Path(data.path).expanduser()
+    try:
+        if path.is_file():
+            return [path]
+        if path.is_dir():
+            found, missing = sorted(path.glob(PATTERN)), f"must hold shards, {PATTERN}, and the folder has none"
+        else:
+            where = "" if path.is_absolute() else f" in {Path.cwd()}"
+            found, missing = _matches(path), f"names no file that exists{where}"
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not found:
+        raise DataError(
+            f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
+            "'FOLDER/*.hdf5'"
+        )
+    return found
+
+
+def _matches(path: Path) -> list[Path]:
+    """The files that a glob matches, by name; a link to nowhere stays, and fails by its name."""
+    found = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
+    return sorted(each for each in map(Path, found) if not each.is_dir())
+
+
+class Shards:
+    """All rows of all shards, one shard after another, for a model of `vocab_size` tokens and `types` segments.
+
+    A shard is opened when one of its rows is read. Of a shard no more is read at once than the rows asked for.
+    """
+
+    def __init__(self, shards: Sequence[Shard], vocab_size: int, types: int) -> None:
+        self.shards = shards
+        self.length = shards[0].length
+        self.predictions = max(shard.predictions for shard in shards)
+        self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
+        self._open: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._opening = Lock()
+        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {ANEW}")
+        self._limits = {
+            "input_ids": token,
+            "input_mask": (1, ANEW),
+            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {ANEW}"),
+            "masked_lm_positions": place,
+            "masked_lm_ids": token,
+            "next_sentence_labels": (1, ANEW),
+        }
+
+    def __len__(self) -> int:
+        """Of the rows."""
+        return int(self._begins[-1])
+
+    def take(self, rows_B: IntArray) -> dict[str, IntArray]:
+        """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B]; P is the largest of any shard.
+
+        Raises:
+            DataError: a value is none that the model can read, or a file cannot be read; file and row are named.
+        """
+        sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
+        found = {key: np.zeros([sizes[each] for each in dimensions], np.int64) for key, dimensions in KEYS.items()}
+        numbers_B = np.searchsorted(self._begins, rows_B, side="right") - 1
+        for number in np.unique(numbers_B).tolist():
+            chosen = np.flatnonzero(numbers_B == number)
+            rows, places = np.unique(rows_B[chosen] - self._begins[number], return_inverse=True)
+            for key, array in self._read(number, rows).items():
+                if array.ndim == 1:
+                    found[key][chosen] = array[places]
+                else:
+                    found[key][chosen, : array.shape[1]] = array[places]
+        return found
+
+    def _read(self, number: int, rows: IntArray) -> dict[str, IntArray]:
+        """Ascending rows of one shard."""
+        found = {key: array[rows].astype(np.int64) for key, array in self._arrays(number).items()}
+        self._check(self.shards[number].path, rows, found)
+        return found
+
+    def _arrays(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        """Of one shard; of those that are mapped the one that was not used for longest gives way."""
+        with self._opening:
+            found = self._open.pop(number, None)
+            if found is None:
+                while len(self._open) >= _SHARDS_KEPT:
+                    del self._open[next(iter(self._open))]
+                found = self.shards[number].arrays()
+            self._open[number] = found
+        return found
+
+    def _check(self, path: Path, rows: IntArray, found: dict[str, IntArray]) -> None:
+        listed = in_list(found["masked_lm_positions"])
+        for key, (largest, what_to_do) in self._limits.items():
+            wrong = (found[key] < 0) | (found[key] > largest)
+            if KEYS[key] == "NP":
+                wrong &= listed
+            if wrong.any():
+                row, *column = np.argwhere(wrong)[0].tolist()
+                place = "".join(f"[{each}]" for each in column)
+                raise DataError(
+                    f"{path}: row {rows[row]}: {key}{place} ({found[key][row, *column]}) must be in 0 … {largest}: "
+                    f"{what_to_do}"
+                )
+        empty = np.flatnonzero(~found["input_mask"].any(axis=1))
+        if empty.size:
+            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {ANEW}")
+        # What is in no list becomes -1, -2, …, so that only positions of a list can be equal.
+        places = np.where(listed, found["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
+        ordered = np.sort(places, axis=1)
+        twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
+        if twice.size:
+            row, column = twice[0].tolist()
+            raise DataError(
+                f"{path}: row {rows[row]}: masked_lm_positions must name each position once, and "
+                f"{ordered[row, column]} is there twice: {ANEW}"
+            )
+
+
+def in_list(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
+    """Which of the masked positions come before the first 0, [B, P]."""
+    found: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
+    return found

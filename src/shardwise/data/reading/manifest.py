@@ -1,0 +1,70 @@
+"""The record that `shardwise data prepare` leaves beside what it wrote: PREFIX.json, or manifest.json in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.tokens.tokenizer import Tokenizer
+
+KIND, VERSION = "shardwise.prepared", 1
+NAME = "manifest.json"
+_FIELDS = {
+    "format": str,
+    "tokenizer": dict,
+    "source": dict,
+    "options": dict,
+    "documents": int,
+    "sequences": int,
+    "tokens": int,
+}
+_SHOWN_DIGITS = 12
+
+
+def of_prefix(prefix: Path) -> Path:
+    """The manifest of PREFIX.bin and PREFIX.idx."""
+    return Path(f"{prefix}.json")
+
+
+def of_folder(folder: Path) -> Path:
+    """The manifest of a folder of shards, or of one that `datasets` opens."""
+    return folder / NAME
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The record; None where there is none, or a file of that name is another thing."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or (found.get("kind"), found.get("version")) != (KIND, VERSION):
+        return None
+    if not all(isinstance(found.get(field), type_) for field, type_ in _FIELDS.items()):
+        return None
+    # Raw ids may have been converted without their tokenizer.
+    return found if isinstance(found["tokenizer"].get("sha256", 0), str | None) else None
+
+
+def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps({"kind": KIND, "version": VERSION, **facts}, indent=2) + "\n", encoding="utf-8")
+
+
+def tokenizer_problems(tokenizer: Tokenizer | None, named: str | None, manifests: Iterable[Path]) -> list[str]:
+    """Whether the data were prepared with another tokenizer than the one that `data.tokenizer` names.
+
+    Tokenizers are the same where they give the same ids, whatever files they lie in.
+    """
+    if tokenizer is None:
+        return []
+    problems = []
+    for path in manifests:
+        manifest = read_manifest(path)
+        if manifest is not None and manifest["tokenizer"]["sha256"] not in (None, tokenizer.digest):
+            made = manifest["tokenizer"]
+            problems.append(
+                f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} tells "
+                f"of ({made.get('name')}, {made['sha256'][:_SHOWN_DIGITS]}): name that one, or prepare the data anew"
+            )
+    return problems

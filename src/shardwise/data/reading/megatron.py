@@ -1,0 +1,419 @@
+"""Megatron's data sets: tokens in PREFIX.bin, and where their sequences and documents lie in PREFIX.idx.
+
+All integers are little-endian. PREFIX.bin holds the tokens back to back. PREFIX.idx:
+
+    offset  0   9 bytes `MMIDIDX\\0\\0`
+    offset  9   u64     version, 1
+    offset 17   u8      dtype code of the tokens (`DTYPES`)
+    offset 18   u64     n, the number of sequences
+    offset 26   u64     d + 1, the number of document bounds
+    offset 34   i32[n]      tokens of each sequence
+    then        i64[n]      byte of PREFIX.bin at which each sequence begins
+    then        i64[d + 1]  each document's first sequence, then n
+
+A document has one sequence, or one for each of its sentences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.cache import spread_digest
+from shardwise.data.reading.text import convert_command
+from shardwise.data.samples.sampler import IntArray
+from shardwise.errors import DataError, listing
+from shardwise.files import reason_of, sync_folder, to_disk
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Dtype codes of integers; 6 and 7 are floating point, which tokens are not."""
+_FLOATING = (6, 7)
+_SIZE, _WIDE = np.dtype("<i4"), np.dtype("<i8")
+_HEADER = struct.Struct("<9sQBQQ")
+_SMALL_VOCABULARY = 65500
+# Elements that are checked at once: large arrays are never copied whole.
+_BLOCK = 1 << 20
+
+
+def prefix_of(path: str | Path) -> Path:
+    """The prefix that a prefix, its .bin or its .idx names."""
+    found = Path(path).expanduser()
+    return found.with_suffix("") if found.suffix in (".bin", ".idx") else found
+
+
+def is_indexed(path: str | Path) -> bool:
+    """Whether `path` is a .bin or a .idx, or a prefix of either and nothing else."""
+    found = Path(path).expanduser()
+    if found.suffix in (".bin", ".idx"):
+        return not found.is_dir()
+    return not found.exists() and any(_beside(found, suffix).is_file() for suffix in (".bin", ".idx"))
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedFile:
+    """An opened data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
+
+    Attributes:
+        tokens: all tokens of the .bin.
+        sizes: the number of tokens of each sequence, [n].
+        pointers: the first byte of each sequence, [n].
+        documents: the document bounds, [d + 1].
+    """
+
+    prefix: Path
+    tokens: npt.NDArray[np.integer[Any]]
+    sizes: npt.NDArray[np.int32]
+    pointers: IntArray
+    documents: IntArray
+
+    @classmethod
+    def open(cls, path: str | Path) -> IndexedFile:
+        """The data set of a prefix, or of its .bin or .idx.
+
+        Raises:
+            DataError: a file is missing or not what the format says, with its name, the place and what to do.
+        """
+        prefix = prefix_of(path)
+        bin_path, idx_path = _both_files(prefix)
+        try:
+            dtype, sequences = _read_header(idx_path)
+            raw = np.memmap(idx_path, dtype=np.uint8, mode="r")
+            cuts = np.cumsum([_HEADER.size, sequences * _SIZE.itemsize, sequences * _WIDE.itemsize]).tolist()
+            sizes, pointers = raw[cuts[0] : cuts[1]].view(_SIZE), raw[cuts[1] : cuts[2]].view(_WIDE)
+            documents = raw[cuts[2] :].view(_WIDE)
+            total = _check_sequences(idx_path, sizes, pointers, dtype.itemsize)
+            _check_documents(idx_path, documents, sequences)
+            _check_bin(bin_path, idx_path, total)
+            tokens = np.memmap(bin_path, dtype=dtype, mode="r")
+        except OSError as error:
+            raise DataError(f"{error.filename or prefix} cannot be read: {reason_of(error)}") from None
+        return cls(prefix, *map(np.asarray, (tokens, sizes, pointers, documents)))
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents) - 1
+
+    @property
+    def bin_path(self) -> Path:
+        return _beside(self.prefix, ".bin")
+
+    def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
+        """The first token of each of these documents; of the number after the last one, the number of tokens."""
+        return self.sequence_starts(self.documents[documents])
+
+    def sequence_starts(self, sequences: IntArray) -> IntArray:
+        """The first token of each of these sequences; of the number after the last one, the number of tokens."""
+        found: IntArray = self.pointers[np.minimum(sequences, len(self.pointers) - 1)] // self.tokens.itemsize
+        return np.where(sequences < len(self.pointers), found, len(self.tokens))
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the whole .idx and of blocks spread over the .bin: reading all of 100 GB would take minutes."""
+        try:
+            with _beside(self.prefix, ".idx").open("rb") as file:
+                idx = hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.sha256(f"{idx} {spread_digest(self.bin_path)}".encode()).hexdigest()
+        except OSError as error:
+            raise DataError(f"{error.filename or self.prefix} cannot be read: {reason_of(error)}") from None
+
+
+def count_sequences(path: str | Path) -> int:
+    """The number of sequences of a data set, from the header of its .idx.
+
+    Raises:
+        DataError: as `IndexedFile.open`, where the header shows it.
+    """
+    _, idx_path = _both_files(prefix_of(path))
+    try:
+        return _read_header(idx_path)[1]
+    except OSError as error:
+        raise DataError(f"{idx_path} cannot be read: {reason_of(error)}") from None
+
+
+def _both_files(prefix: Path) -> tuple[Path, Path]:
+    """The .bin and the .idx; DataError where one of them is missing."""
+    bin_path, idx_path = _beside(prefix, ".bin"), _beside(prefix, ".idx")
+    problems = [
+        f"{file} does not exist: data.format=megatron reads {bin_path.name} and {idx_path.name} together"
+        for file in (bin_path, idx_path)
+        if not file.is_file()
+    ]
+    if bin_path.is_file() and problems:
+        problems[0] += f"; of raw tokens, {convert_command(bin_path)}"
+    if problems:
+        raise DataError(problems)
+    return bin_path, idx_path
+
+
+def _beside(prefix: Path, suffix: str) -> Path:
+    return Path(f"{prefix}{suffix}")
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    """The tokens' dtype and the number of sequences, of a file whose size fits its header."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size:
+        raise DataError(f"{path} ({size} bytes) must have {_HEADER.size} bytes or more: it is truncated, copy it again")
+    magic, version, code, sequences, bounds = _HEADER.unpack(head)
+    if magic != MAGIC:
+        raise DataError(f"{path}: byte 0 ({magic!r}) must be {MAGIC!r}: it is no .idx of Megatron's; name another one")
+    if version != VERSION:
+        raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it anew by Megatron-LM")
+    if code not in DTYPES:
+        kind = "floating point, and tokens are integers" if code in _FLOATING else "unknown"
+        raise DataError(
+            f"{path}: byte 17, the dtype code ({code}), must be {listing(DTYPES, 'or')}: it is {kind}; prepare the "
+            "data anew"
+        )
+    if sequences < 1 or bounds < 2:
+        raise DataError(
+            f"{path}: byte 18, the sequences and documents ({sequences} and {max(bounds - 1, 0)}), must be 1 or more "
+            "each: it holds no documents; prepare the data anew"
+        )
+    expected = _HEADER.size + sequences * (_SIZE.itemsize + _WIDE.itemsize) + bounds * _WIDE.itemsize
+    if size != expected:
+        reason = "it is truncated, copy it again" if size < expected else "more follows, which is no part of the format"
+        raise DataError(
+            f"{path} ({size} bytes) must have {expected} bytes, for {sequences} sequences and {bounds - 1} documents: "
+            f"{reason}"
+        )
+    return np.dtype(DTYPES[code]), sequences
+
+
+def _check_bin(bin_path: Path, idx_path: Path, expected: int) -> None:
+    size = bin_path.stat().st_size
+    if size == expected == 0:
+        raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data anew")
+    if size != expected:
+        reason = "it is truncated, or" if size < expected else "it goes on, or"
+        raise DataError(
+            f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: {reason} the two belong "
+            "to different data; copy both again"
+        )
+
+
+def _check_sequences(path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int) -> int:
+    """Each sequence must have a size and begin where the one before ends; returns the byte where the last one ends."""
+    end = 0
+    for start in range(0, len(sizes), _BLOCK):
+        size = sizes[start : start + _BLOCK].astype(np.int64)
+        negative = np.flatnonzero(size < 0)
+        if negative.size:
+            at = int(negative[0])
+            raise DataError(
+                f"{path}: sequence {start + at} ({size[at]} tokens) must have 0 tokens or more: the file is damaged, "
+                "copy it again"
+            )
+        begins = end + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(size * itemsize)])
+        wrong = np.flatnonzero(pointers[start : start + _BLOCK] != begins[:-1])
+        if wrong.size:
+            at = int(wrong[0])
+            raise DataError(
+                f"{path}: the pointer of sequence {start + at} (byte {pointers[start + at]}) must be byte "
+                f"{begins[at]}, the end of the one before: the file is damaged, copy it again"
+            )
+        end = int(begins[-1])
+    return end
+
+
+def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:
+    """The documents must cover all sequences, in order; an empty text is a document without sequences."""
+    for start in range(0, len(documents), _BLOCK):
+        block = documents[max(start - 1, 0) : start + _BLOCK]
+        wrong = np.flatnonzero(np.diff(block) < 0)
+        if wrong.size:
+            at = max(start - 1, 0) + int(wrong[0]) + 1
+            raise DataError(
+                f"{path}: document bound {at} (sequence {documents[at]}) must be at least {documents[at - 1]}, the "
+                "bound before it: the documents are out of order, copy the file again"
+            )
+    ends = (int(documents[0]), int(documents[-1]))
+    if ends != (0, sequences):
+        raise DataError(
+            f"{path}: the first and the last document bound ({ends[0]} and {ends[1]}) must be 0 and {sequences}, the "
+            "number of sequences: the file is damaged, copy it again"
+        )
+
+
+def written_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype in which Megatron writes tokens of a vocabulary of this size."""
+    return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
+
+
+class UnfinishedIndex:
+    """What a data set of a vocabulary's tokens is written into, document by document, until its .idx can be made.
+
+    Three files grow by appending: tokens as the .bin has them, sizes of sequences (i32), bounds of documents (i64).
+    They may hold `sequences` and `documents` already, after which writing continues. An `OSError` passes through.
+    """
+
+    def __init__(
+        self,
+        tokens: BinaryIO,
+        sizes: BinaryIO,
+        bounds: BinaryIO,
+        vocab_size: int,
+        sequences: int = 0,
+        documents: int = 0,
+    ) -> None:
+        self.files = (tokens, sizes, bounds)
+        self.vocab_size = vocab_size
+        self.dtype = written_dtype(vocab_size)
+        self.sequences, self.documents = sequences, documents
+        if not documents:
+            bounds.write(np.zeros(1, dtype=_WIDE).tobytes())
+
+    def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
+        """Appends documents: their tokens, the sizes of their sequences, and where documents end.
+
+        Sequences after the last end belong to a document that the next call continues. Tokens beyond the sizes are the
+        beginning of a sequence, whose size a later call gives.
+
+        Args:
+            ends: the number of sequences, counted from the first of `sizes`, before the end of each document.
+
+        Raises:
+            DataError: a token is not of the vocabulary.
+        """
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            self._refuse(tokens, sizes, ends)
+        if sizes.size and int(sizes.max()) > np.iinfo(_SIZE).max:
+            raise DataError(
+                f"a sequence after document {self.documents} ({sizes.max()} tokens) must have fewer than 2^31, which "
+                "the format can tell: cut the document"
+            )
+        written, lengths, bounds = self.files
+        written.write(tokens.astype(self.dtype).tobytes())
+        lengths.write(sizes.astype(_SIZE).tobytes())
+        bounds.write((self.sequences + ends).astype(_WIDE).tobytes())
+        self.sequences += len(sizes)
+        self.documents += len(ends)
+
+    def write_index(self, idx: BinaryIO) -> None:
+        """The .idx of all that was written."""
+        code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        _, sizes, bounds = self.files
+        idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
+        sizes.seek(0)
+        shutil.copyfileobj(sizes, idx)
+        for block in self._pointers():
+            idx.write(block)
+        bounds.seek(0)
+        shutil.copyfileobj(bounds, idx)
+
+    def _pointers(self) -> Iterator[bytes]:
+        _, sizes, _ = self.files
+        sizes.seek(0)
+        begin = 0
+        while block := sizes.read(_BLOCK * _SIZE.itemsize):
+            ends = begin + np.cumsum(np.frombuffer(block, dtype=_SIZE).astype(np.int64) * self.dtype.itemsize)
+            yield np.concatenate([[begin], ends[:-1]]).astype(_WIDE).tobytes()
+            begin = int(ends[-1])
+
+    def _refuse(
+        self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray
+    ) -> None:
+        place = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
+        after = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])[ends]
+        before = int(np.searchsorted(after, place, side="right"))
+        raise DataError(
+            f"document {self.documents + before}: token {place - (int(after[before - 1]) if before else 0)} "
+            f"({tokens[place]}) must be in 0 … {self.vocab_size - 1}, the vocabulary: name the tokenizer that made it"
+        )
+
+
+class IndexedWriter:
+    """Writes a data set of a vocabulary's tokens, byte for byte as Megatron does; memory does not grow with it.
+
+    The files appear once the block ends without an error: PREFIX.bin first, so that a writer which is killed leaves
+    nothing that a reader accepts. Data of that name are replaced.
+
+    Raises:
+        DataError: a token is not of the vocabulary, lengths are not those of the tokens, or a file cannot be written.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        self.prefix = prefix_of(prefix)
+        self.vocab_size = vocab_size
+        self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"
+
+    def __enter__(self) -> IndexedWriter:
+        with self._writing(), contextlib.ExitStack() as opened:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+            tokens, sizes, bounds = (
+                opened.enter_context(self._temporary(kind).open("w+b")) for kind in ("bin", "sizes", "documents")
+            )
+            self._unfinished = UnfinishedIndex(tokens, sizes, bounds, self.vocab_size)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: BaseException | TracebackType | None) -> None:
+        try:
+            with self._writing(), self._opened:
+                if kind is None:
+                    self._finish()
+        finally:
+            for name in ("bin", "idx", "sizes", "documents"):
+                self._temporary(name).unlink(missing_ok=True)
+
+    def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
+        """One more document: its tokens, and how many each of its sequences has (None: it is one sequence).
+
+        A document without tokens has no sequences.
+        """
+        row = np.asarray(tokens, dtype=np.int64)
+        lengths = np.asarray(([len(row)] if len(row) else []) if sizes is None else sizes, dtype=np.int64)
+        self.extend(row, lengths, np.array([len(lengths)]))
+
+    def extend(self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray) -> None:
+        """Many documents at once: all their tokens, those of each sequence, and the sequences up to each one's end."""
+        if int(sizes.sum()) != len(tokens):
+            raise DataError(
+                f"document {self._unfinished.documents}: the sizes of its sequences ({sizes.sum()} tokens) must add "
+                f"up to its tokens ({len(tokens)})"
+            )
+        with self._writing():
+            self._unfinished.extend(tokens, sizes, ends)
+
+    def _finish(self) -> None:
+        with self._temporary("idx").open("wb") as idx:
+            self._unfinished.write_index(idx)
+            to_disk(idx)
+        to_disk(self._unfinished.files[0])
+        bin_path, idx_path = _beside(self.prefix, ".bin"), _beside(self.prefix, ".idx")
+        # The new .bin must never stand beside the old .idx.
+        idx_path.unlink(missing_ok=True)
+        sync_folder(self.prefix.parent)
+        self._temporary("bin").replace(bin_path)
+        sync_folder(self.prefix.parent)
+        self._temporary("idx").replace(idx_path)
+        sync_folder(self.prefix.parent)
+
+    def _temporary(self, kind: str) -> Path:
+        return self.prefix.parent / f".{self.prefix.name}.{kind}-{self._unique}"
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{self.prefix} cannot be written: {reason_of(error)}; name a place that has room"
+            ) from error

@@ -1,0 +1,288 @@
+"""Where text comes from: built-in texts, the user's files and data sets, as one stream of pieces.
+
+A document is a file, a line of a `.jsonl`, or a topic of Python's documentation. It arrives in pieces of bounded
+size, so that memory stays bounded whatever the size of a file, and so that one long file is encoded on all cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from shardwise.config import DataConfig
+from shardwise.data.reading.datasets import DataSet, open_dataset
+from shardwise.data.reading.detect import detect
+from shardwise.data.reading.text import BLOCK, Kind, convert_command, documents, kind_of, slices, unreadable
+from shardwise.errors import DataError
+
+PIECE_CHARACTERS = BLOCK
+_BACKTRACK = 1 << 12
+_PYTHON_BYTES = 12_000_000
+# Tests and installed packages differ between installations; `encodings` is tables of code pages, hardly text.
+_PYTHON_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
+)
+_TOPICS = "pydoc_data/topics.py"
+_TINY = Path(__file__).parent.parent / "corpus" / "tiny.jsonl"
+# A file changed this recently may change again within the resolution of its time stamp.
+_SETTLED_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document; the next piece continues it unless `ends_document`."""
+
+    text: str
+    ends_document: bool
+
+    @property
+    def characters(self) -> int:
+        """The size of its text."""
+        return len(self.text)
+
+
+class Source(Protocol):
+    """A text of many documents, read again from the start by every `pieces()`."""
+
+    @property
+    def name(self) -> str:
+        """The name that messages use."""
+        ...
+
+    def stamp(self) -> str | None:
+        """A digest that changes when the text may have changed, without reading it; None: read it to know."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """All documents in a fixed order.
+
+        Raises:
+            DataError: naming file, line or offset.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Text files (one document each), `.jsonl` and `.parquet` files (a document a line or row), in the order given.
+
+    Attributes:
+        kind: the kind of all files; None: the name of each file says its kind.
+        text_key: the field or column that holds the text.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    kind: Kind | None
+    text_key: str
+
+    def stamp(self) -> str | None:
+        return _stamp(self.files, ["files", self.kind, self.text_key])
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self.files:
+            for _, blocks in documents(path, self.kind or kind_of(path), self.text_key):
+                yield from cut_document(blocks)
+
+
+@dataclass(frozen=True)
+class ColumnSource:
+    """The texts of a data set's column: those of one split after those of another."""
+
+    dataset: DataSet
+
+    @property
+    def name(self) -> str:
+        return self.dataset.name
+
+    def stamp(self) -> str | None:
+        return self.dataset.stamp()
+
+    def pieces(self) -> Iterator[Piece]:
+        for split in self.dataset.splits:
+            yield from self.pieces_of(split)
+
+    def pieces_of(self, split: str) -> Iterator[Piece]:
+        """All documents of one split."""
+        if self.dataset.holds_tokens:
+            raise DataError(
+                f"the column {self.dataset.column!r} of {self.dataset.shown} must hold text where text is read, and it "
+                "holds tokens: set data.text_key"
+            )
+        for blocks in self.dataset.documents(split):
+            yield from cut_document(blocks)
+
+
+@dataclass(frozen=True)
+class PythonSource:
+    """Text of every Python installation: the standard library's sources, then the topics of `help()`."""
+
+    root: Path
+    files: tuple[Path, ...]
+    name: str = "python"
+
+    def stamp(self) -> str | None:
+        topics = self.root / _TOPICS
+        return _stamp([*self.files, *([topics] if topics.is_file() else [])], ["python", sys.version])
+
+    def pieces(self) -> Iterator[Piece]:
+        for path in self.files:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+            except OSError as error:
+                raise unreadable(path, error) from None
+            if text:
+                yield from cut_document(slices(text))
+        for text in _python_topics():
+            yield from cut_document(slices(text))
+
+
+def open_source(data: DataConfig) -> Source:
+    """The text that the `data` section names.
+
+    Raises:
+        DataError: when it is missing or holds no files.
+    """
+    if detect(data) == "datasets":
+        return ColumnSource(open_dataset(data))
+    if data.path is not None:
+        path = Path(data.path).expanduser()
+        try:
+            return _user_source(path, data)
+        except OSError as error:
+            raise unreadable(path, error) from None
+    if data.dataset == "tiny":
+        return FileSource("tiny", (_TINY,), "jsonl", "text")
+    return _python_source(Path(sysconfig.get_path("stdlib")))
+
+
+def _user_source(path: Path, data: DataConfig) -> Source:
+    kind = None if data.format == "auto" else kind_of(path, data.format)
+    if path.is_file():
+        return FileSource(str(data.path), (path,), kind, data.text_key)
+    if path.is_dir():
+        # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
+        files = tuple(file for file in _walk(path) if file.is_file() or not file.exists())
+        if not files:
+            raise DataError(
+                f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none"
+            )
+        if kind is None:
+            _refuse_tokens(files)
+        return FileSource(str(data.path), files, kind, data.text_key)
+    if path.exists():
+        raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise DataError(
+        f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
+    )
+
+
+def _refuse_tokens(files: Iterable[Path]) -> None:
+    """Raises DataError for a .bin, which holds tokens: as text it would be refused at some byte, or even be read."""
+    for path in files:
+        if path.suffix != ".bin":
+            continue
+        if path.with_suffix(".idx").exists():
+            raise DataError(f"{path} holds tokens, not text: name the data by their prefix, {path.with_suffix('')}")
+        raise DataError(f"{path} holds raw tokens, not text: {convert_command(path)}, which runs read")
+
+
+def _python_source(root: Path) -> PythonSource:
+    chosen: list[Path] = []
+    total = 0
+    for path in _walk(root, _PYTHON_SKIPPED):
+        generated = path.name.startswith("_sysconfigdata") or path == root / _TOPICS
+        if path.suffix != ".py" or generated or not path.is_file():
+            continue
+        size = path.stat().st_size
+        if total + size <= _PYTHON_BYTES:
+            chosen.append(path)
+            total += size
+    if not chosen:
+        raise DataError(
+            f"data.dataset (python) needs the standard library's sources, and {root} has none: "
+            "set data.dataset=tiny, or data.path to your own text"
+        )
+    return PythonSource(root, tuple(chosen))
+
+
+def _python_topics() -> list[str]:
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        return []
+    return [topics[name] for name in sorted(topics) if topics[name]]
+
+
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """Files under `root`, hidden ones and `skipped` folders left out, sorted by their path from there."""
+    found: list[tuple[str, Path]] = []
+    seen: set[str] = set()
+
+    def fail(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error)
+
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+        paths = [Path(folder, name) for name in files if not name.startswith(".")]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return [path for _, path in sorted(found)]
+
+
+def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
+    digest = hashlib.sha256(json.dumps(identity).encode())
+    newest = 0.0
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise unreadable(path, error) from None
+        newest = max(newest, status.st_mtime, status.st_ctime)
+        facts = [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        digest.update(json.dumps(facts).encode())
+    return digest.hexdigest() if newest < time.time() - _SETTLED_SECONDS else None
+
+
+def cut_document(blocks: Iterable[str]) -> Iterator[Piece]:
+    """One document's pieces from blocks of its text."""
+    pending = ""
+    for block in blocks:
+        pending += block
+        while len(pending) > PIECE_CHARACTERS:
+            cut = _cut_point(pending, PIECE_CHARACTERS)
+            yield Piece(pending[:cut], ends_document=False)
+            pending = pending[cut:]
+    if pending:
+        yield Piece(pending, ends_document=True)
+
+
+def _cut_point(text: str, limit: int) -> int:
+    """The last place at or before `limit` where a cut leaves the tokens as they are, else `limit`.
+
+    Byte-level tokenizers never join a word to the white space after it, so the cut goes between the two; after
+    punctuation some join a line end, so a word is preferred.
+    """
+    after_punctuation = 0
+    for at in range(limit, max(limit - _BACKTRACK, 0), -1):
+        if text[at].isspace() and not text[at - 1].isspace():
+            if text[at - 1].isalnum():
+                return at
+            after_punctuation = after_punctuation or at
+    return after_punctuation or limit

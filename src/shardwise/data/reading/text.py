@@ -1,0 +1,325 @@
+"""Files of text: plain text, `.jsonl` and `.parquet`; the first two also packed by gzip."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import IO, Any, Literal, Protocol, cast
+
+from shardwise.data.reading.libraries import optional_library
+from shardwise.errors import DataError, listing
+from shardwise.files import reason_of
+
+Kind = Literal["text", "jsonl", "parquet"]
+
+BLOCK = 1 << 18
+"""Characters, and bytes of a plain text, that are read at once."""
+# Decoded at once, so that long texts take little memory too.
+_ROWS = 64
+_PAGE_BYTES = 1 << 20
+_GZIP = b"\x1f\x8b"
+
+
+def kind_of(path: File, format: str = "auto") -> Kind:
+    """What a file of text holds: `format` where that is a kind of text (`data.format`), else what its name says."""
+    if format in ("text", "jsonl", "parquet"):
+        return cast(Kind, format)
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".jsonl"):
+        return "jsonl"
+    return "parquet" if path.suffix == ".parquet" else "text"
+
+
+class File(Protocol):
+    """A file that is read: a path, or one elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """The last part of its path, whose ending says the kind."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """The ending of the name, from the last dot on."""
+        ...
+
+    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
+        """Its bytes; the file can seek."""
+        ...
+
+
+def documents(
+    file: File, kind: Kind, key: str, start: int = 0, *, empty: bool = False, longest: int | None = None
+) -> Iterator[tuple[int, Iterable[str]]]:
+    """Each document of a file and where the next one begins; a document is blocks of its text.
+
+    It is the whole file, a line's field `key`, or a row's column `key`, and begins at 0, at a byte (of what is
+    unpacked) or at a row. The blocks of a document are read before the next document. Memory is bounded by the longest
+    line, and by a page of a parquet file.
+
+    Args:
+        start: where the first document begins. A packed file is unpacked from its beginning even so; a parquet file is
+            read from the row group that holds the row.
+        empty: lines and rows may have no text; they are left out.
+        longest: a plain text of more characters is several documents, each of which begins at a byte.
+
+    Raises:
+        DataError: naming file and line, row or byte.
+    """
+    if kind == "parquet":
+        yield from _rows(file, key, start, empty)
+    elif kind == "jsonl":
+        yield from _lines(file, key, start, empty)
+    elif longest is not None:
+        yield from _parts(file, start, longest)
+    elif start == 0:
+        yield 1, (text for _, text in _decoded(file))
+
+
+def slices(text: str) -> Iterator[str]:
+    """`text` in blocks."""
+    for start in range(0, len(text), BLOCK):
+        yield text[start : start + BLOCK]
+
+
+def unreadable(path: object, error: OSError) -> DataError:
+    """The error for a file that the system refuses."""
+    return DataError(f"{path} cannot be read: {reason_of(error)}")
+
+
+def convert_command(path: object) -> str:
+    """The command that makes data that runs read of a file of raw tokens, which lacks an index."""
+    return f"`shardwise data prepare {path} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
+
+
+@contextmanager
+def _opened(path: File) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """The file, unpacked as it is read where its name ends in .gz."""
+    try:
+        with path.open("rb") as file:
+            if path.suffix != ".gz":
+                yield file
+                return
+            if file.read(len(_GZIP)) not in (b"", _GZIP):
+                raise DataError(f"{path} is not packed by gzip, as its name says: pack it, or rename it")
+            file.seek(0)
+            try:
+                with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
+                    yield unpacked
+            except EOFError:
+                raise DataError(
+                    f"{path} is cut off: its {file.tell():,} bytes end before what gzip packed does; fetch or copy it "
+                    "again"
+                ) from None
+            except (gzip.BadGzipFile, zlib.error) as error:
+                raise DataError(
+                    f"{path} is damaged before byte {file.tell():,}, gzip cannot unpack it ({error}): fetch or copy it "
+                    "again"
+                ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _parts(path: File, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
+    blocks: list[str] = []
+    characters = after = 0
+    for after, text in _decoded(path, start):
+        blocks.append(text)
+        characters += len(text)
+        if characters >= longest:
+            yield after, blocks
+            blocks, characters = [], 0
+    if blocks:
+        yield after, blocks
+
+
+def _decoded(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
+    """The file's text from byte `start` on, without a byte-order mark: blocks, each with the byte after it."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset = start
+    empty = start == 0
+    with _opened(path) as file:
+        file.seek(start)
+        while True:
+            block = file.read(BLOCK)
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                at = offset + len(block) - len(error.object) + error.start
+                raise _not_utf8(f"{path}: byte {at}", error.object[error.start]) from None
+            text = text.removeprefix("\ufeff") if offset == 0 else text
+            offset += len(block)
+            if text:
+                empty = False
+                yield offset - len(decoder.getstate()[0]), text
+            if not block:
+                break
+    if empty:
+        raise DataError(f"{path} is empty: remove it or put text into it")
+
+
+def _lines(path: File, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
+    none = start == 0
+    with _opened(path) as file:
+        after = file.seek(start)
+        for number, line in enumerate(file, start=1):
+            after += len(line)
+            if line.strip():
+                none = False
+                if text := _line_text(line, partial(_line_name, path, start, number), key, empty):
+                    yield after, slices(text)
+    if none:
+        raise DataError(f"{path} is empty: remove it or put one JSON object on each line")
+
+
+def _line_name(path: File, start: int, number: int) -> str:
+    """What messages call line `number` after byte `start`: only they need to count the lines before."""
+    before = 0
+    with _opened(path) as file:
+        while start > 0 and (block := file.read(min(start, BLOCK))):
+            before += block.count(b"\n")
+            start -= len(block)
+    return f"{path}: line {before + number}"
+
+
+def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> str:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _not_utf8(f"{where()}, byte {error.start}", line[error.start]) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f'{where()} is not JSON ({error}): a .jsonl holds one object such as {{"{key}": "…"}} on each line; '
+            "for plain text set data.format=text"
+        ) from None
+    if not isinstance(record, dict):
+        raise DataError(f'{where()} is JSON but not an object: each line must read like {{"{key}": "…"}}')
+    if key not in record:
+        fields = ", ".join(sorted(record)) or "no fields"
+        raise DataError(
+            f"{where()} has no field {key!r}: set data.text_key to the field that holds the text ({fields})"
+        )
+    text = record[key]
+    if not isinstance(text, str):
+        raise DataError(f"{where()}: the field {key!r} must hold text, not {type(text).__name__} (data.text_key)")
+    if not (text or empty):
+        raise DataError(f"{where()}: the field {key!r} is empty: remove the line")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{where()}: the field {key!r} has half a surrogate pair (\\ud800 to \\udfff): fix it"
+        ) from None
+    return text
+
+
+def _rows(path: File, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
+    arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
+    try:
+        with path.open("rb") as opened, _parquet_file(arrow, parquet, path, opened) as file:
+            require_text(arrow, path, file.schema_arrow, key)
+            if not file.metadata.num_rows:
+                raise DataError(f"{path} is empty: remove it or put rows into it")
+            groups, row = _groups_from(file.metadata, start)
+            for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
+                skipped = min(max(start - row, 0), len(batch))
+                row += skipped
+                for value in batch.column(0).slice(skipped):
+                    text = row_text(value, f"{path}: row {row}", key, empty=empty)
+                    row += 1
+                    if text:
+                        yield row, slices(text)
+    except arrow.ArrowException as error:
+        raise _damaged(path, error) from None
+    except OSError as error:  # pyarrow's own have neither number nor file
+        raise (unreadable(path, error) if error.errno else _damaged(path, error)) from None
+
+
+def _groups_from(metadata: Any, start: int) -> tuple[list[int], int]:
+    """The row groups from the one with row `start` on, and the first row of that."""
+    first = 0
+    for group in range(metadata.num_row_groups):
+        after = first + metadata.row_group(group).num_rows
+        if start < after:
+            return list(range(group, metadata.num_row_groups)), first
+        first = after
+    return [], first
+
+
+def _parquet_file(arrow: Any, parquet: Any, path: File, opened: IO[bytes]) -> Any:
+    try:
+        return parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
+    except arrow.ArrowInvalid as error:
+        raise DataError(
+            f"{path} must be a parquet file, and it is none or is cut off ({_first_sentence(error)}): leave it out, or "
+            "fetch or copy it again"
+        ) from None
+
+
+def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
+    """Raises DataError where a table with this schema has no column of text of that name."""
+    if schema.names.count(key) != 1:
+        raise DataError(
+            f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
+            f"({listing(schema.names) or 'there is none'})"
+        )
+    held, types = schema.field(key).type, arrow.types
+    if types.is_dictionary(held):
+        held = held.value_type
+    if not (types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)):
+        raise DataError(f"{path}: the column {key!r} must hold text, not {held} (data.text_key)")
+
+
+def require_sound(array: Any, where: str, key: str) -> None:
+    """Raises DataError where values of an arrow array, which is mapped, lie beyond it: reading them ends the process.
+
+    where: what the message begins with. Whether text is UTF-8 is seen when it is read.
+    """
+    arrow = _arrow("pyarrow")
+    plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+    try:
+        (array.view(plain[array.type]) if array.type in plain else array).validate(full=True)
+    except arrow.ArrowInvalid as error:
+        raise DataError(
+            f"{where}: the column {key!r} is damaged ({_first_sentence(error)}): copy or save the data set again"
+        ) from None
+
+
+def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
+    """The text of an arrow scalar, the value of column `key`; `empty`: it may have none.
+
+    Raises:
+        DataError: it is null, empty or not UTF-8.
+    """
+    try:
+        text: str | None = value.as_py()
+    except UnicodeDecodeError as error:
+        raise _not_utf8(f"{where}, byte {error.start} of the column {key!r}", error.object[error.start]) from None
+    if text is None or not (text or empty):
+        raise DataError(f"{where}: the column {key!r} is {'null' if text is None else 'empty'}: remove the row")
+    return text
+
+
+def _damaged(path: File, error: Exception) -> DataError:
+    return DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again")
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+
+
+def _arrow(module: str) -> Any:
+    """pyarrow, which is imported where it is needed and nowhere else."""
+    return optional_library(module, "parquet files need", "parquet")
+
+
+def _not_utf8(where: str, byte: int) -> DataError:
+    return DataError(
+        f"{where} (0x{byte:02x}) is not UTF-8: convert the file, for example with iconv -f LATIN1 -t UTF-8, "
+        "or leave it out"
+    )

@@ -1,0 +1,204 @@
+"""What a model reads in one forward, and how a global batch is cut over ranks and micro-batches.
+
+Shapes: S = sequence length, B = samples of one micro-batch, K = objectives of the loss. Arrays are sequence-first,
+int64 and contiguous.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.samples.sampler import IntArray, Sampler
+from shardwise.errors import ConfigError, DataError
+
+IGNORE = -100
+"""The target of a position that is not counted."""
+
+TokenArray = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
+
+
+class Tokens(Protocol):
+    """A row of tokens: an array, or an object that checks the tokens that it returns."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, places: IntArray, /) -> npt.NDArray[Any]:
+        """The tokens at `places`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's micro-batch."""
+
+    inputs: dict[str, IntArray]
+    """The arrays, by the keywords of the model's forward."""
+    counts: IntArray
+    """Counted targets of each objective, [K]: summed over the global batch, what its losses are divided by."""
+    samples: IntArray
+    """Each sample's number in the run, [B]: samples consumed before its global batch + its position in that batch."""
+    lengths: IntArray | None = None
+    """How many inputs of each sample are not padding, which is at the end, [B]; of a causal model only."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuses masked positions beyond the sequence: on a device they would crash, or predict another token.
+
+        Raises:
+            DataError: with a problem for each such sample.
+        """
+        if "positions_PB" not in self.inputs:
+            return
+        length = len(self.inputs["ids_SB"])
+        positions_PB = self.inputs["positions_PB"]
+        outside_PB = (positions_PB < 0) | (positions_PB >= length)
+        bad = np.flatnonzero(outside_PB.any(axis=0)).tolist()
+        if bad:
+            raise DataError(
+                [
+                    f"sample {self.samples[b]}: a masked position ({positions_PB[outside_PB[:, b], b][0]}) must be in "
+                    f"0 … {length - 1}: train.sequence_length ({length}) must be that of the data, or longer"
+                    for b in bad
+                ]
+            )
+
+
+class Batches(Protocol):
+    """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout."""
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """What `Batch.counts` counts, in its order: `("lm",)` or `("mlm", "nsp")`."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+        ...
+
+    def blank(self, micro_batch: int) -> Batch:
+        """A micro-batch that counts nothing; the arrays of any other have its names and shapes."""
+        ...
+
+    def local_batch(
+        self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
+    ) -> list[Batch]:
+        """One rank's micro-batches of the global batch that follows `consumed` samples.
+
+        Micro-batch `m` of rank `r` holds the `micro_batch` samples from `(m · dp_size + r) · micro_batch`, so all
+        ranks' first micro-batches come before all second ones. Several threads may call it at once.
+        """
+        ...
+
+    def eval_batches(
+        self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
+    ) -> Iterator[Batch]:
+        """One rank's micro-batches of an evaluation over at most `count` global batches, each sample at most once.
+
+        The samples are the first ones in their own order, cut over ranks as by `local_batch`. What is missing to
+        equal shapes on every rank is filled with samples that count nothing: one micro-batch, or all of a rank's,
+        may count nothing.
+        """
+        ...
+
+
+class SampledBatches(ABC):
+    """`Batches` over `num_samples` samples that are shuffled anew each epoch."""
+
+    objectives: tuple[str, ...]
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.sampler = Sampler(num_samples, seed)
+
+    @property
+    def num_samples(self) -> int:
+        return self.sampler.num_samples
+
+    @abstractmethod
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        """The batch of the samples `indices` [B] as they are in `epochs` [B]; index -1 is a sample that counts nothing.
+
+        `samples` becomes `Batch.samples`.
+        """
+
+    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
+        """The indices and the epochs of the `count` samples that follow `consumed` samples."""
+        return self.sampler.indices(consumed, count), np.arange(consumed, consumed + count) // self.num_samples
+
+    def evaluated(self, numbers: IntArray) -> IntArray:
+        """The indices of these samples of an evaluation, which has each sample once."""
+        return numbers
+
+    def blank(self, micro_batch: int) -> Batch:
+        none = np.zeros(micro_batch, dtype=np.int64)
+        return self.collate(none - 1, none, none)
+
+    def global_batch(self, consumed: int, size: int) -> Batch:
+        """The `size` samples that follow `consumed` samples, as one batch."""
+        return self.local_batch(consumed, size, 0, 1, size)[0]
+
+    def local_batch(
+        self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
+    ) -> list[Batch]:
+        check_division(global_batch, dp_rank, dp_size, micro_batch)
+        indices, epochs = self.draw(consumed, global_batch)
+        samples = np.arange(consumed, consumed + global_batch)
+        return [
+            self.collate(indices[rows], epochs[rows], samples[rows])
+            for rows in rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
+        ]
+
+    def eval_batches(
+        self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
+    ) -> Iterator[Batch]:
+        check_division(global_batch, dp_rank, dp_size, micro_batch)
+        real = min(count * global_batch, self.num_samples)
+        portion = dp_size * micro_batch
+        total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
+        for rows in rows_of_rank(total, dp_rank, dp_size, micro_batch):
+            samples = np.arange(rows.start, rows.stop)
+            indices = np.where(samples < real, self.evaluated(np.minimum(samples, real - 1)), -1)
+            # Epoch 0 each time: every evaluation sees the same samples.
+            yield self.collate(indices, np.zeros_like(samples), samples)
+
+
+def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
+    """One batch of the samples of several, each at its places: the last dimension of all inputs is the samples'."""
+    inputs: dict[str, IntArray] = {}
+    lengths = None if batches[0].lengths is None else np.zeros_like(samples)
+    for batch, chosen in zip(batches, places, strict=True):
+        for name, array in batch.inputs.items():
+            whole = inputs.setdefault(name, np.empty((*array.shape[:-1], len(samples)), dtype=array.dtype))
+            whole[..., chosen] = array
+        if lengths is not None and batch.lengths is not None:
+            lengths[chosen] = batch.lengths
+    counts: IntArray = np.sum([batch.counts for batch in batches], axis=0)
+    return Batch(inputs, counts, samples, lengths)
+
+
+def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
+    """Micro-batches of each rank in an evaluation over at most `count` global batches; all ranks' one is a portion."""
+    return -(-min(count * global_batch, num_samples) // portion)
+
+
+def rows_of_rank(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
+    portion = dp_size * micro_batch
+    return [slice(start, start + micro_batch) for start in range(dp_rank * micro_batch, total, portion)]
+
+
+def check_division(global_batch: int, dp_rank: int, dp_size: int, micro_batch: int) -> None:
+    if not 0 <= dp_rank < dp_size:
+        raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
+    if global_batch < 1 or global_batch % (dp_size * micro_batch):
+        raise ConfigError(
+            f"train.global_batch ({global_batch}) must be a multiple of train.micro_batch × data-parallel degree "
+            f"({micro_batch} × {dp_size})"
+        )

@@ -1,0 +1,181 @@
+"""Samples of BERT: pairs of sentences with masked tokens (Devlin et al. 2018, arXiv:1810.04805, section 3.1).
+
+Shapes: B = samples, S = sequence length, P = predictions of a sample, at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.data.samples.batch import IGNORE, Batch, SampledBatches, Tokens
+from shardwise.data.samples.hashing import Draws
+from shardwise.data.samples.masking import MAX_SEQUENCE_LENGTH, Masking
+from shardwise.data.samples.sampler import IntArray
+from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.tokens.tokenizer import PairTokens
+from shardwise.errors import ConfigError
+
+# [CLS] A [SEP] B [SEP]
+_ADDED = 3
+# What numbers are drawn for; masking.py has those from 16.
+_RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
+
+
+def chunk_room(sequence_length: int) -> int:
+    """Tokens of A and B that a sample has room for.
+
+    Raises:
+        ConfigError: where that is not even one each, or positions are too many for `Masking`.
+    """
+    if not _ADDED + 2 <= sequence_length <= MAX_SEQUENCE_LENGTH:
+        raise ConfigError(
+            f"train.sequence_length ({sequence_length}) must be in {_ADDED + 2} … {MAX_SEQUENCE_LENGTH:,}, the length "
+            "of [CLS] A [SEP] B [SEP]"
+        )
+    return sequence_length - _ADDED
+
+
+@dataclass(frozen=True)
+class _Segments:
+    """Two runs of tokens of each sample, [B] each, and whether the second is a random one."""
+
+    a_start: IntArray
+    a_size: IntArray
+    b_start: IntArray
+    b_size: IntArray
+    random: IntArray
+
+
+class SentencePairBatches(SampledBatches):
+    """Batches of sentence pairs; sample `i` is chunk `i` of `ChunkIndex`, with S - 3 tokens of room.
+
+    What a sample looks like is a function of (seed, epoch, `i`) alone. In each epoch:
+
+    - The chunk is split before one of its sentences but the first, all equally likely (a chunk of one sentence before
+      one of its tokens). A is what comes before.
+    - With probability ½, B is what comes after: `next_sentence_B` 0. Else it is 1 and B begins with a random sentence
+      of a random chunk of another document, and has as many sentences as fill the sequence. The rest of the chunk is
+      then left out in this epoch; the paper's code would begin the next sample with it, which would make each sample
+      depend on all before it. A corpus of one document takes another chunk of its own.
+    - While A and B have more than S - 3 tokens, the longer one (B where they are equal) loses its first or its last
+      token with probability ½ each: as in the paper's code.
+    - Tokens of A and B are masked (`Masking`).
+
+    Inputs: `ids_SB`, `token_types_SB` (1 in B and its [SEP]), `mask_SB` (0 on padding), `positions_PB`, `targets_PB`,
+    `next_sentence_B`. A sample that counts nothing is `[CLS] [SEP] [SEP]`, so that attention has something to attend
+    to, with targets and `next_sentence_B` of `IGNORE`.
+    """
+
+    objectives = ("mlm", "nsp")
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        sentences: Sentences,
+        sequence_length: int,
+        seed: int,
+        *,
+        special: PairTokens,
+        vocab_size: int,
+        masked_fraction: float,
+        max_predictions: int,
+        continuations: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.room = chunk_room(sequence_length)
+        if not 1 <= max_predictions <= sequence_length:
+            raise ConfigError(
+                f"data.max_predictions ({max_predictions}) must be in 1 … train.sequence_length ({sequence_length})"
+            )
+        self.chunks = ChunkIndex(sentences, self.room)
+        if self.chunks.num_chunks < 2:
+            raise ConfigError(
+                f"the chunks of {self.room} tokens ({self.chunks.num_chunks}) must be at least 2: the second sentence "
+                "of a pair may come from another one"
+            )
+        super().__init__(self.chunks.num_chunks, seed)
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.special = special
+        ordinary_ids = np.setdiff1d(np.arange(vocab_size), list(asdict(special).values()))
+        self.masking = Masking(masked_fraction, max_predictions, special.mask, ordinary_ids, continuations)
+        self._seed = seed
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        real_B = indices >= 0
+        draws = Draws(self._seed, epochs, indices)
+        pair = self._truncated(self._segments(np.maximum(indices, 0), draws), draws)
+        a_B, b_B = pair.a_size * real_B, pair.b_size * real_B
+        # [CLS] at 0, A from 1, [SEP] at a + 1, B from a + 2, [SEP] at a + b + 2.
+        place_S = np.arange(self.sequence_length)
+        middle_B1, end_B1 = (a_B + 1)[:, None], (a_B + b_B + 2)[:, None]
+        in_a_BS = (place_S > 0) & (place_S < middle_B1)
+        in_b_BS = (place_S > middle_B1) & (place_S < end_B1)
+        ids_BS = np.full(in_a_BS.shape, self.special.pad)
+        ids_BS[:, 0] = self.special.cls
+        ids_BS[(place_S == middle_B1) | (place_S == end_B1)] = self.special.sep
+        source_BS = np.where(in_a_BS, (pair.a_start - 1)[:, None], pair.b_start[:, None] - middle_B1 - 1) + place_S
+        candidates_BS = in_a_BS | in_b_BS
+        ids_BS[candidates_BS] = self.tokens.take(source_BS[candidates_BS])
+        ids_BS, positions_BP, targets_BP = self.masking.apply(ids_BS, candidates_BS, draws)
+        inputs = {
+            "ids_SB": ids_BS.T.copy(),
+            "token_types_SB": ((place_S > middle_B1) & (place_S <= end_B1)).T.astype(np.int64, order="C"),
+            "mask_SB": (place_S <= end_B1).T.astype(np.int64, order="C"),
+            "positions_PB": positions_BP.T.copy(),
+            "targets_PB": targets_BP.T.copy(),
+            "next_sentence_B": np.where(real_B, pair.random, IGNORE),
+        }
+        counts = np.array([np.count_nonzero(targets_BP != IGNORE), np.count_nonzero(real_B)])
+        return Batch(inputs, counts, samples)
+
+    def _segments(self, indices: IntArray, draws: Draws) -> _Segments:
+        """A and B before truncation."""
+        bounds = self.chunks.bounds
+        chunk = self.chunks.find(indices)
+        size = chunk.end - chunk.start
+        at_sentence = chunk.first_sentence + 1 + draws.below(_SPLIT, np.maximum(chunk.sentences - 1, 1))
+        at_token = chunk.start + 1 + draws.below(_SPLIT, np.maximum(size - 1, 1))
+        split = np.where(chunk.sentences > 1, bounds[np.minimum(at_sentence, len(bounds) - 1)], at_token)
+        random = np.where(size > 1, draws.below(_RANDOM, 2), 1)
+        b_start, b_size = self._elsewhere(indices, chunk.document, self.room - (split - chunk.start), draws)
+        return _Segments(
+            a_start=chunk.start,
+            a_size=split - chunk.start,
+            b_start=np.where(random, b_start, split),
+            b_size=np.where(random, b_size, chunk.end - split),
+            random=random,
+        )
+
+    def _elsewhere(
+        self, indices: IntArray, document: IntArray, wanted: IntArray, draws: Draws
+    ) -> tuple[IntArray, IntArray]:
+        """Start and size of sentences of another document that have `wanted` tokens, or up to its end."""
+        alone = self.chunks.num_documents == 1
+        first, after = (indices, indices + 1) if alone else self.chunks.siblings(document)
+        number = draws.below(_OTHER, self.chunks.num_chunks - (after - first))
+        chunk = self.chunks.find(np.where(number < first, number, number + after - first))
+        sentence = chunk.first_sentence + draws.below(_SENTENCE, np.maximum(chunk.sentences, 1))
+        start = np.where(chunk.sentences > 0, self.chunks.bounds[sentence], chunk.start)
+        end = self.chunks.sentence_end(start + np.maximum(wanted, 1), chunk.document)
+        if alone:  # the next chunk may be the sample's own
+            end = np.minimum(end, chunk.end)
+        # A sentence may have any length.
+        return start, np.minimum(end - start, 2 * self.room)
+
+    def _truncated(self, pair: _Segments, draws: Draws) -> _Segments:
+        a_size = np.minimum(pair.a_size, np.maximum(self.room - pair.b_size, (self.room + 1) // 2))
+        b_size = np.minimum(pair.b_size, self.room - a_size)
+        a_start = pair.a_start + _heads(draws, _FRONT_A, pair.a_size - a_size)
+        b_start = pair.b_start + _heads(draws, _FRONT_B, pair.b_size - b_size)
+        return _Segments(a_start, a_size, b_start, b_size, pair.random)
+
+
+def _heads(draws: Draws, site: int, tosses_B: IntArray) -> IntArray:
+    """Heads in as many tosses of a coin, [B]: the first bits of the sample's hashes."""
+    words = -(-int(tosses_B.max(initial=0)) // 64)
+    bits = np.unpackbits(draws.table(site, words).astype("<u8").view(np.uint8), axis=1)
+    heads: IntArray = (bits * (np.arange(64 * words) < tosses_B[:, None])).sum(axis=1, dtype=np.int64)
+    return heads

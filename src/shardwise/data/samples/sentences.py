@@ -1,0 +1,96 @@
+"""Where sentences and documents lie in a row of tokens, and the chunks that samples are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.data.samples.sampler import IntArray
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Where the sentences and the documents of a row of tokens lie."""
+
+    bounds: IntArray
+    """Each sentence's first token, then the number of tokens: [sentences + 1], increasing."""
+    documents: IntArray
+    """Each document's first sentence, then the number of sentences: [documents + 1], increasing."""
+
+    def __post_init__(self) -> None:
+        for name, row in (("bounds", self.bounds), ("documents", self.documents)):
+            assert row.ndim == 1, name
+            assert row.size > 0, name
+            assert row[0] == 0, name
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Consecutive tokens `[start, end)` of one document each, [B]."""
+
+    start: IntArray
+    end: IntArray
+    first_sentence: IntArray
+    sentences: IntArray
+    """Sentences that start in the chunk; 0 where it is the middle of a long one."""
+    document: IntArray
+
+
+class ChunkIndex:
+    """Documents cut into chunks of about `length` tokens, at sentences.
+
+    A sentence belongs to chunk (document, ⌊its start in the document / length⌋). A chunk is thus shorter than
+    2 · `length` tokens, and `length` on average. Where a sentence covers a chunk's whole place, the place itself is
+    the chunk; a document's last chunk holds the rest of it. So the chunks of a document are its tokens, each once, and
+    their number follows from the document's length and last sentence alone. Opening a corpus reads no more than that,
+    and a chunk is found by searching the sentences of its document: no more of a large file is touched.
+    """
+
+    def __init__(self, sentences: Sentences, length: int) -> None:
+        self.length = length
+        self.bounds = np.asarray(sentences.bounds)
+        self._documents = np.asarray(sentences.documents)
+        self._document_bounds = self.bounds[self._documents]
+        last_starts = self.bounds[self._documents[1:] - 1] - self._document_bounds[:-1]
+        chunks = np.maximum(last_starts // length + 1, np.diff(self._document_bounds) // length)
+        self._first_chunks: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(chunks)])
+
+    @property
+    def num_chunks(self) -> int:
+        return int(self._first_chunks[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._first_chunks) - 1
+
+    def find(self, chunks: IntArray) -> Chunks:
+        """The chunks of these numbers."""
+        document: IntArray = np.searchsorted(self._first_chunks, chunks, side="right") - 1
+        first_chunk, after_chunk = self.siblings(document)
+        low = self._document_bounds[document] + (chunks - first_chunk) * self.length
+        high = np.where(chunks + 1 == after_chunk, self._document_bounds[document + 1], low + self.length)
+        first, after = np.split(self._starts(np.concatenate([low, high]), np.concatenate([document, document])), 2)
+        start = np.where(first < after, self.bounds[first], low)
+        end = self.bounds[after]
+        # A sentence that covers the whole next place as well is continued there.
+        end = np.where(end < high + self.length, end, high)
+        return Chunks(start, end, first, after - first, document)
+
+    def siblings(self, document: IntArray) -> tuple[IntArray, IntArray]:
+        """The first chunk of each document, and that of the next document."""
+        return self._first_chunks[document], self._first_chunks[document + 1]
+
+    def sentence_end(self, tokens: IntArray, document: IntArray) -> IntArray:
+        """Where the first sentence of each document ends that does so at or after a token, else the document's end."""
+        reachable = np.minimum(tokens, self._document_bounds[document + 1])
+        return self.bounds[self._starts(reachable, document)]
+
+    def _starts(self, tokens: IntArray, document: IntArray) -> IntArray:
+        """The first sentence that starts at or after each token, which lies in `document` or is its end."""
+        low, high = self._documents[document], self._documents[document + 1]
+        while (low < high).any():
+            middle = (low + high) >> 1
+            before = self.bounds[middle] < tokens
+            low, high = np.where(before, middle + 1, low), np.where(before, high, middle)
+        return low

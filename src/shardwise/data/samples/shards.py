@@ -1,0 +1,42 @@
+"""Samples of BERT from the rows of HDF5 shards, which were masked when the shards were made."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardwise.data.reading.hdf5 import Shards, in_list
+from shardwise.data.samples.batch import IGNORE, Batch, SampledBatches
+from shardwise.data.samples.sampler import IntArray
+
+
+class ShardBatches(SampledBatches):
+    """Batches of the rows `first` to before `after` of all shards; sample `i` is row `first + i`.
+
+    Each epoch has every row once, in another order (`Sampler`); the masks are the same in each.
+
+    Inputs: those of `SentencePairBatches`, with targets at the masked positions alone. A sample that counts nothing is
+    the first row, with targets and `next_sentence_B` of `IGNORE`.
+    """
+
+    objectives = ("mlm", "nsp")
+
+    def __init__(self, shards: Shards, first: int, after: int, seed: int) -> None:
+        super().__init__(after - first, seed)
+        self.shards, self.first = shards, first
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        real_B = indices >= 0
+        found = self.shards.take(np.maximum(indices, 0) + self.first)
+        positions_BP = found["masked_lm_positions"]
+        listed_BP = in_list(positions_BP)
+        targets_BP = np.where(listed_BP & real_B[:, None], found["masked_lm_ids"], IGNORE)
+        inputs = {
+            "ids_SB": found["input_ids"].T.copy(),
+            "token_types_SB": found["segment_ids"].T.copy(),
+            "mask_SB": found["input_mask"].T.copy(),
+            "positions_PB": np.where(listed_BP, positions_BP, 0).T.copy(),
+            "targets_PB": targets_BP.T.copy(),
+            "next_sentence_B": np.where(real_B, found["next_sentence_labels"], IGNORE),
+        }
+        counts = np.array([np.count_nonzero(targets_BP != IGNORE), np.count_nonzero(real_B)])
+        return Batch(inputs, counts, samples)

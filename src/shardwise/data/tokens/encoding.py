@@ -1,0 +1,115 @@
+"""Text becomes the files of a cache entry: tokens, and for sentence pairs where sentences and documents begin."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
+from shardwise.data.parts import PARTS, Part
+from shardwise.data.reading.sources import Piece
+from shardwise.data.tokens.cutting import CutPiece, sentence_pieces
+from shardwise.data.tokens.tokenizer import Tokenizer
+
+_BATCH_CHARACTERS = 1 << 23
+_T = TypeVar("_T", Piece, CutPiece)
+
+
+class ContentDigest:
+    """A digest of all text that passes through `watch`, and of where documents and the text's own parts end."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """The pieces, unchanged, each added to the digest."""
+        for piece in pieces:
+            encoded = piece.text.encode()
+            self._digest.update(encoded)
+            self.bytes += len(encoded)
+            if piece.ends_document:
+                self._digest.update(b"\xff")  # in no UTF-8 text
+            yield piece
+
+    def end_part(self) -> None:
+        """Records that a part has ended."""
+        self._digest.update(b"\xfe")  # likewise
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def encode_documents(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Writes each part's tokens, documents closed by the end of document; returns the manifest's records."""
+    with ExitStack() as files:
+        writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
+        for batch in _batches(parts):
+            encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
+            for (part, piece), ids in zip(batch, encoded, strict=True):
+                if piece.ends_document:
+                    ids.append(tokenizer.end_of_document_id)
+                    writers[part].documents += 1
+                writers[part].write(ids)
+    return {part: writer.facts() for part, writer in writers.items()}
+
+
+def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Writes each part's tokens and the bounds of its sentences and documents; returns the manifest's records.
+
+    Each sentence is encoded by itself. One without tokens is left out, and so is a document without sentences.
+    """
+    with ExitStack() as files:
+        writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
+        bounds = {
+            part: {
+                name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
+                for name in BOUNDS
+            }
+            for part in PARTS
+        }
+        for part in PARTS:
+            for row in bounds[part].values():
+                row.write([0])
+        begun = dict.fromkeys(PARTS, False)
+        for batch in _batches(sentence_pieces(parts)):
+            texts = [sentence for _, piece in batch for sentence in piece.sentences]
+            encoded = iter(tokenizer.encode_batch(texts, literally=True))
+            for part, piece in batch:
+                found = [ids for ids in (next(encoded) for _ in piece.sentences) if ids]
+                writer, ends = writers[part], bounds[part]
+                ends["sentences"].write(list(accumulate(map(len, found), initial=writer.length))[1:])
+                writer.write(list(chain.from_iterable(found)))
+                begun[part] = begun[part] or bool(found)
+                if piece.ends_document and begun[part]:
+                    ends["documents"].write([ends["sentences"].length - 1])
+                    writer.documents += 1
+                    begun[part] = False
+    return {
+        part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
+        for part, writer in writers.items()
+    }
+
+
+def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:
+    """A file of tokens for each part, which `files` closes."""
+    return {part: TokenWriter(files.enter_context((folder / f"{part}.bin").open("wb")), dtype) for part in PARTS}
+
+
+def _batches(parts: Iterable[tuple[Part, _T]]) -> Iterator[list[tuple[Part, _T]]]:
+    batch: list[tuple[Part, _T]] = []
+    characters = 0
+    for part, piece in parts:
+        batch.append((part, piece))
+        characters += piece.characters
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,312 @@
+"""Tokenizers: byte-level BPE trained on the data, or the user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise import hub
+from shardwise.data.tokens.tokenizer_files import CONFIG, END_OF_DOCUMENT, JSON, PAIR_TOKENS, SPECIAL, TokenizerFiles
+from shardwise.errors import ConfigError, DataError, listing
+from shardwise.files import reason_of
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+@dataclass(frozen=True)
+class PairTokens:
+    """Ids of the special tokens that sentence pairs are made with."""
+
+    pad: int
+    unk: int
+    cls: int
+    sep: int
+    mask: int
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    Args:
+        end_of_document: the token that closes a document.
+        pair_names: what the tokenizer calls BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, end_of_document: str, pair_names: Mapping[str, str] | None = None
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        end = backend.token_to_id(end_of_document)
+        assert end is not None
+        self._backend = backend
+        self.end_of_document = end_of_document
+        self.end_of_document_id: int = end
+        self.pair_names = pair_names
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Opens the tokenizer of a folder, or the one that a file belongs to, of any kind that `TokenizerFiles` knows.
+
+        Raises:
+            DataError: when it is missing, unreadable or has no token that ends a document.
+        """
+        files = TokenizerFiles.find(Path(path))
+        backend = files.open()
+        return cls(backend, files.end_of_document(backend))
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of all that decides which ids a text has; `save` does not change it."""
+        described = json.loads(self._backend.to_str())
+        parts = {key: described[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one token, None where the vocabulary lacks it."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """The ids of `text`, nothing added."""
+        self._backend.encode_special_tokens = False
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a text that is to be continued: after what the tokenizer puts before a text, such as `<s>`.
+
+        What it puts after a text is left out.
+        """
+        self._backend.encode_special_tokens = False
+        plain = self._backend.encode(text, add_special_tokens=False).ids
+        whole = self._backend.encode(text, add_special_tokens=True).ids
+        starts = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
+        return [*whole[: next(starts, 0)], *plain]
+
+    @property
+    def begin_of_text(self) -> str | None:
+        """The token that `encode_prompt` puts before a text, None where it puts none."""
+        before = len(self.encode_prompt("a")) - len(self.encode("a"))
+        return self._backend.id_to_token(self.encode_prompt("a")[0]) if before else None
+
+    def encode_batch(self, texts: list[str], *, literally: bool = False) -> list[list[int]]:
+        """The ids of each text, nothing added, on all cores.
+
+        `literally`: the name of a special token, such as "[SEP]", is text like any other.
+        """
+        self._backend.encode_special_tokens = literally
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_rows(
+        self, texts: list[str], *, literally: bool = False
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """As `encode_batch`: the ids of all texts one after another, and how many each has."""
+        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
+            self._backend.encode_special_tokens = literally
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        sizes = np.fromiter(map(len, found), np.int64, len(found))
+        ids = chain.from_iterable(encoding.ids for encoding in found)
+        return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
+
+    def continuations(self) -> npt.NDArray[np.bool_] | None:
+        """Which ids continue the word of the token before them, [vocabulary]; None where tokens do not say.
+
+        The tokens of a WordPiece vocabulary say so by a prefix, the ## of `##ing`.
+        """
+        model = json.loads(self._backend.to_str())["model"]
+        if model["type"] != "WordPiece":
+            return None
+        found = np.zeros(self.vocab_size, dtype=np.bool_)
+        prefix = model["continuing_subword_prefix"]
+        found[[number for token, number in self._backend.get_vocab().items() if token.startswith(prefix)]] = True
+        return found
+
+    def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]]) -> str:
+        """The text of `ids`; ends of documents show."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save_json(folder)
+        _write_config(folder, self)
+
+    def save_json(self, folder: Path) -> None:
+        """Writes `tokenizer.json` alone."""
+        (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+
+    def pair_tokens(self) -> PairTokens:
+        """The ids of BERT's special tokens, for a tokenizer that was trained or opened for sentence pairs."""
+        assert self.pair_names is not None
+        ids = {role: self.token_id(name) for role, name in self.pair_names.items()}
+        return PairTokens(**{role: number for role, number in ids.items() if number is not None})
+
+
+LARGEST_TRAINED = 2**20
+"""Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
+
+
+def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
+    """The special tokens of a tokenizer that is trained on the data, in the order of their ids.
+
+    Raises:
+        DataError: the vocabulary has no room for them and for 256 bytes, or is larger than LARGEST_TRAINED.
+    """
+    special = list(PAIR_TOKENS.values()) if pairs else [END_OF_DOCUMENT]
+    smallest = 256 + len(special)
+    if vocab_size < smallest:
+        raise DataError(
+            f"model.vocab_size ({vocab_size}) must be at least {smallest} (256 bytes and {listing(special)}) where the "
+            "tokenizer is trained on the data; data.tokenizer names your own"
+        )
+    if vocab_size > LARGEST_TRAINED:
+        raise DataError(
+            f"model.vocab_size ({vocab_size}) must be at most {LARGEST_TRAINED} where the tokenizer is trained on the "
+            "data; data.tokenizer names your own"
+        )
+    return special
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False) -> Tokenizer:
+    """Byte-level BPE of exactly `vocab_size` tokens: special ones, 256 bytes, and merges learned from `texts`.
+
+    The special tokens are the end of document or, for sentence pairs, BERT's: [PAD] is 0.
+
+    Raises:
+        DataError: when `texts` (called `name`) yield fewer, with the number that they reach.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    special = trained_special_tokens(vocab_size, pairs=pairs)
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    reached = backend.get_vocab_size(with_added_tokens=True)
+    if reached != vocab_size:
+        raise DataError(
+            f"model.vocab_size ({vocab_size}) must be at most {reached}, the vocabulary that {name} has text for: "
+            f"set model.vocab_size={reached} or lower, give more text, or name your own tokenizer by data.tokenizer"
+        )
+    if not pairs:
+        return Tokenizer(backend, END_OF_DOCUMENT)
+    sep, cls = PAIR_TOKENS["sep"], PAIR_TOKENS["cls"]
+    backend.post_processor = processors.BertProcessing((sep, special.index(sep)), (cls, special.index(cls)))
+    return Tokenizer(backend, sep, PAIR_TOKENS)
+
+
+def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names, which must fit `model.vocab_size`; a hub id is opened from the cache.
+
+    Raises:
+        DataError: when it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that sentence pairs
+            need.
+    """
+    files = _files(path)
+    backend = files.open()
+    tokenizer = Tokenizer(backend, files.end_of_document(backend))
+    problems = []
+    if tokenizer.vocab_size > vocab_size:
+        problems.append(
+            f"the vocabulary of data.tokenizer {path} ({tokenizer.vocab_size}) must be at most model.vocab_size "
+            f"({vocab_size}): set model.vocab_size={tokenizer.vocab_size}"
+        )
+    if pairs:
+        names = {role: (files.named(f"{role}_token") or [usual])[0] for role, usual in PAIR_TOKENS.items()}
+        missing = [name for name in names.values() if tokenizer.token_id(name) is None]
+        if missing:
+            problems.append(
+                f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
+                f"{listing(names.values())}; other names are read from a {CONFIG} beside it"
+            )
+        tokenizer.pair_names = names
+    if problems:
+        raise DataError(problems)
+    return tokenizer
+
+
+def user_tokenizer_digest(path: str) -> str:
+    """A digest of the files that `export_user_tokenizer` copies.
+
+    Raises:
+        DataError: there are none, or one is unreadable.
+    """
+    digest = hashlib.sha256()
+    for name, file in _files(path).copies.items():
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
+        digest.update(hashlib.sha256(content).digest() + name.encode())
+    return digest.hexdigest()
+
+
+def special_token_ids(folder: Path) -> dict[str, int | None]:
+    """`bos_token_id` and `eos_token_id`, as a model's config.json names them; None where the tokenizer has none.
+
+    Raises:
+        DataError: as `Tokenizer.load`.
+    """
+    tokenizer = Tokenizer.load(folder)
+    begins = [tokenizer.token_id(token) for token in TokenizerFiles.find(folder).named("bos_token")]
+    return {"bos_token_id": begins[0] if begins else None, "eos_token_id": tokenizer.end_of_document_id}
+
+
+def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:
+    """Copies the user's tokenizer into `folder`, and adds what transformers needs where it is missing.
+
+    Of whatever kind it is, a `tokenizer.json` is there afterwards: it gives the same ids.
+
+    Raises:
+        DataError: there is none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, file in _files(path).copies.items():
+        shutil.copyfile(file, folder / name)
+    if not (folder / JSON).exists():
+        tokenizer.save_json(folder)
+    if not (folder / CONFIG).exists():
+        _write_config(folder, tokenizer)
+
+
+def _files(path: str) -> TokenizerFiles:
+    try:
+        return TokenizerFiles.find(hub.resolve_tokenizer(path, cached=True))
+    except ConfigError as error:
+        raise DataError(error.problems) from None
+
+
+def _write_config(folder: Path, tokenizer: Tokenizer) -> None:
+    end, names = tokenizer.end_of_document, tokenizer.pair_names
+    if names is None:
+        special = {"bos_token": tokenizer.begin_of_text or end, "eos_token": end}
+    else:
+        special = {f"{role}_token": name for role, name in names.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        **special,
+    }
+    for name, value in ((CONFIG, config), (SPECIAL, special)):
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,327 @@
+"""The files of a tokenizer: `tokenizer.json`, or vocabulary files of older programs.
+
+The readers of vocabulary files that the library `tokenizers` has are not used: they strip spaces from tokens, drop ids
+that are no integers and refuse empty lines, and so can give other ids than the program that a file was made for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import DataError, listing
+from shardwise.files import reason_of
+from shardwise.hub import TOKENIZERS, tokenizer_names, without_tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers
+
+JSON, PIECES, VOCABULARY, MERGES, WORDS = "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"
+CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+END_OF_DOCUMENT = "<|endoftext|>"
+PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+"""BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
+_ADDED = "added_tokens.json"
+# What transformers may read beside a vocabulary; an export copies those that are there.
+_COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja")
+# The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT.
+_KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
+# Without unk: its name in a text is text for sentencepiece, and in GPT-2 it is the end of document.
+_ROLES = ("bos", "eos", "sep", "pad", "cls", "mask")
+# Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
+_GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
+_CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+_SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The files of one tokenizer.
+
+    Attributes:
+        own: the files that it is made of, by the names that transformers has for them.
+        companions: the files of settings beside them.
+    """
+
+    own: Mapping[str, Path]
+    companions: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, path: Path) -> TokenizerFiles:
+        """Those of a folder, or of the tokenizer that a file belongs to.
+
+        Raises:
+            DataError: there is no such path, the folder holds no tokenizer, or one of two files is missing.
+        """
+        if path.is_dir():
+            return cls._in_folder(path)
+        if not path.exists():
+            raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
+        names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
+        if names is None:
+            return cls({{".model": PIECES, ".txt": WORDS}.get(path.suffix, JSON): path}, ())
+        prefix = path.name.removesuffix(next(name for name in names if path.name.endswith(name)))
+        own = {name: path.with_name(prefix + name) for name in names}
+        for file in own.values():
+            if not file.is_file():
+                raise DataError(f"{path} must have {file.name} beside it: byte-level BPE is read from both")
+        return cls(own, () if prefix else _companions(path.parent))
+
+    @classmethod
+    def _in_folder(cls, folder: Path) -> TokenizerFiles:
+        try:
+            held = {file.name for file in folder.iterdir() if file.is_file()}
+        except OSError as error:
+            raise DataError(f"{folder} cannot be read: {reason_of(error)}") from None
+        for names in TOKENIZERS:
+            if held.issuperset(names):
+                return cls({name: folder / name for name in names}, _companions(folder))
+        raise DataError(without_tokenizer(f"the folder {folder}", held))
+
+    @property
+    def copies(self) -> dict[str, Path]:
+        """All files, by the names that they have in an export."""
+        return {**self.own, **{file.name: file for file in self.companions}}
+
+    def open(self) -> tokenizers.Tokenizer:
+        """The tokenizer itself.
+
+        Raises:
+            DataError: a file is unreadable, broken, or of a kind that is not read here.
+        """
+        if JSON in self.own:
+            return _open_json(self.own[JSON])
+        options = self._settings(CONFIG)
+        if VOCABULARY in self.own:
+            backend = _open_merges(self.own[VOCABULARY], self.own[MERGES], options)
+        elif PIECES in self.own:
+            backend = _open_pieces(self.own[PIECES], options)
+        else:
+            backend = _open_words(self.own[WORDS], options)
+        self._add_tokens(backend)
+        return backend
+
+    def named(self, role: str) -> list[str]:
+        """The tokens that the companions give a role, such as `eos_token`."""
+        tokens = [self._settings(name).get(role) for name in (CONFIG, SPECIAL)]
+        contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+        return [token for token in contents if isinstance(token, str)]
+
+    def end_of_document(self, backend: tokenizers.Tokenizer) -> str:
+        """The token that closes a document.
+
+        Raises:
+            DataError: there is none.
+        """
+        for token in [*self.named("eos_token"), *_KNOWN_ENDS]:
+            if backend.token_to_id(token) is not None:
+                return token
+        file = next(iter(self.own.values()))
+        raise DataError(
+            f"{file} has no token that ends a document (none of {', '.join(_KNOWN_ENDS)}): name one as eos_token in "
+            f"a {CONFIG} beside it"
+        )
+
+    def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
+        """Marks the special tokens of a vocabulary, and adds those that the companions have beyond it."""
+        import tokenizers
+
+        special = [token for role in _ROLES for token in self.named(f"{role}_token")]
+        for token in [*special, *_KNOWN_ENDS]:
+            if backend.token_to_id(token) is not None:
+                backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+        added = {file: _ids(file) for file in self.companions if file.name == _ADDED}
+        for file, ids in added.items():
+            for token, number in sorted(ids.items(), key=lambda item: item[1]):
+                backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+                if (reached := backend.token_to_id(token)) != number:
+                    raise DataError(f"{file} gives {token!r} the id {number}, and in the vocabulary it is {reached}")
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        return next((_read_object(path) for path in self.companions if path.name == name), {})
+
+
+def _companions(folder: Path) -> tuple[Path, ...]:
+    return tuple(folder / name for name in _COMPANIONS if (folder / name).is_file())
+
+
+def _open_json(file: Path) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_str(_text(file, "JSON"))
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{file} is not a tokenizer that Hugging Face tokenizers can read: {error}") from error
+
+
+def _open_words(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """WordPiece from one token a line, as BERT's: lower-casing unless a `tokenizer_config.json` beside it says not."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+    vocabulary: dict[str, int] = {}
+    for number, line in enumerate(_lines(file, "a WordPiece vocabulary has one token a line")):
+        if line in vocabulary:
+            raise DataError(
+                f"{file}:{number + 1} repeats {line!r} of line {vocabulary[line] + 1}: ids would be unclear"
+            )
+        vocabulary[line] = number
+    special = [token for token in PAIR_TOKENS.values() if token in vocabulary]
+    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=PAIR_TOKENS["unk"]))
+    backend.add_special_tokens(special)
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=options.get("do_lower_case", True),
+        strip_accents=options.get("strip_accents"),
+        handle_chinese_chars=options.get("tokenize_chinese_chars", True),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    sep, cls = PAIR_TOKENS["sep"], PAIR_TOKENS["cls"]
+    if {sep, cls} <= vocabulary.keys():
+        backend.post_processor = processors.BertProcessing((sep, vocabulary[sep]), (cls, vocabulary[cls]))
+    return backend
+
+
+def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Byte-level BPE from GPT-2's two files."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    kind = str(options.get("tokenizer_class", _GPT2_CLASSES[0])).removesuffix("Fast")
+    if kind not in _GPT2_CLASSES:
+        raise DataError(f"{file} is a {kind}'s, which splits text by rules of its own: {_CONVERT}")
+    vocabulary = _ids(file)
+    if missing := [letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter not in vocabulary]:
+        raise DataError(f"{file} lacks {len(missing)} of the 256 bytes, and text with them would be lost")
+    merges: list[tuple[str, str]] = []
+    for number, line in enumerate(_lines(merges_file, "merges are two tokens a line"), 1):
+        if not line or line.startswith("#version"):
+            continue
+        left, space, right = line.partition(" ")
+        if not space or " " in right:
+            raise DataError(f"{merges_file}:{number} must be two tokens with a space between them, and it is {line!r}")
+        if missing := [token for token in (left, right, left + right) if token not in vocabulary]:
+            raise DataError(
+                f"{merges_file}:{number} needs {missing[0]!r}, which {file} lacks: are both of one tokenizer?"
+            )
+        merges.append((left, right))
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(options.get("add_prefix_space", False)))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """A SentencePiece model such as Llama's: BPE over the whole text, bytes where it has no character."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, processors
+
+    proto = _piece_model(file)
+    kinds = type(proto).SentencePiece
+    if problems := _unreadable_pieces(proto):
+        raise DataError(f"{file} must be a model such as Llama's, and {listing(problems)}: {_CONVERT}")
+    scores = {each.piece: each.score for each in proto.pieces if each.type == kinds.NORMAL}
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(scores, key=scores.__getitem__, reverse=True)
+        for cut in range(1, len(piece))
+        if piece[:cut] in scores and piece[cut:] in scores
+    ]
+    vocabulary = {each.piece: number for number, each in enumerate(proto.pieces)}
+    unknown = proto.pieces[proto.trainer_spec.unk_id].piece
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(each.piece, special=True, normalized=False)
+            for each in proto.pieces
+            if each.type == kinds.CONTROL
+        ]
+    )
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    if proto.normalizer_spec.add_dummy_prefix:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), backend.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(steps)
+    begin = proto.trainer_spec.bos_piece
+    if options.get("add_bos_token", True) and begin in vocabulary:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[begin, "$A"], pair=[begin, "$A", begin, "$B"], special_tokens=[(begin, vocabulary[begin])]
+        )
+    return backend
+
+
+def _piece_model(file: Path) -> Any:
+    """The parsed file."""
+    try:
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+        from sentencepiece import sentencepiece_model_pb2
+    except ImportError:
+        raise DataError(
+            f"{file} is read by sentencepiece, which is not installed: pip install 'shardwise[sentencepiece]'"
+        ) from None
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        model.ParseFromString(file.read_bytes())
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
+    except DecodeError:
+        model.Clear()
+    if not model.pieces:
+        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's tokenizer.json")
+    return model
+
+
+def _unreadable_pieces(model: Any) -> list[str]:
+    """What a model has that would give other ids here than there."""
+    kinds, trained, normal = type(model).SentencePiece, model.trainer_spec, model.normalizer_spec
+    known = (kinds.NORMAL, kinds.UNKNOWN, kinds.CONTROL, kinds.BYTE)
+    pieces = {each.piece for each in model.pieces if each.type == kinds.NORMAL}
+    found = {
+        "it is no BPE": trained.model_type != type(trained).BPE,
+        "it has no pieces for bytes": not trained.byte_fallback,
+        "it has symbols of the user's own": any(each.type not in known for each in model.pieces),
+        "it has pieces of characters that are none": not {letter for piece in pieces for letter in piece} <= pieces,
+        "it rewrites characters": bool(normal.precompiled_charsmap),
+        "it drops spaces": normal.remove_extra_whitespaces,
+        "it keeps spaces as they are": not normal.escape_whitespaces,
+        "it marks the ends of words": trained.treat_whitespace_as_suffix,
+    }
+    return [text for text, is_so in found.items() if is_so]
+
+
+def _ids(file: Path) -> dict[str, int]:
+    values = _read_object(file)
+    if any(type(number) is not int or number < 0 for number in values.values()):
+        raise DataError(f'{file} must hold tokens and their ids, such as {{"the": 1}}')
+    if len(set(values.values())) < len(values):
+        raise DataError(f"{file} gives one id to two tokens")
+    return values
+
+
+def _lines(file: Path, meaning: str) -> list[str]:
+    return [line.removesuffix("\r") for line in _text(file, meaning).removesuffix("\n").split("\n")]
+
+
+def _text(file: Path, meaning: str) -> str:
+    try:
+        return file.read_bytes().decode()
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}, byte {error.start}, is not UTF-8: {meaning}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{path} must hold a JSON object")
+    return values

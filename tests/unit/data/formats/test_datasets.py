@@ -1,0 +1,296 @@
+"""Data sets of the library `datasets`: saved ones, text and tokens, the splits, and one sentence for what is wrong."""
+
+import contextlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+
+from shardwise.config import Config, DataConfig
+from shardwise.data import PreparedText, detect, make_batches, prepare
+from shardwise.data.opening import inspect
+from shardwise.data.reading.datasets import _OnHub, open_dataset
+from shardwise.data.reading.sources import open_source
+from shardwise.data.reading.streams import TableShard
+from shardwise.errors import DataError
+from tests.unit.data.formats.test_text import sized, stories, text_of
+from tests.unit.data.reading.test_sources import documents
+
+TEXTS = stories()[:100]
+ROWS = [np.random.default_rng(number).integers(0, 512, 40 + number).tolist() for number in range(100)]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    datasets.disable_progress_bars()
+
+
+def save(at: Path, **columns: Any) -> Path:
+    datasets.Dataset.from_dict(columns).save_to_disk(at)
+    return at
+
+
+def save_splits(at: Path, columns: dict[str, Any], **ends: tuple[int, int]) -> Path:
+    whole = datasets.Dataset.from_dict(columns)
+    tables = {name: whole.select(range(*rows)) for name, rows in ends.items()}
+    datasets.DatasetDict(tables).save_to_disk(at, num_shards=dict.fromkeys(tables, 2))
+    return at
+
+
+def config(path: Path, **data: str) -> Config:
+    return sized(512, 64, 0, path=str(path), **data)
+
+
+def prepared(path: Path, **data: str) -> PreparedText:
+    found = prepare(config(path, **data), path.parent / "cache")
+    assert isinstance(found, PreparedText)
+    return found
+
+
+def failure(path: Path, **data: str) -> str:
+    with pytest.raises(DataError) as caught:
+        prepared(path, **data)
+    assert len(caught.value.problems) == 1
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_column_of_text_is_prepared_as_any_text(tmp_path: Path) -> None:
+    """Empty rows, as WikiText has them, are no documents; all else is as the same text from a file."""
+    path = save(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
+    assert detect(DataConfig(path=str(path))) == "datasets"
+    source = open_source(DataConfig(path=str(path), text_key="body"))
+    assert documents(list(source.pieces())) == TEXTS
+    data = prepared(path, text_key="body")
+    assert data.summary.startswith(f"{path}: ")
+    assert ", 100 documents, " in data.summary
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{number:03}.txt").write_text(text, encoding="utf-8", newline="")
+    assert prepared(tmp_path / "texts").fingerprint == data.fingerprint
+
+
+def test_named_splits_are_the_parts(tmp_path: Path) -> None:
+    path = save_splits(tmp_path / "saved", {"text": TEXTS}, train=(0, 80), valid=(80, 90), test=(90, 100))
+    data = prepared(path, split="train,valid,test")
+    end = "<|endoftext|>"
+    rows = {"train": data.train_tokens, "eval": data.eval_tokens, "test": data.test_tokens}
+    for part, texts in (("train", TEXTS[:80]), ("eval", TEXTS[80:90]), ("test", TEXTS[90:])):
+        assert text_of(data, rows[part]) == end.join([*texts, ""]), part
+        assert data.count(part) == len(rows[part])
+    assert make_batches(config(path), data, "test") is not None
+    swapped = prepared(path, split="valid,train")
+    assert (text_of(swapped, swapped.train_tokens), swapped.count("test")) == (end.join([*TEXTS[80:90], ""]), 0)
+    assert prepared(path, split="train").count("eval") == 0
+    by_weight = prepared(path, split="90,10")
+    cut = [
+        text for row in (by_weight.train_tokens, by_weight.eval_tokens) for text in text_of(by_weight, row).split(end)
+    ]
+    assert sorted(filter(None, cut)) == sorted(TEXTS[:80]), "weights cut the split that is called train"
+
+
+def test_where_one_split_ends_is_part_of_what_is_cached(tmp_path: Path) -> None:
+    first = save_splits(tmp_path / "first", {"text": TEXTS}, train=(0, 80), test=(80, 100))
+    second = save_splits(tmp_path / "second", {"text": TEXTS}, train=(0, 70), test=(70, 100))
+    assert prepared(first, split="train,test").count("train") > prepared(second, split="train,test").count("train")
+
+
+def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
+    """No tokenizer, no end of document; one entry serves every length."""
+    path = save(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
+    data = prepared(path, split="1,0")
+    joined = [token for row in ROWS for token in row]
+    assert data.train_tokens.tolist() == joined
+    assert (data.tokenizer_path, data.vocab_size, data.train_tokens.dtype) == (None, 512, np.uint16)
+    assert ", 100 rows, " in data.summary
+    (entry,) = (tmp_path / "cache/tokens").iterdir()
+    for length in (16, 100):
+        chosen = sized(512, length, 0, path=str(path), split="1,0")
+        batches = make_batches(chosen, prepare(chosen, tmp_path / "cache"), "train")
+        assert batches is not None
+        (batch,) = batches.local_batch(0, 2, 0, 1, 2)
+        for sample in range(2):
+            ids = batch.inputs["ids_SB"][:, sample].tolist()
+            at = next(n for n in range(0, len(joined), length) if joined[n : n + length] == ids)
+            assert batch.inputs["targets_SB"][:, sample].tolist() == joined[at + 1 : at + length + 1]
+    assert list((tmp_path / "cache/tokens").iterdir()) == [entry]
+
+
+@pytest.mark.parametrize("kind", ["list", "large", "fixed", "int64"])
+def test_kinds_of_columns_and_parts_by_weight(kind: str, tmp_path: Path) -> None:
+    features = {
+        "list": datasets.List(datasets.Value("int32")),
+        "large": datasets.LargeList(datasets.Value("uint16")),
+        "fixed": datasets.List(datasets.Value("int16"), length=40),
+        "int64": datasets.List(datasets.Value("int64")),
+    }
+    rows = [row[:40] for row in ROWS] if kind == "fixed" else ROWS
+    table = datasets.Dataset.from_dict({"tokens": rows}, features=datasets.Features({"tokens": features[kind]}))
+    table.save_to_disk(tmp_path / "saved")
+    data = prepared(tmp_path / "saved", text_key="tokens", split="80,20")
+    held = data.eval_tokens.tolist()
+    chosen = [row for row in rows if any(held[at : at + len(row)] == row for at in range(len(held)))]
+    assert [token for row in chosen for token in row] == held, "whole rows are held out"
+    assert 0.15 < len(held) / sum(map(len, rows)) <= 0.2
+    rest = [token for row in rows if row not in chosen for token in row]
+    assert data.train_tokens.tolist() == rest
+
+
+def test_one_long_row_holds_its_end_out(tmp_path: Path) -> None:
+    joined = [token for row in ROWS for token in row]
+    data = prepared(save(tmp_path / "saved", input_ids=[joined]), split="90,10")
+    assert data.train_tokens.tolist() + data.eval_tokens.tolist() == joined
+    assert len(data.eval_tokens) == len(joined) // 10
+
+
+def test_the_second_call_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, tokens = save(tmp_path / "text", text=TEXTS), save(tmp_path / "tokens", input_ids=ROWS)
+    first = [prepared(path).fingerprint for path in (text, tokens)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert [prepared(path).fingerprint for path in (text, tokens)] == first
+    save_text = "the library datasets, which is not installed: pip install 'shardwise[datasets]'"
+    assert save_text in failure(text, text_key="other")
+
+
+def test_another_table_is_prepared_anew(tmp_path: Path) -> None:
+    first = prepared(save(tmp_path / "saved", input_ids=ROWS)).fingerprint
+    assert prepared(save(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"split": "train,eval"}, "data.split (train,eval) must name splits of {}: it has train, valid and test"),
+        ({"text_key": "body"}, "{} has no column 'body': set data.text_key to the column that holds the text or the "
+         "tokens (text, number and input_ids)"),
+        ({"text_key": "number"}, "the column 'number' of {} must hold text or lists of integers, not int64"),
+        ({"split": "90,5,5"}, "data.split (90,5,5) must be two weights, training and evaluation, where {} is text"),
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_is_not_there(keys: dict[str, str], says: str, tmp_path: Path) -> None:
+    columns = {"text": TEXTS, "number": range(100), "input_ids": ROWS}
+    path = save_splits(tmp_path / "saved", columns, train=(0, 80), valid=(80, 90), test=(90, 100))
+    assert failure(path, **keys).startswith(says.format(f"data.path ({path})"))
+
+
+def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
+    path = save_splits(tmp_path / "saved", {"text": TEXTS}, first=(0, 80), second=(80, 100))
+    assert failure(path).endswith("it has first and second: such as data.split=first,second")
+    path = save(tmp_path / "one", text=TEXTS)
+    assert failure(path, split="train,test").endswith("it has none with names: give weights, such as 95,5")
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
+    assert failure(tmp_path / "a.txt", split="train,test").endswith("is no data set with splits")
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"text": ["a", None]}, "{}: row 1: the column 'text' is null: remove the row"),
+        ({"input_ids": [[1], None, [2]]}, "{}: row 1: the column 'input_ids' is null: remove the row"),
+        ({"input_ids": [[1], [], [2, None]]}, "{}: row 2: token 1 is null: a row must hold tokens alone"),
+        (
+            {"input_ids": [[1], [], [2, 3, 512, 600]]},
+            "{}: row 2: token 2 (512) must be in 0 … 511: set model.vocab_size",
+        ),
+        ({"input_ids": [[5, -1]]}, "{}: row 0: token 1 (-1) must be in 0 … 511"),
+        (
+            {"input_ids": [[5]] * 64},
+            "the training part of {} (61 tokens at data.split=95,5) must be at least one sample",
+        ),
+    ],
+)
+def test_bad_rows(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "saved", **columns)
+    shown = f"data.path {path}" if "training part" in says else f"data.path ({path})"
+    assert failure(path).startswith(says.format(shown))
+    assert not list((tmp_path / "cache").glob("tokens/*")) or "training part" in says, "nothing is left that was read"
+
+
+@pytest.mark.parametrize("outside", ["../outside", "/outside", ""])
+def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_path: Path) -> None:
+    save(tmp_path / "outside", text=TEXTS)
+    path = save_splits(tmp_path / "saved", {"text": TEXTS}, train=(0, 80), test=(80, 100))
+    state = path / "train" / "state.json"
+    values = json.loads(state.read_text())
+    values["_data_files"][0]["filename"] = f"{outside}/data-00000-of-00001.arrow"
+    state.write_text(json.dumps(values))
+    assert failure(path).startswith(f"{state} must name what lies in its own folder: '{outside}/data-")
+    (path / "dataset_dict.json").write_text(json.dumps({"splits": [outside]}))
+    assert failure(path).startswith(f"{path / 'dataset_dict.json'} must name what lies in its own folder: '{outside}'")
+
+
+@pytest.mark.parametrize(
+    ("address", "inside"),
+    [
+        ("{}en/train.parquet", True),
+        ("zip://texts/a.jsonl::{}texts.zip", True),
+        ("/etc/passwd", False),
+        ("https://example.org/train.parquet", False),
+        ("{}../other@main/train.parquet", False),
+        ("{}/etc/passwd", False),
+        ("zip://../a.jsonl::{}texts.zip", False),
+        ("/tmp/{}a.parquet", False),
+    ],
+)
+def test_a_card_names_no_file_outside_of_its_repository(address: str, inside: bool) -> None:
+    place = "hf://datasets/acme/tiny@0123/"
+    files = {"train": [f"{place}a.parquet", address.format(place)]}
+    refusal = (
+        contextlib.nullcontext()
+        if inside
+        else pytest.raises(DataError, match=rf"its card names {re.escape(files['train'][1])}: set data\.path")
+    )
+    with refusal:
+        _OnHub("acme/tiny", None, Path("0123"))._require_own_files(place, files)
+
+
+def test_damaged_and_odd_folders(tmp_path: Path) -> None:
+    path = save(tmp_path / "saved", text=TEXTS)
+    (file,) = path.glob("*.arrow")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1000])
+    assert failure(path).startswith(f"{file} is cut off or damaged (")
+    file.unlink()
+    assert failure(path) == f"{file} cannot be read: No such file or directory"
+    (path / "state.json").write_text("{}", encoding="utf-8")
+    assert failure(path) == f"{path}/state.json must list the data set's files: save it again"
+    (path / "state.json").write_text("{", encoding="utf-8")
+    assert failure(path).startswith(f"{path}/state.json is no JSON (")
+    (tmp_path / "folder").mkdir()
+    assert "it has neither state.json nor dataset_dict.json" in failure(tmp_path / "folder", format="datasets")
+    assert failure(save(tmp_path / "none", text=[])) == (
+        f"{tmp_path}/none is a data set without rows: save one that has some"
+    )
+
+
+@pytest.mark.parametrize("column", ["text", "input_ids"])
+def test_values_that_lie_beyond_the_file(column: str, tmp_path: Path) -> None:
+    """Its tables are mapped: unseen, they end the process."""
+    rows = ["abcd" * 5] * 200 if column == "text" else [[1, 2, 3]] * 200
+    path = save(tmp_path / "data", **{column: rows})
+    (file,) = path.glob("*.arrow")
+    offset = (20 if column == "text" else 3) * 100
+    content, wrong = file.read_bytes(), (1 << 30).to_bytes(4, "little")
+    offsets = b"".join((offset + step).to_bytes(4, "little") for step in (0, offset // 100))
+    assert content.count(offsets) == 1
+    file.write_bytes(content.replace(offsets, offsets[:4] + wrong))
+    assert f"the column {column!r} is damaged (" in failure(path)
+    assert failure(path).endswith("): copy or save the data set again")
+    with pytest.raises(DataError, match="is damaged"):
+        inspect(str(path), tokenizer=None, samples=1, text_key="text")
+    if column == "text":
+        with pytest.raises(DataError, match=r"\.arrow: rows 0 to 199: the column 'text' is damaged"):
+            list(TableShard(file, column).documents(0))
+
+
+def test_tokens_where_text_is_needed(tmp_path: Path) -> None:
+    path = save(tmp_path / "saved", input_ids=ROWS)
+    source = open_source(DataConfig(path=str(path)))
+    with pytest.raises(DataError, match=r"the column 'input_ids' of .* must hold text where text is read, and"):
+        next(source.pieces())
+    assert open_dataset(DataConfig(path=str(path))).holds_tokens

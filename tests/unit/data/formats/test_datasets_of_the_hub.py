@@ -1,0 +1,268 @@
+"""Data sets of the hub: fetched and tokenized once, whoever starts; what is damaged is fetched or built again."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from tests.arch.source import ROOT
+from tests.loopback_hub import TOKEN, Site, serve, user_of
+from tests.unit.data.formats.test_text import stories
+
+TEXTS = stories()[:100]
+CARD = b"""---
+configs:
+- config_name: en
+  data_files:
+  - {split: train, path: en/train-*.parquet}
+  - {split: validation, path: en/validation.parquet}
+- config_name: de
+  data_files: de/*.parquet
+---
+"""
+
+
+def parquet(texts: list[str]) -> bytes:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"text": texts}), file)
+    return file.getvalue()
+
+
+FILES = {
+    "main": {
+        "README.md": CARD,
+        "en/train-0.parquet": parquet(TEXTS[:50]),
+        "en/train-1.parquet": parquet([*TEXTS[50:80], ""]),
+        "en/validation.parquet": parquet(TEXTS[80:]),
+        "de/all.parquet": parquet(TEXTS[:10]),
+    },
+    "plain": {
+        ".gitattributes": b"",
+        "data.jsonl": b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS),
+    },
+}
+
+CALL = """
+import json, multiprocessing, os, sys
+from pathlib import Path
+import datasets
+from shardwise.data import fetch_dataset, prepare
+from shardwise.errors import ConfigError
+from tests.unit.data.formats.test_text import sized
+
+root, at_once, jobs = json.loads(sys.argv[1])
+
+def one(results, barrier, keys):
+    os.environ.update({name: keys.pop(name) for name in list(keys) if name.isupper()})
+    barrier.wait()
+    said = []
+    try:
+        config = sized(512, 64, 0, **keys)
+        fetch_dataset(config.data, said.append)
+        data = prepare(config, Path(root), announce=said.append)
+        parts = {part: data.beginning(part, 10**9) for part in ("train", "eval", "test")}
+        results.put({"parts": parts, "summary": data.summary, "said": said, "torch": "torch" in sys.modules})
+    except ConfigError as error:
+        results.put({"problems": error.problems, "said": said})
+
+context = multiprocessing.get_context("fork")
+results, barrier, found = context.Queue(), context.Barrier(len(jobs) if at_once else 1), []
+for group in [jobs] if at_once else [[job] for job in jobs]:
+    processes = [context.Process(target=one, args=(results, barrier, job)) for job in group]
+    for process in processes:
+        process.start()
+    found += [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+print(json.dumps(found))
+"""
+
+
+class User:
+    """Prepares data in processes of their own: the hub's client reads its environment once."""
+
+    def __init__(self, at: Path, site: Site) -> None:
+        self.at, self.environment = at, {**os.environ, **user_of(site.address, str(at / "hf"))}
+        self.environment.pop("HF_TOKEN", None)
+
+    def prepare(self, *jobs: dict[str, str], at_once: bool = False, **variables: str) -> list[dict[str, Any]]:
+        """What came of each, one after another or `at_once`; in `jobs` are keys of `data`, and variables."""
+        arguments = json.dumps([str(self.at / "cache"), at_once, jobs])
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore:.*fork:DeprecationWarning", "-c", CALL, arguments],
+            cwd=ROOT, env={**self.environment, **variables}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "", "progress bars and warnings of libraries are not for the user"
+        assert TOKEN not in done.stdout, "the token is a secret"
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+        assert not any(each.get("torch") for each in found), "the launcher has no torch, and no time for it"
+        return found
+
+    def cached(self, pattern: str) -> Path:
+        (file,) = (self.at / "hf").glob(pattern)
+        return file.resolve()
+
+
+def problem(found: dict[str, Any]) -> str:
+    (text,) = found["problems"]
+    assert "\n" not in text
+    return str(text)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serve(FILES) as started:
+        yield started
+
+
+@pytest.fixture
+def user(tmp_path: Path, site: Site) -> User:
+    return User(tmp_path, site)
+
+
+def built(found: list[dict[str, Any]]) -> int:
+    return sum("once, then cached in" in line for each in found for line in each["said"] if "preparing" in line)
+
+
+def test_eight_at_once_fetch_and_build_once(user: User, site: Site) -> None:
+    job = {"dataset": "acme/tiny", "config": "en", "split": "train,validation"}
+    first = user.prepare(*[job] * 8, at_once=True)
+    assert built(first) == 1
+    assert len({json.dumps(each["parts"]) for each in first}) == 1
+    data = [name for name in site.fetched if name.endswith(".parquet")]
+    assert sorted(data) == ["en/train-0.parquet", "en/train-1.parquet", "en/validation.parquet"], "each once, no other"
+    assert first[0]["summary"].startswith("acme/tiny en: ")
+    assert ", 100 documents, " in first[0]["summary"]
+
+    (entry,) = (user.at / "cache/tokens").iterdir()
+    (entry / "train.bin").write_bytes((entry / "train.bin").read_bytes()[:-100])
+    again = user.prepare(*[job] * 8, at_once=True)
+    assert built(again) == 1, "the damaged entry is built again, by one"
+    assert {json.dumps(each["parts"]) for each in again} == {json.dumps(first[0]["parts"])}
+    assert [name for name in site.fetched if name.endswith(".parquet")] == data, "nothing is fetched again"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fetched", "processes"),
+    [
+        ("hub/*/snapshots/*/data.jsonl", 1, 8),
+        pytest.param("datasets/**/*.arrow", 0, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_cut_off_is_fetched_or_made_again(
+    pattern: str, fetched: int, processes: int, user: User, site: Site
+) -> None:
+    """The hub's client looks at names alone, and the library at a table's beginning."""
+    job = {"dataset": "acme/tiny@plain", "split": "1,0"}
+    (first,) = user.prepare(job)
+    file = user.cached(pattern)
+    content = file.read_bytes()
+    # Lines that are left are whole: without a look at the hash, half of the data would be used.
+    file.write_bytes(content[: content.index(b"\n", len(content) // 2) + 1] if fetched else content[:-1000])
+    shutil.rmtree(user.at / "cache")
+    if fetched:
+        shutil.rmtree(user.at / "hf/datasets")
+    before = len(site.fetched)
+    again = user.prepare(*[job] * processes, at_once=True)
+    assert {json.dumps(each.get("parts")) for each in again} == {json.dumps(first["parts"])}
+    assert len(site.fetched) - before == fetched
+    assert built(again) == 1
+
+
+def test_a_rank_and_a_user_without_network_use_the_cache(user: User, site: Site) -> None:
+    job = {"dataset": "acme/tiny", "config": "de"}
+    (first,) = user.prepare(job)
+    asked = len(site.requests)
+    again, other, unknown = user.prepare(job, job | {"config": "en"}, {"dataset": "acme/other"}, HF_HUB_OFFLINE="1")
+    assert (again["parts"], again["said"], len(site.requests)) == (first["parts"], [], asked)
+    assert problem(other).startswith("data.dataset (acme/tiny) cannot be loaded at commit ")
+    assert "HF_HUB_OFFLINE is set, and the cache" in problem(unknown)
+
+
+def test_what_the_hub_refuses(user: User, site: Site) -> None:
+    page = f"{site.address}/datasets/acme"
+    tiny = {"dataset": "acme/tiny"}
+    cases = {
+        f"data.dataset (acme/gated) is gated: accept its licence on {page}/gated, then set HF_TOKEN to a token of that "
+        f"account ({site.address}/settings/tokens)": {"dataset": "acme/gated", "config": "en"},
+        f"data.dataset (acme/private): on {site.address} there is no such data set that this account may read: check "
+        f"the name, or accept the licence on {page}/private and set HF_TOKEN to a token of that account "
+        f"({site.address}/settings/tokens)": {"dataset": "acme/private"},
+        f"the revision of data.dataset (v9) must be a branch, tag or commit of acme/tiny: see {page}/tiny": {
+            "dataset": "acme/tiny@v9"
+        },
+        "data.config must name a configuration of acme/tiny: en or de": tiny,
+        "data.config (fr) must name a configuration of acme/tiny: en or de": tiny | {"config": "fr"},
+        "data.split (train,test) must name splits of data.dataset (acme/tiny en): it has train and validation": tiny
+        | {"config": "en", "split": "train,test"},
+        "data.dataset (./wiki) must be python or tiny or a hub id, and a path is named by data.path: a hub id reads "
+        "owner/name, of letters, digits, '-', '_' and '.'": {"dataset": "./wiki"},
+        "data.dataset (acme/tiny@) must have a branch, tag or commit after @, or no @": {"dataset": "acme/tiny@"},
+        f"data.dataset (acme/broken) cannot be fetched: {site.address} answers with status 500; try again later": {
+            "dataset": "acme/broken"
+        },
+    }
+    found = user.prepare(
+        *cases.values(), {"dataset": "pyton"}, {"dataset": "acme/gated", "config": "de", "HF_TOKEN": TOKEN}
+    )
+    *refused, near, allowed = found
+    for each, text in zip(refused, cases, strict=True):
+        assert problem(each) == text
+    assert problem(near).endswith("; did you mean data.dataset=python?")
+    assert ", 10 documents, " in allowed["summary"]
+
+
+STREAMED = """
+import json, sys
+from pathlib import Path
+from shardwise.data import Tokenizer, fetch_dataset, make_batches, prepare
+from shardwise.data.samples.streaming import Place
+from tests.unit.data.samples.test_streaming import config
+
+root, tokenizer, keys = json.loads(sys.argv[1])
+chosen = config(None, Path(tokenizer), buffer=20, **keys)
+fetch_dataset(chosen.data, None)
+data = prepare(chosen, Path(root))
+batches, place, texts = make_batches(chosen, data, "train"), Place(), []
+for block in range(3):
+    found = batches._stream.block(place)
+    texts += Tokenizer.load(tokenizer).decode(found.samples.tokens).split("<|endoftext|>")[:-1]
+    place = found.after
+again = make_batches(chosen, data, "train")._stream.block(found.start).samples.tokens.tolist()
+assert again == found.samples.tokens.tolist(), "from where a block begins, the same is read"
+print(json.dumps({"texts": texts, "held": data.count("eval"), "summary": data.summary}))
+"""
+
+
+def test_a_data_set_of_the_hub_is_streamed(user: User, site: Site, tmp_path: Path) -> None:
+    """Nothing is downloaded but what is read; which files there are is kept."""
+    train_tokenizer(TEXTS, 300, "text").save(tmp_path / "tokenizer")
+    keys = {"dataset": "acme/tiny", "config": "en", "split": "train,validation"}
+    for start in range(2):
+        asked = len(site.requests)
+        arguments = json.dumps([str(tmp_path / "cache"), str(tmp_path / "tokenizer"), keys])
+        done = subprocess.run(
+            [sys.executable, "-c", STREAMED, arguments],
+            cwd=ROOT, env=user.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["summary"].startswith("acme/tiny: a stream of 2 files, ")
+        assert found["held"] > 0
+        assert len(found["texts"]) == 60
+        assert set(found["texts"]) < set(TEXTS[:80])
+        assert not list((user.at / "hf").rglob("*.parquet")), "a file lies in the cache, and may not fit there"
+        resolved = any("dataset_infos.json" in request for request in site.requests[asked:])
+        assert resolved == (start == 0), "which files there are is asked once"

@@ -1,0 +1,392 @@
+"""BERT's HDF5 shards: every row of every shard, in any layout; which files are meant; what is refused, and how."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import Config
+from shardwise.data import (
+    PreparedShards,
+    SentencePairBatches,
+    ShardBatches,
+    Tokenizer,
+    detect,
+    make_batches,
+    make_evaluation,
+    prepare,
+)
+from shardwise.data.reading import hdf5
+from shardwise.data.reading.hdf5 import Shard, Shards
+from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.errors import DataError
+from tests.unit.data.formats.test_megatron import TEXT
+from tests.unit.data.formats.test_megatron import config as any_config
+from tests.unit.data.formats.test_pairs_of_text import config as pairs_config
+from tests.unit.data.hdf5_shards import arrays, write
+
+SIZES = (5, 1, 9)
+Folder = Callable[..., str]
+
+
+def config(path: str, **options: object) -> Config:
+    return any_config("bert", path=path, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three shards of unequal lengths, 15 samples in all; the second has other predictions and is compressed."""
+    at = tmp_path_factory.mktemp("shards")
+    first = 0
+    for number, rows in enumerate(SIZES):
+        found = arrays(rows, first, predictions=4 if number != 1 else 6)
+        write(at / f"wiki_training_{number}.hdf5", found, compression="gzip" if number == 1 else None)
+        first += rows
+    write(at / "wiki_test_0.hdf5", arrays(3))
+    return str(at)
+
+
+def opened(chosen: Config, cache: Path, **options: bool) -> PreparedShards:
+    data = prepare(chosen, cache, **options)
+    assert isinstance(data, PreparedShards)
+    return data
+
+
+def all_of(path: str) -> ShardBatches:
+    chosen = config(path, split="1,0")
+    found = Path(path)
+    batches = make_batches(chosen, prepare(chosen, (found if found.is_dir() else found.parent) / "cache"), "train")
+    assert isinstance(batches, ShardBatches)
+    return batches
+
+
+def labels(positions: np.ndarray, ids: np.ndarray, length: int) -> np.ndarray:
+    """Of one row, by the definition: the first position 0 ends the list."""
+    found = np.full(length, IGNORE)
+    for position, target in zip(positions, ids, strict=True):
+        if position == 0:
+            break
+        found[position] = target
+    return found
+
+
+def numbers(batch: Batch) -> list[int]:
+    """The samples of a batch, by what stands at place 1."""
+    return (batch.inputs["ids_SB"][1] - 100).tolist()
+
+
+def test_samples_are_those_of_the_definition(folder: str) -> None:
+    batches = all_of(folder)
+    assert batches.num_samples == 15
+    batch = batches.global_batch(0, 15)
+    expected = {key: [] for key in ("input_ids", "input_mask", "segment_ids", "next_sentence_labels", "labels")}
+    first = 0
+    for number, rows in enumerate(SIZES):
+        found = arrays(rows, first, predictions=4 if number != 1 else 6)
+        for key in expected.keys() & found.keys():
+            expected[key] += list(found[key])
+        pairs = zip(found["masked_lm_positions"], found["masked_lm_ids"], strict=True)
+        expected["labels"] += [labels(positions, ids, 16) for positions, ids in pairs]
+        first += rows
+    order = numbers(batch)
+    assert sorted(order) == list(range(15))
+    for name, key in (("ids_SB", "input_ids"), ("mask_SB", "input_mask"), ("token_types_SB", "segment_ids")):
+        assert np.array_equal(batch.inputs[name].T, np.array(expected[key])[order])
+    assert np.array_equal(batch.inputs["next_sentence_B"], np.array(expected["next_sentence_labels"])[order])
+    of_targets = zip(batch.inputs["positions_PB"].T, batch.inputs["targets_PB"].T, strict=True)
+    for sample, (positions, targets) in zip(order, of_targets, strict=True):
+        counted = targets != IGNORE
+        own = np.full(16, IGNORE)
+        own[positions[counted]] = targets[counted]
+        assert np.array_equal(own, expected["labels"][sample])
+    counted = sum(int((np.array(each) != IGNORE).sum()) for each in expected["labels"])
+    assert batch.counts.tolist() == [counted, 15]
+
+
+def test_the_first_zero_ends_the_list(tmp_path: Path) -> None:
+    found = arrays(1)
+    found["masked_lm_positions"][0], found["masked_lm_ids"][0] = [3, 0, 9, 999], [7, 8, 9, -1]
+    batch = all_of(write(tmp_path / "a.hdf5", found)).global_batch(0, 1)
+    assert batch.inputs["positions_PB"][:, 0].tolist() == [3, 0, 0, 0]
+    assert batch.inputs["targets_PB"][:, 0].tolist() == [7, IGNORE, IGNORE, IGNORE]
+    assert batch.counts.tolist() == [1, 1]
+
+
+def test_inputs_are_those_of_sentence_pairs(folder: str, tmp_path: Path) -> None:
+    chosen = pairs_config()
+    pairs = make_batches(chosen, prepare(chosen, tmp_path), "train")
+    assert isinstance(pairs, SentencePairBatches)
+    batches = all_of(folder)
+    assert batches.objectives == pairs.objectives
+    own, theirs = batches.global_batch(0, 4), pairs.global_batch(0, 4)
+    assert list(own.inputs) == list(theirs.inputs)
+    for name, array in own.inputs.items():
+        assert (array.dtype, array.ndim) == (np.int64, theirs.inputs[name].ndim)
+        assert array.flags.c_contiguous
+
+
+def test_every_epoch_has_every_sample_once(folder: str) -> None:
+    batches = all_of(folder)
+    epochs = [numbers(batches.global_batch(15 * epoch, 15)) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(15)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(folder: str, data: st.DataObject) -> None:
+    global_batch, steps = data.draw(st.sampled_from([4, 6, 12])), data.draw(st.integers(1, 6))
+    alone = all_of(folder)
+    expected = [numbers(alone.global_batch(step * global_batch, global_batch)) for step in range(steps)]
+    stop = data.draw(st.integers(0, steps))
+    found = []
+    for begin, end in ((0, stop), (stop, steps)):
+        dp_size = data.draw(st.sampled_from([each for each in (1, 2, 3, 4) if global_batch % each == 0]))
+        share = global_batch // dp_size
+        micro_batch = data.draw(st.sampled_from([each for each in range(1, share + 1) if share % each == 0]))
+        ranks = [all_of(folder) for _ in range(dp_size)]  # each opens the shards anew
+        for step in range(begin, end):
+            parts = [
+                each.local_batch(step * global_batch, global_batch, rank, dp_size, micro_batch)
+                for rank, each in enumerate(ranks)
+            ]
+            found.append([n for turn in zip(*parts, strict=True) for batch in turn for n in numbers(batch)])
+    assert found == expected
+
+
+@pytest.mark.parametrize(("dp_size", "micro_batch", "count"), [(1, 15, 1), (2, 2, 4), (3, 2, 9), (4, 1, 2)])
+def test_evaluation_counts_each_sample_once(dp_size: int, micro_batch: int, count: int, folder: str) -> None:
+    batches = all_of(folder)
+    portion = dp_size * micro_batch
+    seen, counts = [], np.zeros(2, dtype=np.int64)
+    for rank in range(dp_size):
+        for batch in batches.eval_batches(count, portion, rank, dp_size, micro_batch):
+            real = batch.inputs["next_sentence_B"] != IGNORE
+            seen += np.array(numbers(batch))[real].tolist()
+            assert (batch.inputs["targets_PB"][:, ~real] == IGNORE).all()
+            assert (batch.inputs["mask_SB"].sum(axis=0) > 0).all(), "attention has something to attend to"
+            counts += batch.counts
+    expected = min(count * portion, 15)
+    assert sorted(seen) == list(range(expected))
+    assert counts[1] == expected
+
+
+def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = numbers(all_of(folder).global_batch(0, 15))
+    monkeypatch.setattr(hdf5, "_SHARDS_KEPT", 1)
+    batches = all_of(folder)
+    assert batches.shards._open == {}, "mapped when they are read"
+    assert numbers(batches.global_batch(0, 15)) == expected
+    assert len(batches.shards._open) == 1
+
+
+def test_rows_are_found_by_file_and_row(folder: str) -> None:
+    paths = sorted(Path(folder).glob("*_training_*.hdf5"))
+    shards = Shards([Shard.open(path, 16) for path in paths], 300, 2)
+    found = shards.take(np.array([14, 0, 5, 14, 7]))
+    assert (found["input_ids"][:, 1] - 100).tolist() == [14, 0, 5, 14, 7]
+    assert found["masked_lm_ids"].shape == (5, 6)
+    assert len(shards) == 15
+
+
+def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
+    one = f"{folder}/wiki_training_0.hdf5"
+    for path, samples in ((folder, 15), (one, 5), (f"{folder}/*_training_[02].hdf5", 14), (f"{folder}/wiki*", 18)):
+        for form in ("auto", "hdf5"):
+            chosen = config(path, format=form, split="1,0")
+            assert detect(chosen.data) == "hdf5"
+            assert opened(chosen, tmp_path / "cache").count("train") == samples * 16
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("text")
+    for path in (str(tmp_path / "text"), str(tmp_path / "text" / "*.txt"), "x" * 5000, "none"):
+        assert detect(config(path).data) == "text"
+    assert detect(config(one, format="text").data) == "text"
+    assert detect(any_config().data) == "text"
+    plain = Path(write(tmp_path / "plain", arrays(2)))
+    assert opened(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
+
+
+def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
+    chosen = config(folder, split="10,3,2", eval_every=1)
+    data = opened(chosen, tmp_path / "cache")
+    assert data.tokenizer_path is None
+    copied = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert sorted(copied) == ["locks", "shards"], "nothing but what is compressed is copied"
+    assert len(list((tmp_path / "cache" / "shards").iterdir())) == 1
+    assert [data.count(part) // 16 for part in ("train", "eval", "test")] == [10, 3, 2]
+    assert data.beginning("eval", 18)[1] == 110
+    assert data.beginning("eval", 18)[17] == 111
+    assert len(data.beginning("test", 100)) == 32
+    for part, rows in (("train", range(10)), ("eval", range(10, 13)), ("test", range(13, 15))):
+        for batches in (make_batches(chosen, data, part), make_evaluation(chosen, data, part)):  # type: ignore[arg-type]
+            assert batches is not None
+            (batch,) = batches.eval_batches(1, len(rows), 0, 1, len(rows))
+            assert numbers(batch) == list(rows)
+
+
+def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Path) -> None:
+    ending = "10 training and 5 evaluation samples of 16 tokens, masked when they were made, at most 6 each"
+    plain = prepare(config(folder, split="2,1"), tmp_path).summary
+    assert plain.startswith(f"{folder}: ")
+    assert plain.endswith(f", 3 shards, {ending}")
+    assert prepare(config(folder, split="2,1", max_predictions=6), tmp_path).summary == plain
+    told = prepare(config(folder, split="2,1", max_predictions=5, masked_fraction=0.3), tmp_path).summary
+    assert told == f"{plain}, whatever data.max_predictions (5) and data.masked_fraction (0.3) may say"
+
+
+def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
+    def fingerprint(path: str, split: str = "2,1", **data: object) -> str:
+        return prepare(config(path, split=split, **data), tmp_path / "cache").fingerprint
+
+    (tmp_path / "copy").mkdir()
+    for path in Path(folder).glob("*_training_*.hdf5"):
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    copy, first = str(tmp_path / "copy"), fingerprint(folder)
+    assert first == fingerprint(copy) == fingerprint(folder, max_predictions=5)
+    with h5py.File(f"{copy}/wiki_training_2.hdf5", "r+") as file:
+        file["input_ids"][8, 3] += 1
+    others = [fingerprint(folder, "1,1"), fingerprint(copy), fingerprint(f"{folder}/*_training_[02].hdf5")]
+    assert len({first, *others}) == 4
+
+
+def test_a_tokenizer_is_kept(folder: str, tmp_path: Path) -> None:
+    train_tokenizer([TEXT], 290, "test", pairs=True).save(tmp_path / "tokenizer")
+    data = opened(config(folder, tokenizer=str(tmp_path / "tokenizer")), tmp_path / "cache")
+    assert data.tokenizer_path is not None
+    assert Tokenizer.load(data.tokenizer_path).vocab_size == 290
+    with pytest.raises(DataError, match=r"data\.tokenizer .*must be a tokenizer.s file or folder"):
+        prepare(config(folder, tokenizer=str(tmp_path / "none")), tmp_path / "cache")
+
+
+def refusal(chosen: Config, cache: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        prepare(chosen, cache)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_other_families_are_refused(folder: str, tmp_path: Path) -> None:
+    assert refusal(any_config("llama", path=folder), tmp_path) == (
+        f"model.family (llama) must be bert where data.path ({folder}) is HDF5 shards, which hold sentence pairs with "
+        "masked tokens: name text, or Megatron's .bin and .idx"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none.hdf5", "names no file that exists: name an HDF5 file, a folder of *_training_*.hdf5 or a glob such as"),
+        ("none_*.hdf5", "names no file that exists: name an HDF5 file"),
+        (".", "must hold shards, *_training_*.hdf5, and the folder has none: name an HDF5 file, a folder of"),
+    ],
+)
+def test_a_path_without_shards_is_refused(name: str, text: str, tmp_path: Path) -> None:
+    path = str(tmp_path / name)
+    assert refusal(config(path, format="hdf5"), tmp_path).startswith(f"data.path ({path}) {text}")
+
+
+def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a_training_0.hdf5").write_text("some text\n" * 100)
+    write(tmp_path / "a_training_1.hdf5", arrays(4))
+    (tmp_path / "a_training_1.hdf5").write_bytes((tmp_path / "a_training_1.hdf5").read_bytes()[:3000])
+    (tmp_path / "a_training_2.hdf5").symlink_to(tmp_path / "nowhere")
+    write(tmp_path / "a_training_3.hdf5", arrays(4))
+    inside = (tmp_path / "a_training_3.hdf5").read_bytes().replace(b"TREE", b"EERT")
+    (tmp_path / "a_training_3.hdf5").write_bytes(inside)
+    with pytest.raises(DataError) as caught:
+        prepare(config(str(tmp_path)), tmp_path / "cache")
+    text, truncated, link, damaged = caught.value.problems
+    assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is none: leave it out, or copy it again"
+    assert truncated.startswith(f"{tmp_path}/a_training_1.hdf5 cannot be opened (")
+    assert "truncated file" in truncated
+    assert truncated.endswith("): it is damaged, copy it again")
+    assert link == f"{tmp_path}/a_training_2.hdf5 cannot be read: No such file or directory"
+    assert damaged.startswith(f"{tmp_path}/a_training_3.hdf5 cannot be read (")
+    assert damaged.endswith("): it is damaged, copy it again")
+
+
+def test_many_problems_are_counted(tmp_path: Path) -> None:
+    for number in range(9):
+        write(tmp_path / f"a_training_{number}.hdf5", arrays(2, length=32))
+    with pytest.raises(DataError) as caught:
+        prepare(config(str(tmp_path)), tmp_path / "cache")
+    assert len(caught.value.problems) == 6
+    assert caught.value.problems[-1] == f"4 more of the shards of data.path ({tmp_path}) are wrong too"
+
+
+def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.hdf5", arrays(4, length=32))
+    assert refusal(config(path), tmp_path / "cache") == (
+        f"{path}: the sequences (32 tokens) must have those of train.sequence_length (16): set "
+        "train.sequence_length=32, or name other shards"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "value", "text"),
+    [
+        ("input_ids", (6, 3), 300, "input_ids[3] (300) must be in 0 … 299: set model.vocab_size to that of the token"),
+        ("input_ids", (6, 3), -1, "input_ids[3] (-1) must be in 0 … 299: set model.vocab_size"),
+        ("masked_lm_ids", (6, 0), 301, "masked_lm_ids[0] (301) must be in 0 … 299: set model.vocab_size"),
+        (
+            "masked_lm_positions",
+            (6, 0),
+            16,
+            "masked_lm_positions[0] (16) must be in 0 … 15: it lies beyond the sequence; write the shard anew",
+        ),
+        ("masked_lm_positions", (6, 0), -2, "masked_lm_positions[0] (-2) must be in 0 … 15: it lies beyond the sequ"),
+        ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 is there twice"),
+        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1: write the shard anew"),
+        ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more: write the shard anew"),
+        ("segment_ids", (6, 5), 2, "segment_ids[5] (2) must be in 0 … 1: set model.type_vocab_size to what the data"),
+        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1: write the shard anew"),
+    ],
+)
+def test_a_value_that_no_model_reads_is_named_when_it_is_read(
+    key: str, place: tuple[int | slice, ...], value: int, text: str, tmp_path: Path
+) -> None:
+    found = arrays(8)
+    found[key][place] = value
+    path = write(tmp_path / "a.hdf5", found)
+    batches = all_of(path)
+    with pytest.raises(DataError) as caught:
+        batches.global_batch(0, 8)
+    assert str(caught.value).startswith(f"{path}: row 6: {text}")
+    assert batches.collate(np.arange(5), np.zeros(5, np.int64), np.arange(5)).counts[1] == 5, "the others are read"
+
+
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.hdf5", arrays(200), compression="gzip"))
+    with h5py.File(path) as file:
+        chunk = file["input_ids"].id.get_chunk_info(0)
+    content = bytearray(path.read_bytes())
+    content[chunk.byte_offset : chunk.byte_offset + 8] = b"\xff" * 8
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.hdf5: rows 0 to 199 cannot be read \(.*\): the file is damaged, copy it"):
+        all_of(str(path))
+    assert not list((tmp_path / "cache" / "shards").glob("*")), "a part of it is left in the cache"
+
+
+def test_parts_without_a_sample_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.hdf5", arrays(3))
+    assert refusal(config(path, eval_every=1), tmp_path / "cache") == (
+        f"the evaluation part of data.path {path} (0 of 3 samples at data.split=95,5) must hold at least one: give "
+        "more shards or another split"
+    )
+    data = opened(config(path, eval_every=1), tmp_path / "cache", any_size=True)
+    assert make_batches(config(path), data, "eval") is None
+
+
+def test_without_h5py_one_sentence_says_how_to_get_it(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    problem = refusal(config(folder), tmp_path)
+    assert problem.startswith("HDF5 shards need h5py (")
+    assert problem.endswith("): pip install 'shardwise[hdf5]'")

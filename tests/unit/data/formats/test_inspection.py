@@ -1,0 +1,118 @@
+"""What is told of lengths, and of data in parts that a user would not look for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.formats import megatron, text
+from shardwise.data.formats.inspection import Inspection, Lengths, spread
+from shardwise.data.opening import inspect
+from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.errors import DataError
+from tests.unit.prepare.jobs import Folder, write_jsonl
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=50))
+def test_each_length_is_in_one_bin(values: list[int]) -> None:
+    found = Lengths.of("tokens", np.array(values), len(values))
+    assert (found.least, found.most) == (min(values), max(values))
+    assert sum(number for _, _, number in found.bins) == len(values)
+    for low, high, number in found.bins:
+        assert low <= high
+        assert number == sum(low <= value <= high for value in values)
+    assert [low for low, _, _ in found.bins[1:]] == [high + 1 for _, high, _ in found.bins[:-1]]
+    assert len(found.bins) <= 22
+
+
+def test_numbers_are_spread_from_the_first_to_the_last() -> None:
+    assert spread(3, 10).tolist() == [0, 1, 2]
+    assert spread(1000, 4).tolist() == [0, 333, 666, 999]
+
+
+def looked(path: Path, tokenizer: Path | None = None) -> Inspection:
+    return inspect(str(path), tokenizer=None if tokenizer is None else str(tokenizer), samples=2, text_key="text")
+
+
+def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexedWriter(tmp_path / "data", 100) as writer:
+        for number in range(100):
+            writer.add([7] * (number + 1))
+    monkeypatch.setattr(megatron, "_LENGTHS", 10)
+    monkeypatch.setattr(megatron, "_BLOCKS", 3)
+    monkeypatch.setattr(megatron, "_BLOCK", 50)
+    found = looked(tmp_path / "data")
+    assert found.lengths is not None
+    assert (found.lengths.counted, found.lengths.number, found.lengths.most) == (10, 100, 100)
+    assert found.counts["ids"] == {"lowest": 7, "highest": 7, "looked_at": 150}
+    assert ("ids", "7 … 7 in 150 tokens that were looked at") in found.rows
+
+
+def test_long_text_is_looked_at_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "text.jsonl", ["a line of text"] * 1000)
+    monkeypatch.setattr(text, "_TEXT_BYTES", 1400)
+    found = looked(tmp_path / "text.jsonl")
+    assert (found.counts["documents"], found.counts["looked_at"]) == (None, 100)
+    assert ("documents", "100 in the first 1.4 KiB of text") in found.rows
+
+
+def test_samples_are_text_where_a_tokenizer_is_at_hand(tmp_path: Path) -> None:
+    folder = Folder.fill(tmp_path)
+    folder.run(folder.job("megatron", "out"))
+    found = looked(tmp_path / "out")
+    assert folder.documents[0].startswith(str(found.samples[0].text)[:40])
+    assert not found.notes
+    (tmp_path / "tokenizer").rename(tmp_path / "moved")
+    found = looked(tmp_path / "out")
+    assert found.samples[0].text is None
+    assert "is not here, name it by --tokenizer" in found.notes[0]
+    assert looked(tmp_path / "out", tmp_path / "moved").samples[0].text is not None
+
+
+def test_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
+    folder = Folder.fill(tmp_path)
+    with IndexedWriter(tmp_path / "data", 1000) as writer:
+        writer.add([1, 2, 999])
+    found = looked(tmp_path / "data", tmp_path / "tokenizer")
+    assert found.notes == [
+        "the highest id (999) is beyond the vocabulary of the tokenizer (300): other data, or another tokenizer"
+    ]
+    assert found.samples[0].ids == [1, 2, 999]
+    assert found.samples[0].text is None
+    assert folder.tokenizer.vocab_size == 300
+
+
+def test_negative_ids_are_told(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "data", 100_000) as writer:
+        writer.add([1, 2, 3])
+    (tmp_path / "data.bin").write_bytes(np.array([1, -5, 3], dtype="<i4").tobytes())
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"input_ids": [[1, -5, 3]]}).save_to_disk(str(tmp_path / "rows"))
+    for name in ("data", "rows"):
+        assert looked(tmp_path / name).notes[1:] == [
+            "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data anew"
+        ]
+
+
+def test_arrow_of_text_and_of_parts(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "three"], "n": [1, 2]})
+    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path / "parts"))
+    found = looked(tmp_path / "parts")
+    assert ("rows", "train 2, test 1") in found.rows
+    assert [sample.text for sample in found.samples] == ["one", "three"]
+    named = looked(next((tmp_path / "parts" / "test").glob("*.arrow")))
+    assert ("rows", "1") in named.rows
+    ragged = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [], [4]]})
+    ragged.save_to_disk(str(tmp_path / "ragged"))
+    found = looked(tmp_path / "ragged")
+    assert found.lengths is not None
+    assert (found.lengths.least, found.lengths.most) == (0, 3)
+    assert [sample.ids for sample in found.samples] == [[1, 2, 3], []]
+    assert ("ids", "1 … 4") in found.rows
+    (tmp_path / "parts" / "train" / "state.json").unlink()
+    with pytest.raises(DataError, match="cannot be opened as an arrow folder"):
+        looked(tmp_path / "parts")

@@ -1,0 +1,316 @@
+"""From the data section to documents: formats, splits, blends, tokenizers, fingerprints, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.config import Config, config_from
+from shardwise.data import (
+    BlendedBatches,
+    DocumentBatches,
+    PreparedDocuments,
+    SentencePairBatches,
+    Tokenizer,
+    detect,
+    make_batches,
+    make_evaluation,
+    prepare,
+)
+from shardwise.data.parts import part_bounds
+from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.errors import DataError
+
+TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
+
+
+def config(family: str = "llama", eval_every: int = 0, sequence_length: int = 16, **data: Any) -> Config:
+    models = {
+        "llama": {"intermediate_size": 32, "max_position_embeddings": 64},
+        "bert": {"intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0},
+    }
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return config_from(
+        {
+            "model": {"family": family, **sizes, **models[family]},
+            "train": {"steps": 1, "global_batch": 2, "sequence_length": sequence_length, "eval_every": eval_every},
+            "optimizer": {"lr": 1e-3},
+            "data": data,
+        }
+    )
+
+
+def write(prefix: Path, documents: int = 40, first: int = 0, sentences: int = 1) -> str:
+    """Documents of ten tokens a sentence: their own number, from `first`, again and again."""
+    with IndexedWriter(prefix, 300) as writer:
+        for number in range(first, first + documents):
+            writer.add([number] * 10 * sentences, [10] * sentences)
+    return str(prefix)
+
+
+def opened(chosen: Config, cache: Path, **options: bool) -> PreparedDocuments:
+    data = prepare(chosen, cache, **options)
+    assert isinstance(data, PreparedDocuments)
+    return data
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    train_tokenizer([TEXT], 280, "test").save(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
+@pytest.mark.parametrize("form", ["auto", "megatron"])
+def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "data")
+    data = opened(config(path=prefix + ending, format=form), tmp_path / "cache")
+    assert data.tokenizer_path is None
+    assert (data.count("train"), data.count("eval"), data.count("test")) == (380, 20, 0)
+    assert data.beginning("eval", 3) == [38, 38, 38]
+    assert data.beginning("test", 3) == []
+    assert data.summary == f"{prefix}{ending}: 800 B, 40 documents, 380 training and 20 evaluation tokens"
+    assert not (tmp_path / "cache").exists(), "nothing is copied"
+
+
+def test_text_stays_text(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    (tmp_path / "data").mkdir()
+    assert detect(config(path=str(tmp_path / "data")).data) == "text"
+    assert detect(config(path=str(tmp_path / "data"), format="megatron").data) == "megatron"
+    assert detect(config(path=str(tmp_path / "data.bin"), format="text").data) == "text"
+    assert detect(config(path="x" * 5000).data) == "text", "whoever opens it says what is wrong"
+    assert detect(config().data) == "text"
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "bounds"),
+    [
+        (1000, (980, 10, 10), [0, 980, 990, 1000]),
+        (7, (969, 30, 1), [0, 7, 7, 7]),
+        (11, (90, 5, 5), [0, 10, 10, 11]),
+        (30, (95, 5, 0), [0, 28, 30, 30]),
+        (3, (1, 0, 0), [0, 3, 3, 3]),
+    ],
+)
+def test_splits_are_those_of_megatron(documents: int, split: tuple[float, ...], bounds: list[int]) -> None:
+    """Cumulative shares, rounded half to even."""
+    assert part_bounds(documents, split) == bounds
+
+
+def test_three_parts(tmp_path: Path) -> None:
+    chosen = config(path=write(tmp_path / "data", 100), split="80,10,10", eval_every=1)
+    data = opened(chosen, tmp_path / "cache")
+    assert [data.count(part) for part in ("train", "eval", "test")] == [800, 100, 100]
+    assert data.summary.endswith("800 training, 100 evaluation and 100 test tokens")
+    for part, first, after in (("train", 0, 80), ("eval", 80, 90), ("test", 90, 100)):
+        batches = make_evaluation(chosen, data, part)  # type: ignore[arg-type]
+        assert batches is not None
+        (batch,) = batches.eval_batches(1, 64, 0, 1, 64)
+        targets = batch.inputs["targets_SB"]
+        assert set(np.unique(targets[targets != IGNORE])) == set(range(first, after))
+
+
+def test_an_evaluation_reads_documents_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """All of them, the partial last sequence too; so do the evaluations of a run, which leave that one out."""
+    chosen = config(path=write(tmp_path / "data", 100), split="80,10,10")
+    data = opened(chosen, tmp_path / "cache")
+    wanted = np.repeat(np.arange(80, 90), 10)[1:].tolist()
+    for make, counted in ((make_evaluation, 99), (make_batches, 96)):
+        batches = make(chosen, data, "eval")
+        assert batches is not None
+        targets_BS = [batch.inputs["targets_SB"].T for batch in batches.eval_batches(8, 1, 0, 1, 1)]
+        found = np.concatenate(targets_BS).ravel()
+        assert found[found != IGNORE].tolist() == wanted[:counted]
+
+
+def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
+    chosen = config(path=write(tmp_path / "data"), split="1,1")
+    data = opened(chosen, tmp_path / "cache")
+    rows = []
+    for seed in (1, 2):
+        seeded = chosen.model_copy(update={"train": chosen.train.model_copy(update={"seed": seed})})
+        training, own, whole = (
+            make_batches(seeded, data, "train"),
+            make_batches(seeded, data, "eval"),
+            make_evaluation(seeded, data, "eval"),
+        )
+        assert isinstance(training, DocumentBatches)
+        assert own is not None
+        assert whole is not None
+        rows.append(
+            (
+                training.global_batch(0, 4).inputs["ids_SB"],
+                next(own.eval_batches(1, 4, 0, 1, 4)).inputs["ids_SB"],
+                next(whole.eval_batches(1, 4, 0, 1, 4)).inputs["ids_SB"],
+            )
+        )
+    assert not np.array_equal(rows[0][0], rows[1][0])
+    assert np.array_equal(rows[0][1], rows[1][1])
+    assert np.array_equal(rows[0][1], rows[0][2]), "an evaluation begins with what a run's own ones see"
+
+
+def test_a_blend(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", 40), write(tmp_path / "b", 40, first=100)
+    chosen = config(blend=[0.75, first, 0.25, second], eval_every=1)
+    data = opened(chosen, tmp_path / "cache")
+    assert data.summary.startswith(f"0.75 × {first} + 0.25 × {second}: 1.6 KiB, 80 documents, 760 training and 40 ")
+    batches = make_batches(chosen, data, "train")
+    assert isinstance(batches, BlendedBatches)
+    (batch,) = batches.local_batch(1000, 40, 0, 1, 40)
+    assert np.count_nonzero((batch.inputs["ids_SB"] < 100).all(axis=0)) == 30
+    assert np.count_nonzero((batch.inputs["ids_SB"] >= 100).all(axis=0)) == 10
+    evaluation = make_evaluation(chosen, data, "eval")
+    assert evaluation is not None
+    assert sum(int(each.counts[0]) for each in evaluation.eval_batches(9, 1, 0, 1, 1)) == 38
+
+
+def test_the_same_data_twice_go_in_two_orders(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a")
+    chosen = config(blend=[1, prefix, 1, prefix])
+    batches = make_batches(chosen, prepare(chosen, tmp_path / "cache"), "train")
+    assert batches is not None
+    ids_SB = batches.local_batch(0, 40, 0, 1, 40)[0].inputs["ids_SB"]
+    assert not np.array_equal(ids_SB[:, ::2], ids_SB[:, 1::2])
+
+
+def test_what_holds_no_evaluation_sample_is_left_out_of_it(tmp_path: Path) -> None:
+    large, small = write(tmp_path / "a", 100), write(tmp_path / "b", 8, first=200)
+    chosen = config(blend=[1, large, 1, small], eval_every=1)
+    evaluation = make_batches(chosen, prepare(chosen, tmp_path / "cache"), "eval")
+    assert isinstance(evaluation, TokenBatches)
+    chosen = config(blend=[1, small, 1, small], eval_every=1)
+    with pytest.raises(DataError) as caught:
+        prepare(chosen, tmp_path / "cache")
+    assert len(caught.value.problems) == 2
+    assert "the evaluation part of data.blend" in caught.value.problems[0]
+
+
+def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    one, copy = write(tmp_path / "a"), write(tmp_path / "copy" / "a")
+    other = write(tmp_path / "b", first=50)
+    found = [
+        prepare(config(**data), tmp_path / "cache").fingerprint
+        for data in (
+            {"path": one},
+            {"path": one, "split": "90,10"},
+            {"path": other},
+            {"blend": [1, one, 1, other]},
+            {"blend": [1, one, 2, other]},
+        )
+    ]
+    assert len(set(found)) == len(found)
+    assert prepare(config(path=copy), tmp_path / "cache").fingerprint == found[0]
+
+
+def test_a_tokenizer_is_kept_and_mended(tmp_path: Path, tokenizer: str) -> None:
+    chosen = config(path=write(tmp_path / "data"), tokenizer=tokenizer)
+    data = opened(chosen, tmp_path / "cache")
+    assert data.vocab_size == 280
+    assert data.tokenizer_path is not None
+    assert data.tokenizer_path.is_relative_to(tmp_path / "cache")
+    file = data.tokenizer_path / "tokenizer.json"
+    assert Tokenizer.load(data.tokenizer_path).vocab_size == 280
+    content, inode = file.read_bytes(), file.stat().st_ino
+    assert opened(chosen, tmp_path / "cache").tokenizer_path == data.tokenizer_path
+    assert file.stat().st_ino == inode
+    file.write_bytes(content[:100])
+    opened(chosen, tmp_path / "cache")
+    assert file.read_bytes() == content
+
+
+def test_sentence_pairs_of_split_sentences(tmp_path: Path) -> None:
+    train_tokenizer([TEXT], 290, "test", pairs=True).save(tmp_path / "tokenizer")
+    prefix = write(tmp_path / "data", 40, first=20, sentences=4)
+    chosen = config("bert", path=prefix, tokenizer=str(tmp_path / "tokenizer"), eval_every=1, sequence_length=32)
+    data = opened(chosen, tmp_path / "cache")
+    assert data.pair_tokens is not None
+    batches = make_batches(chosen, data, "train")
+    assert isinstance(batches, SentencePairBatches)
+    batch = batches.global_batch(0, batches.num_samples)
+    ids_SB, types_SB = batch.inputs["ids_SB"], batch.inputs["token_types_SB"]
+    for column, random in enumerate(batch.inputs["next_sentence_B"]):
+        of_a, of_b = (
+            [token for token in ids_SB[types_SB[:, column] == kind, column] if 20 <= token < 60] for kind in (0, 1)
+        )
+        if len(of_a) > 2 and len(of_b) > 2:  # random tokens stand in for a few
+            usual = [max(set(tokens), key=tokens.count) for tokens in (of_a, of_b)]
+            assert (usual[0] != usual[1]) == random
+    blend = config(
+        "bert", blend=[1, prefix, 1, prefix], tokenizer=str(tmp_path / "tokenizer"), eval_every=1, sequence_length=32
+    )
+    mixed = make_batches(blend, prepare(blend, tmp_path / "cache"), "train")
+    assert isinstance(mixed, BlendedBatches)
+    (batch,) = mixed.local_batch(0, 6, 0, 1, 6)
+    assert batch.inputs["ids_SB"].shape == (32, 6)
+    assert batch.inputs["next_sentence_B"].shape == (6,)
+    assert batch.counts[1] == 6
+
+
+def test_all_that_is_wrong_at_once(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "data")
+    (tmp_path / "data.bin").write_bytes(b"\x00" * 10)
+    chosen = config("bert", blend=[1, prefix, 1, str(tmp_path / "none")])
+    chosen = chosen.model_copy(update={"log": chosen.log.model_copy(update={"sample_prompt": "The"})})
+    with pytest.raises(DataError) as caught:
+        prepare(chosen, tmp_path / "cache")
+    tokens_alone = f"needs data.tokenizer, as data.blend {prefix} + {tmp_path / 'none'} holds tokens alone: name what"
+    for problem, text in zip(
+        caught.value.problems,
+        (
+            f"model.family (bert) {tokens_alone} made them, for its [CLS], [SEP], [MASK] and [PAD]",
+            f"log.sample_prompt ('The') {tokens_alone} made them",
+            f"{prefix}.bin (10 bytes) must have 800 bytes, as data.idx says",
+            f"{tmp_path / 'none'}.bin does not exist",
+            f"{tmp_path / 'none'}.idx does not exist",
+        ),
+        strict=True,
+    ):
+        assert problem.startswith(text)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    chosen = config(path=write(tmp_path / "data"), tokenizer=tokenizer)
+    small = chosen.model_copy(update={"model": chosen.model.model_copy(update={"vocab_size": 270})})
+    with pytest.raises(DataError, match=r"data\.tokenizer .* \(280\) must be at most model\.vocab_size \(270\)"):
+        prepare(small, tmp_path / "cache")
+
+
+def test_ends_of_documents_that_nothing_tells_are_refused_before_a_run_begins(tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+    needs = r"data\.eod_mask_loss \(true\) needs the id of the token that ends a document: set data\.eod_token"
+    with pytest.raises(DataError, match=needs):
+        prepare(config(path=path, eod_mask_loss=True), tmp_path)
+    assert prepare(config(path=path, eod_mask_loss=True, eod_token=1), tmp_path)
+
+
+def test_too_few_documents_are_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "data", 2)
+    with pytest.raises(DataError) as caught:
+        prepare(config(path=prefix, split="1,1", eval_every=1), tmp_path / "cache")
+    assert caught.value.problems == [
+        f"the {part} part of data.path {prefix} (10 tokens in 1 document at data.split=1,1) must be at least one "
+        "sample of train.sequence_length + 1 (17 tokens): give more documents, a shorter sequence or another split"
+        for part in ("training", "evaluation")
+    ]
+    data = opened(config(path=prefix, split="1,1"), tmp_path / "cache", any_size=True)
+    assert make_batches(config(), data, "train") is None
+    assert make_evaluation(config(), data, "test") is None
+    assert make_batches(config(), replace(data, parts={"eval": ()}, weights=()), "eval") is None
+
+
+def test_text_has_no_test_part(tmp_path: Path) -> None:
+    text = (
+        r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data and"
+    )
+    with pytest.raises(DataError, match=text):
+        prepare(config(dataset="tiny", split="8,1,1"), tmp_path / "cache")
+    data = prepare(config(dataset="tiny"), tmp_path / "cache")
+    assert data.count("test") == 0
+    assert make_evaluation(config(dataset="tiny"), data, "test") is None

@@ -1,0 +1,234 @@
+"""From text to sentence pairs: sentences are kept through tokenizer and cache, and what cannot be paired is refused."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.config import Config, config_from
+from shardwise.data import (
+    IGNORE,
+    Batch,
+    PairTokens,
+    PreparedData,
+    SentencePairBatches,
+    TokenBatches,
+    Tokenizer,
+    make_batches,
+    prepare,
+)
+from shardwise.data.tokens.cutting import cut_sentences
+from shardwise.errors import ConfigError, DataError
+from tests.unit.data.formats.test_text import config as causal
+from tests.unit.data.formats.test_text import stories
+
+SHARED = Path(__file__).resolve().parents[5] / "shared/data/tokenizers"
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def config(vocab_size: int = 512, sequence_length: int = 64, eval_every: int = 0, **data: object) -> Config:
+    return config_from(
+        {
+            "model": {
+                "family": "bert",
+                "vocab_size": vocab_size,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 4,
+            },
+            "train": {"steps": 1, "global_batch": 4, "sequence_length": sequence_length, "eval_every": eval_every},
+            "optimizer": {"lr": 1e-3},
+            "data": {"dataset": "tiny", **data},
+        }
+    )
+
+
+def texts(data: PreparedData, part: str) -> list[list[str]]:
+    """The sentences of each document, decoded."""
+    tokenizer, found = Tokenizer.load(data.tokenizer_path), data.sentences[part]  # type: ignore[index]
+    tokens = data.train_tokens if part == "train" else data.eval_tokens
+    assert found.bounds[-1] == len(tokens)
+    assert found.documents[-1] == len(found.bounds) - 1
+    pieces = [tokenizer.decode(tokens[a:b]) for a, b in zip(found.bounds, found.bounds[1:], strict=False)]
+    return [pieces[a:b] for a, b in zip(found.documents, found.documents[1:], strict=False)]
+
+
+def unmasked(batch: Batch, column: int) -> np.ndarray:
+    ids = batch.inputs["ids_SB"][:, column].copy()
+    targets, positions = batch.inputs["targets_PB"][:, column], batch.inputs["positions_PB"][:, column]
+    ids[positions[targets != IGNORE]] = targets[targets != IGNORE]
+    return ids[: batch.inputs["mask_SB"][:, column].sum()]
+
+
+def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
+    data = prepare(config(), tmp_path)
+    assert data.pair_tokens == PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
+    documents = texts(data, "train") + texts(data, "eval")
+    assert sorted(documents) == sorted(cut_sentences(story.rstrip()) for story in stories())
+    assert data.train_tokens.min() > 4, "pairs have special tokens, the text has none"
+    assert data.train_tokens.dtype == np.uint16
+    assert "260 documents" in data.summary
+
+
+def test_the_pairs_of_the_tiny_corpus_stay_the_same(tmp_path: Path) -> None:
+    """Golden loss curves rest on them: on every Python, and on every version of numpy and tokenizers."""
+    data = prepare(config(), tmp_path)
+    assert data.fingerprint[:16] == "013386ec89738e6d"
+    batches = make_batches(config(), data, "train")
+    assert isinstance(batches, SentencePairBatches)
+    digest = hashlib.sha256()
+    for name, array in sorted(batches.local_batch(1000, 32, 0, 1, 32)[0].inputs.items()):
+        digest.update(name.encode() + np.ascontiguousarray(array).astype("<i8").tobytes())
+    assert digest.hexdigest()[:16] == "4972519b16f86ad0"
+
+
+def test_pairs_read_like_text(tmp_path: Path) -> None:
+    data = prepare(config(sequence_length=128), tmp_path)
+    batches = make_batches(config(sequence_length=128), data, "train")
+    assert batches is not None
+    assert batches.objectives == ("mlm", "nsp")
+    tokenizer = Tokenizer.load(data.tokenizer_path)
+    batch = batches.local_batch(0, 64, 0, 1, 64)[0]
+    uncut = 0
+    for column, label in enumerate(batch.inputs["next_sentence_B"].tolist()):
+        ids = unmasked(batch, column)
+        begin, a, b, end = tokenizer.decode(ids).replace("[CLS]", "\x00[SEP]").split("[SEP]")
+        assert (begin, end) == ("\x00", "")
+        if len(ids) < 128:
+            follow = [a + b in story for story in stories()]
+            assert any(follow) == (label == 0)
+            uncut += 1
+    assert uncut > 10
+
+
+def test_the_causal_families_keep_their_tokens(tmp_path: Path) -> None:
+    """The same text, prepared for both, has two entries; that of the causal one is as it was."""
+    pairs, plain = prepare(config(), tmp_path), prepare(causal(), tmp_path)
+    assert plain.tokenizer_path != pairs.tokenizer_path
+    assert plain.fingerprint[:16] == "ff83a8f05fb395ac"
+    assert plain.tokenizer_path.parent.name == "e6faba10d81b6a5ab4fe9cb5167fee27"
+    assert plain.pair_tokens is None
+    assert not plain.sentences
+    assert isinstance(make_batches(causal(), plain, "train"), TokenBatches)
+
+
+def test_masking_is_as_configured(tmp_path: Path) -> None:
+    for keys, predictions, masked in (
+        ({}, 10, 9),  # ⌈0.15 · 64⌉; of at most 61 tokens 9
+        ({"max_predictions": 4}, 4, 4),
+        ({"masked_fraction": 0.5}, 32, 31),
+        ({"masked_fraction": 0.5, "max_predictions": 20}, 20, 20),
+    ):
+        chosen = config(**keys)
+        batches = make_batches(chosen, prepare(chosen, tmp_path), "train")
+        assert batches is not None
+        targets_PB = batches.local_batch(0, 32, 0, 1, 32)[0].inputs["targets_PB"]
+        assert targets_PB.shape == (predictions, 32)
+        assert (targets_PB != IGNORE).sum(axis=0).max() == masked
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 8)
+
+
+@pytest.mark.parametrize("damage", [truncate, Path.unlink, lambda file: file.write_bytes(b"\1" * file.stat().st_size)])
+@pytest.mark.parametrize("name", ["train.sentences.bin", "train.documents.bin", "eval.sentences.bin"])
+def test_damaged_sentences_are_prepared_anew(tmp_path: Path, damage: object, name: str) -> None:
+    first = prepare(config(), tmp_path)
+    bounds = np.array(first.sentences["train"].bounds)
+    damage(first.tokenizer_path.parent / name)  # type: ignore[operator]
+    built: list[str] = []
+    second = prepare(config(), tmp_path, announce=built.append)
+    assert len(built) == 1
+    assert second.fingerprint == first.fingerprint
+    assert np.array_equal(second.sentences["train"].bounds, bounds)
+
+
+def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
+    """A text about BERT does not end segments or hide words."""
+    words = " ".join(stories()[:40])
+    (tmp_path / "a.txt").write_text(words + "Put [SEP] after [MASK] and [CLS].\n", encoding="utf-8")
+    data = prepare(config(300, path=str(tmp_path / "a.txt"), split="1,0"), tmp_path / "cache")
+    assert data.train_tokens.min() > 4
+    assert texts(data, "train")[0][-1] == "\nPut [SEP] after [MASK] and [CLS]."
+    assert len(data.eval_tokens) == 0
+    assert make_batches(config(300), data, "eval") is None
+
+
+def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(stories()[0], encoding="utf-8")
+    chosen = {"path": str(tmp_path / "a.txt")}
+    with pytest.raises(DataError) as caught:
+        prepare(config(262, 2000, 1, **chosen), tmp_path / "cache")
+    for part, problem in zip(("training", "evaluation"), caught.value.problems, strict=True):
+        assert problem.startswith(f"the {part} part of data.path {tmp_path}/a.txt (")
+        assert "must be at least two samples of about train.sequence_length - 3 (1,997 tokens)" in problem
+    data = prepare(config(262, 64, 0, **chosen), tmp_path / "cache")
+    assert make_batches(config(262, 64), data, "eval") is None
+    batches = make_batches(config(262, 64), data, "train")
+    assert batches is not None
+    labels = batches.local_batch(0, 200, 0, 1, 200)[0].inputs["next_sentence_B"]
+    assert 60 < labels.sum() < 140
+
+
+def test_a_sequence_too_short_for_a_pair(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.sequence_length \(4\) must be in 5 … 65,536, the length of \[CLS\]"):
+        prepare(config(sequence_length=4), tmp_path)
+
+
+def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    trained = prepare(config(), tmp_path / "a")
+    shutil.copytree(trained.tokenizer_path, own)
+    data = prepare(config(600, tokenizer=str(own)), tmp_path / "b")
+    assert data.pair_tokens == trained.pair_tokens
+    assert np.array_equal(data.train_tokens, trained.train_tokens)
+    without = prepare(causal(), tmp_path / "a").tokenizer_path
+    with pytest.raises(DataError) as caught:
+        prepare(config(511, tokenizer=str(without)), tmp_path / "b")
+    assert "(512) must be at most model.vocab_size (511)" in caught.value.problems[0]
+    assert "has no [PAD], [UNK], [CLS], [SEP] or [MASK]: model.family=bert needs" in caught.value.problems[1]
+
+
+def test_the_padding_token_must_be_the_models(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(["[CLS]", *SPECIAL[:2], *SPECIAL[3:], "the"]), encoding="utf-8")
+    with pytest.raises(
+        DataError, match=r"model\.pad_token_id \(0\) must be the tokenizer's \[PAD\] \(1\): set model\."
+    ):
+        prepare(config(tokenizer=str(tmp_path)), tmp_path / "cache")
+
+
+def test_word_pieces(tmp_path: Path) -> None:
+    """A `vocab.txt` alone: read as BERT reads it, and exported so that transformers does too."""
+    if not SHARED.is_dir():
+        pytest.skip(f"needs the tokenizers in {SHARED}")
+    transformers = pytest.importorskip("transformers")
+    chosen = config(30522, tokenizer=str(SHARED / "bert-large-uncased"))
+    data = prepare(chosen, tmp_path)
+    assert data.pair_tokens == PairTokens(pad=0, unk=100, cls=101, sep=102, mask=103)
+    assert texts(data, "train")[0][0] == " ".join(texts(data, "train")[0][0].lower().split())
+    theirs = transformers.AutoTokenizer.from_pretrained(data.tokenizer_path)
+    assert theirs.mask_token_id == 103
+    original = transformers.BertTokenizer(str(SHARED / "bert-large-uncased" / "vocab.txt"))
+    text = "Zürich's naïve Café (1999): 日本 won’t wait?"
+    ours = Tokenizer.load(SHARED / "bert-large-uncased" / "vocab.txt")
+    expected = original.convert_tokens_to_ids(original.tokenize(text))
+    assert ours.encode(text).tolist() == expected
+    assert theirs(text)["input_ids"] == [101, *expected, 102]
+    batches = make_batches(chosen, data, "train")
+    assert batches is not None
+    batch = batches.local_batch(0, 16, 0, 1, 16)[0]
+    words = Tokenizer.load(data.tokenizer_path).decode(unmasked(batch, 0))
+    assert words.startswith("[CLS] ")
+    assert words.count("[SEP]") == 2
+
+
+def test_the_manifest_names_the_special_tokens(tmp_path: Path) -> None:
+    data = prepare(config(), tmp_path)
+    manifest = json.loads((data.tokenizer_path.parent / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["pair_tokens"] == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}

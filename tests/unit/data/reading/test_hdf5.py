@@ -1,0 +1,113 @@
+"""One HDF5 shard: arrays that are not all there, do not fit one another or lie elsewhere are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from shardwise.data.reading.hdf5 import KEYS
+from tests.unit.data.formats.test_hdf5 import config, refusal
+from tests.unit.data.hdf5_shards import Arrays, arrays, write
+
+
+def without(key: str) -> Callable[[Arrays], None]:
+    def change(found: Arrays) -> None:
+        del found[key]
+
+    return change
+
+
+def cut(key: str, *slices: slice) -> Callable[[Arrays], None]:
+    def change(found: Arrays) -> None:
+        found[key] = found[key][slices]
+
+    return change
+
+
+def as_type(key: str, dtype: str) -> Callable[[Arrays], None]:
+    def change(found: Arrays) -> None:
+        found[key] = found[key].astype(dtype)
+
+    return change
+
+
+def flat(found: Arrays) -> None:
+    found["segment_ids"] = found["segment_ids"].ravel()
+
+
+def rows_cut(found: Arrays) -> None:
+    for key in KEYS:
+        found[key] = found[key][:0]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            without("masked_lm_ids"),
+            " must have the array masked_lm_ids, and its keys are input_ids, input_mask, masked_lm_positions, "
+            "next_sentence_labels and segment_ids: a shard has input_ids, input_mask, segment_ids, "
+            "masked_lm_positions, masked_lm_ids and next_sentence_labels; write the shard anew",
+        ),
+        (
+            cut("next_sentence_labels", slice(5)),
+            ": next_sentence_labels (5 rows) must have as many rows as input_ids (8): write the shard anew",
+        ),
+        (
+            cut("input_mask", slice(None), slice(12)),
+            ": input_mask (12 tokens a row) must have as many tokens a row as input_ids (16): write the shard anew",
+        ),
+        (
+            cut("masked_lm_ids", slice(None), slice(3)),
+            ": masked_lm_ids (3 predictions a row) must have as many predictions a row as masked_lm_positions (4): "
+            "write the shard anew",
+        ),
+        (flat, ": segment_ids (of shape [128]) must have the shape [rows, tokens a row]: write the shard anew"),
+        (as_type("input_ids", "f4"), ": input_ids (float32) must hold integers: write the shard anew"),
+        (rows_cut, ": input_ids (0 rows) must have 1 or more: remove the file, or write the shard anew"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(change: Callable[[Arrays], None], text: str, tmp_path: Path) -> None:
+    found = arrays(8)
+    change(found)
+    path = write(tmp_path / "a.hdf5", found)
+    assert refusal(config(path), tmp_path / "cache") == path + text
+
+
+@pytest.mark.parametrize("way", ["link", "raw", "virtual"])
+def test_an_array_that_leads_to_another_file_is_refused(way: str, tmp_path: Path) -> None:
+    found = arrays(8)
+    secret = found.pop("input_ids")
+    outside = write(tmp_path / "outside.hdf5", {**found, "input_ids": secret})
+    path = write(tmp_path / "a.hdf5", found)
+    with h5py.File(path, "r+") as file:
+        if way == "link":
+            file["input_ids"] = h5py.ExternalLink(outside, "input_ids")
+        elif way == "raw":
+            size = secret.size * secret.dtype.itemsize
+            file.create_dataset("input_ids", secret.shape, secret.dtype, external=[(outside, 0, size)])
+        else:
+            layout = h5py.VirtualLayout(secret.shape, secret.dtype)
+            layout[:] = h5py.VirtualSource(outside, "input_ids", secret.shape)
+            file.create_virtual_dataset("input_ids", layout)
+    assert refusal(config(path), tmp_path / "cache") == (
+        f"{path}: input_ids must lie in the file itself, and it leads to another one: write the shard anew"
+    )
+
+
+def test_ragged_rows_are_refused(tmp_path: Path) -> None:
+    found = arrays(2)
+    del found["input_ids"]
+    path = write(tmp_path / "a.hdf5", found)
+    with h5py.File(path, "r+") as file:
+        ragged = file.create_dataset("input_ids", (2,), dtype=h5py.vlen_dtype(np.int32))
+        ragged[0], ragged[1] = [1, 2], [3]
+    assert refusal(config(path), tmp_path / "cache") == (
+        f"{path}: the rows of input_ids must have one length, and they are ragged: pad them, and write the shard anew"
+    )
+    with h5py.File(path, "r+") as file:
+        del file["input_ids"]
+        file.create_group("input_ids")
+    assert f"{path} must have the array input_ids" in refusal(config(path), tmp_path / "cache")

@@ -1,0 +1,345 @@
+"""Megatron's .bin and .idx: byte for byte what the format says, and one sentence for each way to break them."""
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.reading import megatron as indexed
+from shardwise.data.reading.megatron import IndexedFile, IndexedWriter, is_indexed, written_dtype
+from shardwise.errors import DataError
+
+# Three documents: one of two sequences, an empty one, one of one sequence.
+TOKENS = [5, 1, 2, 3, 65499, 7]
+SIZES, POINTERS, DOCUMENTS = [2, 3, 1], [0, 4, 10], [0, 2, 2, 3]
+
+
+def idx_bytes(
+    sizes: list[int] = SIZES,
+    pointers: list[int] = POINTERS,
+    documents: list[int] = DOCUMENTS,
+    *,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    code: int = 8,
+) -> bytes:
+    """By the format's definition."""
+    content = magic + struct.pack("<Q", version) + struct.pack("<B", code)
+    content += struct.pack("<Q", len(sizes)) + struct.pack("<Q", len(documents))
+    content += struct.pack(f"<{len(sizes)}i", *sizes)
+    content += struct.pack(f"<{len(pointers)}q", *pointers)
+    return content + struct.pack(f"<{len(documents)}q", *documents)
+
+
+def by_hand(folder: Path, idx: bytes | None = None, tokens: bytes | None = None) -> Path:
+    prefix = folder / "data"
+    (folder / "data.idx").write_bytes(idx_bytes() if idx is None else idx)
+    (folder / "data.bin").write_bytes(struct.pack("<6H", *TOKENS) if tokens is None else tokens)
+    return prefix
+
+
+def write(prefix: Path, documents: list[list[list[int]]], vocab_size: int) -> None:
+    """Documents in sequences of tokens."""
+    with IndexedWriter(prefix, vocab_size) as writer:
+        for sequences in documents:
+            writer.add([token for sequence in sequences for token in sequence], [len(each) for each in sequences])
+
+
+@pytest.mark.parametrize(("vocab_size", "code", "letter", "width"), [(65499, 8, "H", 2), (65500, 4, "i", 4)])
+def test_written_files_are_those_of_the_definition(
+    vocab_size: int, code: int, letter: str, width: int, tmp_path: Path
+) -> None:
+    tokens = [token % vocab_size for token in TOKENS]
+    write(tmp_path / "data", [[tokens[:2], tokens[2:5]], [], [tokens[5:]]], vocab_size)
+    pointers = [pointer // 2 * width for pointer in POINTERS]
+    assert (tmp_path / "data.idx").read_bytes() == idx_bytes(pointers=pointers, code=code)
+    assert (tmp_path / "data.bin").read_bytes() == struct.pack(f"<6{letter}", *tokens)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.bin", "data.idx"]
+
+
+def test_a_document_is_one_sequence_unless_its_sizes_are_given(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "data", 100) as writer:
+        for document in (np.array([1, 2, 3], dtype=np.uint16), [], [4]):
+            writer.add(document)
+    file = IndexedFile.open(tmp_path / "data")
+    assert (file.sizes.tolist(), file.pointers.tolist(), file.documents.tolist()) == ([3, 1], [0, 6], [0, 1, 1, 2])
+
+
+@pytest.mark.parametrize("name", ["data", "data.bin", "data.idx"])
+def test_files_made_by_hand_are_read(name: str, tmp_path: Path) -> None:
+    by_hand(tmp_path)
+    file = IndexedFile.open(tmp_path / name)
+    assert (file.tokens.tolist(), file.tokens.dtype) == (TOKENS, np.uint16)
+    assert (file.sizes.tolist(), file.pointers.tolist(), file.documents.tolist()) == (SIZES, POINTERS, DOCUMENTS)
+    assert file.num_documents == 3
+    assert file.starts(np.arange(4)).tolist() == [0, 5, 5, 6]
+    assert file.sequence_starts(np.arange(4)).tolist() == [0, 2, 5, 6]
+
+
+@pytest.mark.parametrize(("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_every_kind_of_integer_is_read(code: int, letter: str, tmp_path: Path) -> None:
+    width = struct.calcsize(letter)
+    idx = idx_bytes(pointers=[pointer // 2 * width for pointer in POINTERS], code=code)
+    prefix = by_hand(tmp_path, idx, struct.pack(f"<6{letter}", 5, 1, 2, 3, 4, 7))
+    file = IndexedFile.open(prefix)
+    assert file.tokens.tolist() == [5, 1, 2, 3, 4, 7]
+    assert file.starts(np.arange(4)).tolist() == [0, 5, 5, 6]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 299), max_size=5), max_size=4), min_size=1, max_size=8),
+    block=st.integers(1, 5),
+)
+def test_what_is_written_is_read(
+    documents: list[list[list[int]]], block: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    prefix = tmp_path_factory.mktemp("indexed") / "data"
+    flat = [token for sequences in documents for sequence in sequences for token in sequence]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(indexed, "_BLOCK", block)
+        write(prefix, documents, 300)
+        if not flat:
+            with pytest.raises(DataError, match=r"holds no documents|it is empty"):
+                IndexedFile.open(prefix)
+            return
+        file = IndexedFile.open(prefix)
+    assert file.tokens.tolist() == flat
+    assert file.sizes.tolist() == [len(sequence) for sequences in documents for sequence in sequences]
+    assert np.diff(file.documents).tolist() == [len(sequences) for sequences in documents]
+    lengths = [sum(map(len, sequences)) for sequences in documents]
+    assert np.diff(file.starts(np.arange(len(documents) + 1))).tolist() == lengths
+
+
+BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
+    "a header cut short": (
+        idx_bytes()[:33],
+        None,
+        r"data\.idx \(33 bytes\) must have 34 bytes or more: it is truncated",
+    ),
+    "magic": (idx_bytes(magic=b"MMIDIDX\x00\x01"), None, r"data\.idx: byte 0 \(.*\) must be .*: it is no \.idx of Meg"),
+    "version": (idx_bytes(version=2), None, r"data\.idx: byte 9, the version \(2\), must be 1: write it anew"),
+    "unknown dtype": (
+        idx_bytes(code=9),
+        None,
+        r"byte 17, the dtype code \(9\), must be 1, 2, 3, 4, 5 or 8: it is unkn",
+    ),
+    "floating dtype": (idx_bytes(code=7), None, r"dtype code \(7\), .* it is floating point, and tokens are integers"),
+    "a float64": (idx_bytes(code=6), None, r"dtype code \(6\), .* it is floating point"),
+    "no documents": (idx_bytes([], [], [0]), b"", r"the sequences and documents \(0 and 0\), must be 1 or more each"),
+    "no tokens": (idx_bytes([0], [0], [0, 1]), b"", r"data\.bin must hold tokens, and it is empty"),
+    "truncated": (
+        idx_bytes()[:-3],
+        None,
+        r"data\.idx \(99 bytes\) must have 102 bytes, for 3 sequences and 3 documents: it is truncated, copy it again",
+    ),
+    "more than that": (
+        idx_bytes() + b"\x00" * 3,
+        None,
+        r"\(105 bytes\) must have 102 bytes, .*: more follows, which is",
+    ),
+    "absurd count": (
+        idx_bytes()[:18] + struct.pack("<Q", 2**60) + idx_bytes()[26:],
+        None,
+        r"data\.idx \(102 bytes\) must have \d+ bytes, for 1152921504606846976 sequences and 3 documents: it is trunc",
+    ),
+    "negative size": (idx_bytes([2, -3, 1]), None, r"sequence 1 \(-3 tokens\) must have 0 tokens or more"),
+    "pointers that do not increase": (
+        idx_bytes(pointers=[0, 4, 2]),
+        None,
+        r"the pointer of sequence 2 \(byte 2\) must be byte 10, the end of the one before: the file is damaged",
+    ),
+    "a first pointer": (idx_bytes(pointers=[2, 4, 10]), None, r"pointer of sequence 0 \(byte 2\) must be byte 0"),
+    "documents out of order": (
+        idx_bytes(documents=[0, 3, 2, 3]),
+        None,
+        r"document bound 2 \(sequence 2\) must be at least 3, the bound before it: the documents are out of order",
+    ),
+    "documents that begin late": (
+        idx_bytes(documents=[1, 2, 2, 3]),
+        None,
+        r"the first and the last document bound \(1 and 3\) must be 0 and 3, the number of sequences",
+    ),
+    "documents that end early": (idx_bytes(documents=[0, 2, 2, 2]), None, r"\(0 and 2\) must be 0 and 3"),
+    "a short .bin": (
+        None,
+        struct.pack("<5H", *TOKENS[:5]),
+        r"data\.bin \(10 bytes\) must have 12 bytes, as data\.idx says: it is truncated, or the two belong to diff",
+    ),
+    "a long .bin": (
+        None,
+        struct.pack("<7H", *TOKENS, 1),
+        r"data\.bin \(14 bytes\) must have 12 bytes.*: it goes on, or",
+    ),
+}
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+@pytest.mark.parametrize("fault", BROKEN)
+def test_each_fault_is_one_sentence(fault: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "_BLOCK", block)
+    idx, tokens, text = BROKEN[fault]
+    prefix = by_hand(tmp_path, idx, tokens)
+    with pytest.raises(DataError, match=text) as caught:
+        IndexedFile.open(prefix)
+    assert len(caught.value.problems) == 1
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_missing_files_are_named_both(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        IndexedFile.open(tmp_path / "none")
+    assert [problem.split(" ")[0] for problem in caught.value.problems] == [
+        str(tmp_path / "none.bin"),
+        str(tmp_path / "none.idx"),
+    ]
+    by_hand(tmp_path)
+    (tmp_path / "data.idx").unlink()
+    with pytest.raises(
+        DataError, match=r"data\.idx does not exist: data\.format=megatron reads data\.bin and data\.idx"
+    ):
+        IndexedFile.open(tmp_path / "data.bin")
+    assert is_indexed(tmp_path / "data")
+
+
+def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = by_hand(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "data.idx"))
+
+    monkeypatch.setattr(indexed.np, "memmap", refuse)
+    with pytest.raises(DataError, match=r"data\.idx cannot be read: Permission denied"):
+        IndexedFile.open(prefix)
+
+
+def test_paths_that_name_a_data_set(tmp_path: Path) -> None:
+    prefix = by_hand(tmp_path)
+    assert is_indexed(prefix)
+    assert is_indexed(f"{prefix}.bin")
+    assert is_indexed(f"{prefix}.idx")
+    assert is_indexed("nowhere.bin")
+    assert not is_indexed("nowhere")
+    for folder in (prefix, tmp_path / "folder.bin"):
+        folder.mkdir()
+        assert not is_indexed(folder), "a folder of text stays one"
+
+
+def test_opening_reads_nothing_of_the_tokens(tmp_path: Path) -> None:
+    """100 GB, of which the disk holds nothing."""
+    size, sequences = 2**31 - 1, 25
+    prefix = by_hand(
+        tmp_path,
+        idx_bytes([size] * sequences, [2 * size * i for i in range(sequences)], list(range(sequences + 1))),
+    )
+    with (tmp_path / "data.bin").open("wb") as file:
+        file.truncate(2 * size * sequences)
+    opened = IndexedFile.open(prefix)
+    assert opened.tokens.nbytes > 100e9
+    assert opened.starts(np.array([sequences])).tolist() == [size * sequences]
+    assert opened.digest == IndexedFile.open(prefix).digest
+    assert (tmp_path / "data.bin").stat().st_blocks == 0
+
+
+def test_the_digest_is_that_of_the_data(tmp_path: Path) -> None:
+    digests = set()
+    for number, (documents, tokens) in enumerate([(DOCUMENTS, TOKENS), (DOCUMENTS, TOKENS[::-1]), ([0, 3], TOKENS)]):
+        (tmp_path / str(number)).mkdir()
+        prefix = by_hand(tmp_path / str(number), idx_bytes(documents=documents), struct.pack("<6H", *tokens))
+        digests.add(IndexedFile.open(prefix).digest)
+    assert len(digests) == 3
+    (tmp_path / "other").mkdir()
+    assert IndexedFile.open(by_hand(tmp_path / "other")).digest in digests
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "data", [[[1, 2]]], 100)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(DataError, match=r"document 1: token 1 \(100\) must be in 0 … 99, the vocabulary"):
+        write(tmp_path / "data", [[[1, 2]], [[3, 100]]], 100)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    with (
+        pytest.raises(
+            DataError, match=r"document 0: the sizes of its sequences \(2 tokens\) must add up to its tokens"
+        ),
+        IndexedWriter(tmp_path / "other", 100) as writer,
+    ):
+        writer.add([1, 2, 3], [2])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_many_documents_at_once_are_those_one_by_one(tmp_path: Path) -> None:
+    documents = [[[1, 2], [3]], [], [[4]], [[5, 6, 7], [8], [9, 9]]]
+    write(tmp_path / "one", documents, 100)
+    rows = [token for document in documents for sequence in document for token in sequence]
+    sizes = [len(sequence) for document in documents for sequence in document]
+    with IndexedWriter(tmp_path / "all", 100) as writer:
+        writer.extend(np.array(rows[:3]), np.array(sizes[:2]), np.array([2]))
+        writer.extend(np.array(rows[3:]), np.array(sizes[2:]), np.array([0, 1, 4]))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"all{suffix}").read_bytes()
+    with (
+        pytest.raises(DataError, match=r"document 1: token 1 \(100\) must be in 0 … 99"),
+        IndexedWriter(tmp_path / "bad", 100) as writer,
+    ):
+        writer.extend(np.array([1, 2, 3, 100, 4]), np.array([2, 2, 1]), np.array([1, 2, 3]))
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(indexed.os, "fsync", full)
+    with pytest.raises(DataError, match=r"data cannot be written: No space left on device; name a place that has room"):
+        write(tmp_path / "data", [[[1, 2]]], 100)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_a_writer_that_is_killed_leaves_nothing_that_is_read(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each flush to the disk: what lies there is no data, or all of the new ones; never the old with the new."""
+    write(tmp_path / "data", [[[1, 2, 3]]], 100)
+    reached = []
+    flush = os.fsync
+
+    class KilledError(BaseException):
+        pass
+
+    def count(descriptor: int) -> None:
+        flush(descriptor)
+        reached.append(descriptor)
+        if len(reached) == moment + 1:
+            raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(indexed.os, "fsync", count)
+        with pytest.raises(KilledError):
+            write(tmp_path / "data", [[[4, 5, 6]]], 100)
+    if moment in (0, 1):
+        assert IndexedFile.open(tmp_path / "data").tokens.tolist() == [1, 2, 3]
+    elif moment in (2, 3):
+        with pytest.raises(DataError, match=r"data\.idx does not exist"):
+            IndexedFile.open(tmp_path / "data")
+    else:
+        assert IndexedFile.open(tmp_path / "data").tokens.tolist() == [4, 5, 6]
+
+
+def test_the_dtype_follows_the_vocabulary() -> None:
+    assert [written_dtype(size) for size in (65499, 65500)] == [np.dtype("uint16"), np.dtype("int32")]
+
+
+def test_all_tokens_are_on_the_disk_before_they_have_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: dict[int, int] = {}
+    monkeypatch.setattr(
+        indexed.os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size})
+    )
+    write(tmp_path / "data", [[[1, 2, 3]]], 100)
+    for suffix in (".bin", ".idx"):
+        found = (tmp_path / f"data{suffix}").stat()
+        assert flushed[found.st_ino] == found.st_size > 0, suffix

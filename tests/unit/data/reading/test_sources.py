@@ -1,0 +1,215 @@
+"""Reading text: documents and pieces, and one sentence for every kind of bad file."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import DataConfig
+from shardwise.data.reading import sources
+from shardwise.data.reading.megatron import IndexedFile
+from shardwise.data.reading.sources import PIECE_CHARACTERS, Piece, open_source
+from shardwise.errors import DataError
+
+
+def documents(pieces: list[Piece]) -> list[str]:
+    found, text = [], ""
+    for piece in pieces:
+        text += piece.text
+        if piece.ends_document:
+            found.append(text)
+            text = ""
+    assert not text, "the last document must end"
+    return found
+
+
+def read(path: Path, **keys: str) -> list[str]:
+    return documents(list(open_source(DataConfig(path=str(path), **keys)).pieces()))
+
+
+def failure(path: Path, **keys: str) -> str:
+    with pytest.raises(DataError) as caught:
+        read(path, **keys)
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_file_is_one_document_and_a_line_of_jsonl_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffErste Zeile\r\nzweite – Zeile".encode())
+    (tmp_path / "b.jsonl").write_text('{"text": "one\\n"}\n\n{"text": "two", "id": 3}\n', encoding="utf-8")
+    assert read(tmp_path / "a.txt") == ["Erste Zeile\r\nzweite – Zeile"]
+    assert read(tmp_path / "b.jsonl") == ["one\n", "two"]
+    assert read(tmp_path / "b.jsonl", format="text") == [(tmp_path / "b.jsonl").read_text(encoding="utf-8")]
+    assert read(tmp_path) == ["Erste Zeile\r\nzweite – Zeile", "one\n", "two"]
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "a.txt", "b/1.md", "c.txt", ".hidden/x.txt", "b/.x.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    assert read(tmp_path) == ["a.txt", "b/1.md", "b/2.txt", "c.txt"]
+
+
+@pytest.mark.parametrize("unit", ["word and word, \n", "no-space-at-all", "zeile\n\n", "äöü – ", "   "])
+def test_long_texts_come_in_pieces_that_join_to_the_whole(tmp_path: Path, unit: str) -> None:
+    text = unit * (3 * PIECE_CHARACTERS // len(unit)) + "end"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
+    pieces = list(open_source(DataConfig(path=str(tmp_path / "a.txt"))).pieces())
+    assert len(pieces) >= 3
+    assert max(len(piece.text) for piece in pieces) <= PIECE_CHARACTERS
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "".join(piece.text for piece in pieces) == text
+
+
+def test_pieces_are_cut_between_a_word_and_the_space_after_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words, and more;\n\n" * PIECE_CHARACTERS, encoding="utf-8")
+    pieces = list(open_source(DataConfig(path=str(tmp_path / "a.txt"))).pieces())
+    for left, right in itertools.pairwise(pieces):
+        assert left.text[-1].isalnum()
+        assert right.text[0].isspace()
+
+
+def test_the_python_text_is_sources_and_topics_without_tests() -> None:
+    source = open_source(DataConfig())
+    assert isinstance(source, sources.PythonSource)
+    names = [path.relative_to(source.root).as_posix() for path in source.files]
+    assert names == sorted(names)
+    assert {"abc.py", "json/decoder.py"} <= set(names)
+    folders = {folder for name in names for folder in name.split("/")[:-1]}
+    assert not folders & {"test", "tests", "site-packages", "encodings"}
+    assert "pydoc_data/topics.py" not in names
+    texts = documents(list(source.pieces()))
+    assert any('The "assert" statement' in text and text.startswith("The ") for text in texts), "a topic of help()"
+    assert 4_000_000 < sum(map(len, texts)) < 14_000_000
+
+
+def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.py").write_text("a = 1\n" * 10, encoding="utf-8")
+    (tmp_path / "b.py").write_bytes(b"# \xe9\n")
+    (tmp_path / "c.py").write_text("c = 1\n" * 1000, encoding="utf-8")
+    (tmp_path / "d.py").write_text("d = 1\n", encoding="utf-8")
+    (tmp_path / "e.py").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(sources, "_PYTHON_BYTES", 1000)
+    monkeypatch.setattr(sources, "_python_topics", lambda: ["a topic"])
+    source = sources._python_source(tmp_path)
+    assert documents(list(source.pieces())) == ["a = 1\n" * 10, "d = 1\n", "a topic"]
+
+
+def test_an_installation_without_sources_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.dataset=tiny, or data\.path"):
+        sources._python_source(tmp_path)
+
+
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("a", encoding="utf-8")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "loop").symlink_to(folder)
+    os.mkfifo(folder / "pipe")
+    assert read(folder) == ["a"]
+    (folder / "z.txt").symlink_to(tmp_path / "nowhere")
+    assert failure(folder) == f"{folder}/z.txt cannot be read: No such file or directory"
+
+
+def test_the_stamp_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one", encoding="utf-8")
+    config = DataConfig(path=str(file))
+    assert open_source(config).stamp() is None, "written a moment ago: time stamps cannot tell it from a later change"
+    monkeypatch.setattr(sources, "_SETTLED_SECONDS", -1.0)
+    first = open_source(config).stamp()
+    assert first is not None
+    assert open_source(config).stamp() == first
+    assert open_source(DataConfig(path=str(file), format="jsonl")).stamp() != first
+    status = file.stat()
+    file.write_text("two", encoding="utf-8")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert open_source(config).stamp() != first, "the same size and time of modification, but not of change"
+
+
+def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
+    missing = tmp_path / "none.txt"
+    assert failure(missing) == (
+        f"data.path ({missing}) does not exist: name a text file, a .jsonl, a .parquet or a folder of them"
+    )
+    with pytest.raises(DataError, match=r"data\.path \(none\.txt\) does not exist in /"):
+        open_source(DataConfig(path="none.txt"))
+    (tmp_path / "empty.txt").touch()
+    assert failure(tmp_path / "empty.txt") == f"{tmp_path}/empty.txt is empty: remove it or put text into it"
+    (tmp_path / "empty.jsonl").write_text("\n\n", encoding="utf-8")
+    assert "empty.jsonl is empty" in failure(tmp_path / "empty.jsonl")
+    with pytest.raises(DataError, match=r"cannot be read: File name too long"):
+        open_source(DataConfig(path="x" * 300))
+    (tmp_path / "folder").mkdir()
+    assert "the folder has none" in failure(tmp_path / "folder")
+    os.mkfifo(tmp_path / "pipe")
+    assert "must be a file or a folder" in failure(tmp_path / "pipe")
+
+
+def test_an_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("text", encoding="utf-8")
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert failure(file) == f"{file} cannot be read: Permission denied"
+
+
+@pytest.mark.parametrize("before", [0, 10, PIECE_CHARACTERS - 1, PIECE_CHARACTERS, 2 * PIECE_CHARACTERS + 5])
+@pytest.mark.parametrize("bad", [b"\xe9 rest", b"\xe2\x82", b"\xff"])
+def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"x" * before + bad)
+    assert failure(file).startswith(f"{file}: byte {before} (0x{bad[0]:02x}) is not UTF-8: convert the file")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"not json", "line 2 is not JSON"),
+        (b'{"text": "x", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "line 2 is not JSON (maximum recursion"),
+        (b"[1, 2]", "line 2 is JSON but not an object"),
+        (
+            b'{"body": "x", "id": 1}',
+            "line 2 has no field 'text': set data.text_key to the field that holds the text (body, id)",
+        ),
+        (b"{}", "(no fields)"),
+        (b'{"text": 3}', "line 2: the field 'text' must hold text, not int"),
+        (b'{"text": ""}', "line 2: the field 'text' is empty"),
+        (b'{"text": "\xe9"}', "line 2, byte 10 (0xe9) is not UTF-8"),
+        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+    ],
+)
+def test_bad_lines_are_placed(tmp_path: Path, line: bytes, says: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    message = failure(file)
+    assert message.startswith(f"{file}: line 2")
+    assert says in message
+
+
+def test_another_field_holds_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"body": "x"}\n', encoding="utf-8")
+    assert read(tmp_path / "a.json", format="jsonl", text_key="body") == ["x"]
+
+
+def test_raw_tokens_in_a_folder_are_told_how_to_convert_them(tmp_path: Path) -> None:
+    """Small ids are valid UTF-8, and would even be read as text."""
+    (tmp_path / "notes.txt").write_text("text")
+    file = tmp_path / "train.bin"
+    file.write_bytes(b"\x05\x00\x20\x00")
+    command = f"`shardwise data prepare {file} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
+    assert failure(tmp_path) == f"{file} holds raw tokens, not text: {command}, which runs read"
+    with pytest.raises(DataError) as caught:
+        IndexedFile.open(file)
+    assert str(caught.value).endswith(f"reads train.bin and train.idx together; of raw tokens, {command}")
+    (tmp_path / "train.idx").touch()
+    assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {tmp_path / 'train'}"

@@ -1,0 +1,158 @@
+"""Blends: proportions, and that nothing but the number of samples decides what comes next."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.samples.batch import Batch, SampledBatches
+from shardwise.data.samples.blend import BlendedBatches, Pattern
+from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.sampler import IntArray
+
+unhurried = settings(deadline=None)
+weights_of = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
+
+
+class Numbered(SampledBatches):
+    """Samples that tell source, index and epoch."""
+
+    objectives = ("lm",)
+
+    def __init__(self, source: int, num_samples: int) -> None:
+        super().__init__(num_samples, seed=source)
+        self.source = source
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        rows = np.stack([np.full_like(indices, self.source), indices, epochs])
+        return Batch({"ids_SB": rows}, np.array([np.count_nonzero(indices >= 0)]), samples)
+
+
+def blended(weights: list[float], sizes: list[int]) -> BlendedBatches:
+    return BlendedBatches(weights, [Numbered(source, size) for source, size in enumerate(sizes)])
+
+
+def told(batches: list[Batch]) -> list[list[int]]:
+    """(source, index, epoch) of each sample."""
+    return np.concatenate([batch.inputs["ids_SB"] for batch in batches], axis=1).T.tolist()
+
+
+def test_decimal_weights_are_met_exactly() -> None:
+    assert Pattern([0.7, 0.3]).counts == [7, 3]
+    assert Pattern([70, 30]).counts == [7, 3]
+    assert Pattern([0.7, 0.3]).sources(np.arange(10)).tolist() == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert Pattern([1, 1]).sources(np.arange(4)).tolist() == [0, 1, 0, 1]
+    assert Pattern([3.5]).counts == [1]
+
+
+def test_other_weights_are_met_to_a_hundred_thousandth() -> None:
+    counts = Pattern([1, 1, 1]).counts
+    assert (sum(counts), max(counts) - min(counts)) == (100_000, 1)
+    assert min(Pattern([1e9, 1, 2]).counts) == 1, "every source has its turn"
+
+
+@unhurried
+@given(weights=weights_of, start=st.integers(0, 10**12), length=st.integers(1, 5000))
+def test_any_stretch_has_each_source_in_its_proportion(weights: list[float], start: int, length: int) -> None:
+    pattern = Pattern(weights)
+    found = np.bincount(pattern.sources(np.arange(start, start + length)), minlength=len(weights))
+    shares = np.array(pattern.counts) / sum(pattern.counts)
+    assert np.abs(found - length * shares).max() <= len(weights)
+    assert np.abs(shares - np.array(weights) / sum(weights)).max() < 1e-4
+
+
+@unhurried
+@given(weights=weights_of, start=st.integers(0, 10**9), length=st.integers(1, 500))
+def test_samples_of_a_source_follow_one_another(weights: list[float], start: int, length: int) -> None:
+    pattern = Pattern(weights)
+    samples = np.arange(start, start + length)
+    sources = pattern.sources(samples)
+    for source in range(len(weights)):
+        own = pattern.before(source, samples)
+        assert np.array_equal(np.diff(own), (sources == source)[:-1])
+
+
+def test_each_source_has_its_own_order_and_epochs() -> None:
+    blend = blended([0.5, 0.5], [3, 100])
+    found = np.array(told(blend.local_batch(0, 24, 0, 1, 24)))
+    small = found[found[:, 0] == 0]
+    assert small[:, 2].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert small[:, 1].tolist() == Numbered(0, 3).sampler.indices(0, 12).tolist()
+    assert found[found[:, 0] == 1][:, 1].tolist() == Numbered(1, 100).sampler.indices(0, 12).tolist()
+
+
+@settings(unhurried, max_examples=60)
+@given(data=st.data())
+def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(data: st.DataObject) -> None:
+    weights = data.draw(weights_of)
+    sizes = data.draw(st.lists(st.integers(1, 30), min_size=len(weights), max_size=len(weights)))
+    consumed, size = data.draw(st.integers(0, 300)), 12
+    expected = told(blended(weights, sizes).local_batch(consumed, 3 * size, 0, 1, 3 * size))
+    found = []
+    for _ in range(3):
+        dp_size = data.draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
+        micro_batch = data.draw(st.sampled_from([m for m in (1, 2, 3, 4, 6, 12) if 12 % (m * dp_size) == 0]))
+        ranks = [blended(weights, sizes).local_batch(consumed, size, r, dp_size, micro_batch) for r in range(dp_size)]
+        ordered = [ranks[rank][m] for m in range(len(ranks[0])) for rank in range(dp_size)]
+        assert np.concatenate([batch.samples for batch in ordered]).tolist() == [*range(consumed, consumed + size)]
+        assert sum(int(batch.counts[0]) for batch in ordered) == size
+        found += told(ordered)
+        consumed += size
+    assert found == expected
+
+
+@unhurried
+@given(data=st.data())
+def test_an_evaluation_has_each_sample_once(data: st.DataObject) -> None:
+    weights = data.draw(weights_of)
+    sizes = data.draw(st.lists(st.integers(1, 30), min_size=len(weights), max_size=len(weights)))
+    dp_size, micro_batch, rounds = (data.draw(st.integers(1, most)) for most in (4, 3, 20))
+    blend = blended(weights, sizes)
+    ranks = [list(blend.eval_batches(rounds, dp_size * micro_batch, r, dp_size, micro_batch)) for r in range(dp_size)]
+    ordered = [ranks[rank][m] for m in range(len(ranks[0])) for rank in range(dp_size)]
+    found = told(ordered)
+    real = [(source, index) for source, index, _ in found if index >= 0]
+    expected = min(rounds * dp_size * micro_batch, sum(sizes))
+    assert len(real) == len(set(real)) == expected == sum(int(batch.counts[0]) for batch in ordered)
+    assert [index >= 0 for _, index, _ in found] == [True] * expected + [False] * (len(found) - expected)
+    for source, size in enumerate(sizes):
+        indices = [index for each, index in real if each == source]
+        assert indices == list(range(len(indices)))
+        assert len(indices) <= size
+    # As in training, until a source is exhausted.
+    pattern = blend.pattern.sources(np.arange(expected))
+    left = [
+        int(np.flatnonzero(np.cumsum(pattern == s) > size)[0])
+        for s, size in enumerate(sizes)
+        if (pattern == s).sum() > size
+    ]
+    alike = min(left, default=expected)
+    assert [source for source, _ in real[:alike]] == pattern[:alike].tolist()
+
+
+def test_batches_are_put_together_of_whole_samples() -> None:
+    first, second = (TokenBatches(np.arange(low, low + 65, dtype=np.int32), 16, seed=1) for low in (0, 1000))
+    blend = BlendedBatches([0.5, 0.5], [first, second])
+    assert (blend.num_samples, blend.objectives) == (8, ("lm",))
+    (batch,) = blend.local_batch(0, 8, 0, 1, 8)
+    ids_SB, targets_SB = batch.inputs["ids_SB"], batch.inputs["targets_SB"]
+    assert np.array_equal(ids_SB + 1, targets_SB)
+    assert (ids_SB[0] >= 1000).tolist() == [False, True] * 4
+    assert ids_SB.flags.c_contiguous
+    assert ids_SB.dtype == np.int64
+    assert batch.counts.tolist() == [8 * 16]
+    assert np.array_equal(ids_SB[:, ::2], first.global_batch(0, 4).inputs["ids_SB"])
+
+
+def test_partial_sequences_of_several_sources_keep_their_lengths() -> None:
+    blend = BlendedBatches([0.5, 0.5], [TokenBatches(np.arange(n), 16, seed=1, tail=True) for n in (20, 24)])
+    (batch,) = blend.eval_batches(1, 6, 0, 1, 6)
+    assert batch.lengths is not None
+    assert batch.lengths.tolist() == [16, 16, 3, 7, 0, 0]
+
+
+@pytest.mark.parametrize("sources", [40])
+def test_many_sources(sources: int) -> None:
+    blend = blended([1.0] * sources, [5] * sources)
+    ordered = list(blend.eval_batches(100, 8, 0, 1, 8))
+    assert len({tuple(each) for each in told(ordered)}) == 5 * sources

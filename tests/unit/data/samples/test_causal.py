@@ -1,0 +1,120 @@
+"""What the end of a document changes in a sample, against the definitions written out token by token."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import Config, check_layout, config_from
+from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.causal import DocumentEnds, causal_batch
+from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.errors import ConfigError
+
+END = 0
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 3), min_size=8, max_size=8), min_size=1, max_size=4),
+    masks=st.booleans(),
+    targets=st.integers(0, 7),
+)
+def test_each_token_by_hand(rows: list[list[int]], masks: bool, targets: int) -> None:
+    ends = DocumentEnds(END, masks, reset_position_ids=True, reset_attention_mask=True)
+    batch = causal_batch(np.array(rows), np.full(len(rows), targets), np.arange(len(rows)), ends)
+    counted = 0
+    for column, row in enumerate(rows):
+        start = 0
+        for place, token in enumerate(row[:-1]):
+            if place and row[place - 1] == END:
+                start = place
+            counts = place < targets and not (masks and token == END)
+            counted += counts
+            found = {name: array[place, column] for name, array in batch.inputs.items()}
+            assert found == {
+                "ids_SB": token,
+                "targets_SB": row[place + 1] if counts else IGNORE,
+                "positions_SB": place - start,
+                "starts_SB": start,
+            }, f"place {place} of {row}"
+    assert batch.counts.tolist() == [counted]
+
+
+def test_only_what_is_asked_for_is_in_the_batch() -> None:
+    rows = np.array([[1, END, 2, 3]])
+    for asked, names in (
+        ({"mask_loss": True}, set()),
+        ({"reset_position_ids": True}, {"positions_SB"}),
+        ({"reset_attention_mask": True}, {"starts_SB"}),
+    ):
+        batch = causal_batch(rows, np.array([3]), np.array([0]), DocumentEnds(END, **asked))
+        assert batch.inputs.keys() == {"ids_SB", "targets_SB", *names}
+    assert causal_batch(rows, np.array([3]), np.array([0]), None).counts.tolist() == [3]
+
+
+def test_samples_of_one_row_have_them() -> None:
+    row = np.array([5, END, 6, 7, END, 8, 9, 4, 3], dtype=np.uint16)
+    batch = TokenBatches(row, 4, 0, ends=DocumentEnds(END, mask_loss=True)).global_batch(0, 2)
+    assert batch.counts.tolist() == [6], "of 8 targets two follow the end of a document"
+
+
+def config(**data: Any) -> Config:
+    sizes = {
+        "vocab_size": 300,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    train = {"steps": 1, "global_batch": 1, "micro_batch": 1, "sequence_length": 4}
+    return config_from(
+        {"model": {"family": "gpt", **sizes}, "train": train, "optimizer": {"lr": 1e-3}, "data": {"path": "x", **data}}
+    )
+
+
+def test_the_token_is_the_tokenizers_unless_it_is_named(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["a b c"], 257, "test")
+    tokenizer.save(tmp_path)
+    assert DocumentEnds.of(config(), tmp_path) is None
+    assert DocumentEnds.of(config(eod_mask_loss=True), tmp_path) == DocumentEnds(tokenizer.end_of_document_id, True)
+    named = config(reset_attention_mask=True, eod_token=7)
+    assert DocumentEnds.of(named, None) == DocumentEnds(7, reset_attention_mask=True)
+    with pytest.raises(ConfigError) as caught:
+        DocumentEnds.of(config(reset_position_ids=True), None)
+    assert caught.value.problems == [
+        "data.reset_position_ids (true) needs the id of the token that ends a document: set data.eod_token, or "
+        "data.tokenizer to the one that made the data"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "data", "problem"),
+    [
+        (
+            "bert",
+            {"eod_mask_loss": True},
+            "data.eod_mask_loss (true) must be false with model.family bert, which masks tokens",
+        ),
+        ("gpt", {"eod_mask_loss": True, "eod_token": 300}, "data.eod_token (300) must be below model.vocab_size (300)"),
+        (
+            "gpt",
+            {"eod_token": 3},
+            "data.eod_token (3) must be left out unless one of data.eod_mask_loss, data.reset_position_ids and "
+            "data.reset_attention_mask is true",
+        ),
+    ],
+)
+def test_what_cannot_be(family: str, data: dict[str, Any], problem: str) -> None:
+    chosen = config(**data)
+    model = chosen.model.model_dump() | {"family": family}
+    if family == "bert":
+        model = {name: model[name] for name in ("family", "vocab_size", "hidden_size", "intermediate_size")}
+        model |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+    changed = config_from(chosen.model_dump(mode="json") | {"model": model})
+    with pytest.raises(ConfigError) as caught:
+        check_layout(changed, 1)
+    assert caught.value.problems == [problem]

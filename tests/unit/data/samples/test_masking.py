@@ -1,0 +1,140 @@
+"""Masked tokens: how many, which, and what the model sees in their place."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.hashing import Draws, below, mix_integer
+from shardwise.data.samples.masking import Masking
+
+MASK, FIRST, LAST = 3, 10, 999
+ORDINARY = np.arange(FIRST, LAST + 1)
+
+
+def draws(samples: int, epoch: int = 0, seed: int = 7) -> Draws:
+    return Draws(seed, np.full(samples, epoch), np.arange(samples))
+
+
+def within(found: int, trials: int, probability: float) -> bool:
+    """Five standard deviations of a binomial."""
+    return abs(found - trials * probability) <= 5 * math.sqrt(trials * probability * (1 - probability))
+
+
+@settings(deadline=None)
+@given(
+    candidates=st.lists(st.lists(st.booleans(), min_size=20, max_size=20), min_size=1, max_size=5),
+    fraction=st.floats(0.01, 1.0),
+    predictions=st.integers(1, 20),
+)
+def test_how_many_are_predicted(candidates: list[list[bool]], fraction: float, predictions: int) -> None:
+    candidates_BS = np.array(candidates)
+    ids_BS = FIRST + np.arange(candidates_BS.size).reshape(candidates_BS.shape)
+    masking = Masking(fraction, predictions, MASK, ORDINARY)
+    masked_BS, positions_BP, targets_BP = masking.apply(ids_BS, candidates_BS, draws(len(ids_BS)))
+    assert positions_BP.shape == targets_BP.shape == (len(ids_BS), predictions)
+    for ids, allowed, masked, positions, targets in zip(
+        ids_BS, candidates_BS, masked_BS, positions_BP, targets_BP, strict=True
+    ):
+        usable = int(allowed.sum())
+        wanted = min(predictions, usable, max(1, math.floor(fraction * usable + 0.5)))
+        assert (targets != IGNORE).tolist() == [True] * wanted + [False] * (predictions - wanted)
+        assert (np.diff(positions[:wanted]) > 0).all()
+        assert allowed[positions[:wanted]].all()
+        assert (positions[wanted:] == 0).all()
+        assert np.array_equal(targets[:wanted], ids[positions[:wanted]])
+        untouched = np.setdiff1d(np.arange(len(ids)), positions[:wanted])
+        assert np.array_equal(masked[untouched], ids[untouched])
+
+
+@settings(deadline=None)
+@given(
+    words=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=8), min_size=1, max_size=4),
+    fraction=st.floats(0.05, 1.0),
+    predictions=st.integers(1, 20),
+)
+def test_whole_words(words: list[list[int]], fraction: float, predictions: int) -> None:
+    """Rows of [CLS], words of these sizes, [SEP] and padding; ids from `FIRST` + 100 go on with a word."""
+    length = 2 + max(sum(sizes) for sizes in words)
+    predictions = min(predictions, length)
+    ids_BS, candidates_BS = np.zeros((len(words), length), dtype=np.int64), np.zeros((len(words), length), dtype=bool)
+    for row, sizes in enumerate(words):
+        tokens = [token for size in sizes for token in [FIRST, *[FIRST + 100] * (size - 1)]]
+        ids_BS[row, 1 : len(tokens) + 1] = tokens
+        candidates_BS[row, 1 : len(tokens) + 1] = True
+    ids_BS[ids_BS == 0] = FIRST + 100  # what is no candidate is never part of a word
+    goes_on = np.arange(LAST + 1) >= FIRST + 100
+    masking = Masking(fraction, predictions, MASK, ORDINARY, goes_on)
+    _, positions_BP, targets_BP = masking.apply(ids_BS, candidates_BS, draws(len(words)))
+    for row, sizes in enumerate(words):
+        chosen = set(positions_BP[row][targets_BP[row] != IGNORE].tolist())
+        wanted = min(predictions, sum(sizes), max(1, math.floor(fraction * sum(sizes) + 0.5)))
+        starts = np.cumsum([1, *sizes])
+        places = [set(range(start, start + size)) for start, size in zip(starts, sizes, strict=False)]
+        assert all(word <= chosen or not word & chosen for word in places), "a word is predicted whole or not at all"
+        assert len(chosen) <= wanted
+        room = wanted - len(chosen)
+        assert all(word <= chosen or len(word) > room for word in places), "each word that still fits is taken"
+
+
+def test_a_word_of_one_token_each_is_masked_as_without_words() -> None:
+    ids_BS, candidates_BS = np.full((50, 64), FIRST), np.ones((50, 64), dtype=bool)
+    plain = Masking(0.15, 10, MASK, ORDINARY).apply(ids_BS, candidates_BS, draws(50))
+    goes_on = np.zeros(LAST + 1, dtype=bool)
+    words = Masking(0.15, 10, MASK, ORDINARY, goes_on).apply(ids_BS, candidates_BS, draws(50))
+    assert all(np.array_equal(a, b) for a, b in zip(plain, words, strict=True))
+
+
+def test_masking_is_even() -> None:
+    """15 % of tokens, at every position alike; four in five hidden, one in ten random, one in ten as they were."""
+    samples, length, predictions = 4000, 100, 20
+    ids_BS = np.full((samples, length), 5)  # no ordinary token: each random one shows
+    candidates_BS = np.ones_like(ids_BS, dtype=bool)
+    masking = Masking(0.15, predictions, MASK, ORDINARY)
+    masked_BS, positions_BP, targets_BP = masking.apply(ids_BS, candidates_BS, draws(samples))
+    chosen_BP = targets_BP != IGNORE
+    total = int(chosen_BP.sum())
+    assert total == 15 * samples
+    for count in np.bincount(positions_BP[chosen_BP], minlength=length).tolist():
+        assert within(count, samples, 0.15)
+    shown = np.take_along_axis(masked_BS, positions_BP, axis=1)[chosen_BP]
+    assert within(int((shown == MASK).sum()), total, 0.8)
+    assert within(int((shown == 5).sum()), total, 0.1)
+    random = shown[(shown != MASK) & (shown != 5)]
+    assert random.min() >= FIRST
+    assert random.max() <= LAST
+    halves = int((random < (FIRST + LAST + 1) / 2).sum())
+    assert within(halves, len(random), 0.5)
+
+
+def test_the_cap_is_a_cap() -> None:
+    ids_BS = np.full((3, 64), 5)
+    candidates_BS = np.ones_like(ids_BS, dtype=bool)
+    targets_BP = Masking(0.15, 4, MASK, ORDINARY).apply(ids_BS, candidates_BS, draws(3))[2]
+    assert (targets_BP != IGNORE).all()
+
+
+def test_draws_depend_on_everything_that_names_them() -> None:
+    base = draws(100).hashes(0)
+    for other in (draws(100, epoch=1), draws(100, seed=8)):
+        assert not np.isin(base, other.hashes(0)).any()
+    assert not np.isin(base, draws(100).hashes(1)).any()
+    assert np.array_equal(base, draws(200).hashes(0)[:100])
+    table = draws(100).table(0, 8)
+    assert len(np.unique(table)) == 800
+    assert np.array_equal(draws(100).table(0, 4), table[:, :4])
+    assert int(base[0]) == 8781942722138690569, "the same on every machine"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10, 1 << 32])
+def test_integers_below_a_limit(limit: int) -> None:
+    hashes = np.array([0, 1 << 31, (1 << 64) - 1, mix_integer(3)], dtype=np.uint64)
+    found = below(hashes, limit)
+    assert found.dtype == np.int64
+    assert found.min() >= 0
+    assert found.max() == limit - 1
+    counts = np.bincount(below(draws(9000).hashes(2), 9))
+    assert ((counts - 1000) ** 2 / 1000).sum() < 40

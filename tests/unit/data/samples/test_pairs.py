@@ -1,0 +1,317 @@
+"""Sentence pairs: what a sample holds, and that nothing but seed, epoch and index decides it."""
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.hashing import Draws
+from shardwise.data.samples.pairs import SentencePairBatches, _Segments
+from shardwise.data.samples.sentences import Sentences
+from shardwise.data.tokens.tokenizer import PairTokens
+from shardwise.errors import ConfigError, DataError
+from tests.unit.data.samples.test_masking import within
+
+SPECIAL = PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
+FIRST = 5
+"""Of the ordinary tokens. Token `FIRST + i` stands at place `i` of the corpus, so that each tells where it is from."""
+
+unhurried = settings(deadline=None)
+
+
+def corpus(documents: list[list[int]]) -> tuple[np.ndarray, Sentences]:
+    """Documents given by the lengths of their sentences."""
+    bounds = np.cumsum([0, *(length for document in documents for length in document)])
+    tokens = np.arange(FIRST, FIRST + bounds[-1], dtype=np.int32)
+    return tokens, Sentences(bounds, np.cumsum([0, *map(len, documents)]))
+
+
+def pairs(
+    documents: list[list[int]], length: int = 32, seed: int = 3, fraction: float = 0.15, predictions: int = 5
+) -> SentencePairBatches:
+    tokens, sentences = corpus(documents)
+    return SentencePairBatches(
+        tokens,
+        sentences,
+        length,
+        seed,
+        special=SPECIAL,
+        vocab_size=FIRST + len(tokens),
+        masked_fraction=fraction,
+        max_predictions=predictions,
+    )
+
+
+def many(documents: int = 40, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [generator.integers(1, 15, generator.integers(1, 20)).tolist() for _ in range(documents)]
+
+
+def segments(batch: Batch) -> list[tuple[list[int], list[int], int]]:
+    """A, B and the label of each sample, masking undone, once its form is checked."""
+    ids_SB = batch.inputs["ids_SB"].copy()
+    targets_PB, positions_PB = batch.inputs["targets_PB"], batch.inputs["positions_PB"]
+    kept_PB = targets_PB != IGNORE
+    columns = np.nonzero(kept_PB)[1]
+    ids_SB[positions_PB[kept_PB], columns] = targets_PB[kept_PB]
+    found = []
+    for column in range(ids_SB.shape[1]):
+        ids, types = ids_SB[:, column], batch.inputs["token_types_SB"][:, column]
+        mask = batch.inputs["mask_SB"][:, column]
+        length = int(mask.sum())
+        assert mask.tolist() == [1] * length + [0] * (len(mask) - length)
+        assert (ids[length:] == SPECIAL.pad).all()
+        assert ids[0] == SPECIAL.cls
+        middle, end = np.flatnonzero(ids == SPECIAL.sep).tolist()
+        assert end == length - 1
+        assert types.tolist() == [0] * (middle + 1) + [1] * (end - middle) + [0] * (len(ids) - length)
+        found.append(
+            (
+                ids[1:middle].tolist(),
+                ids[middle + 1 : end].tolist(),
+                int(batch.inputs["next_sentence_B"][column]),
+            )
+        )
+    return found
+
+
+corpora = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_size=2, max_size=9)
+
+
+@unhurried
+@given(documents=corpora, length=st.integers(5, 40), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))
+def test_pairs_are_well_formed(documents: list[list[int]], length: int, seed: int, epoch: int) -> None:
+    """A and B are runs of the text; B follows A in its document, or is from another one."""
+    batches = pairs(documents, length, seed)
+    ends = np.cumsum([sum(document) for document in documents])
+    batch = batches.global_batch(epoch * batches.num_samples, batches.num_samples)
+    for a, b, label in segments(batch):
+        assert a == list(range(a[0], a[0] + len(a)))
+        assert b == list(range(b[0], b[0] + len(b)))
+        assert len(a) + len(b) <= length - 3
+        first, last, other, other_last = np.searchsorted(
+            ends, np.array([a[0], a[-1], b[0], b[-1]]) - FIRST, side="right"
+        )
+        assert first == last
+        assert other == other_last
+        if label == 0:
+            assert first == other
+            assert b[0] > a[-1]
+            if len(a) + len(b) < length - 3:  # nothing was cut
+                assert b[0] == a[-1] + 1
+        else:
+            assert first != other
+
+
+def test_segments_begin_at_sentences() -> None:
+    """Where nothing is cut: A always, B unless its chunk is a single sentence."""
+    documents = many()
+    batches = pairs(documents, length=64)
+    bounds = set(corpus(documents)[1].bounds.tolist())
+    whole = 0
+    indices = np.arange(batches.num_samples)
+    chunks = batches.chunks.find(indices)
+    for epoch in range(3):
+        batch = batches.collate(indices, np.full_like(indices, epoch), indices)
+        for (a, b, label), sentences in zip(segments(batch), chunks.sentences, strict=True):
+            if len(a) + len(b) < 61:
+                assert a[0] - FIRST in bounds
+                assert b[0] - FIRST in bounds or (label == 0 and sentences == 1)
+                assert b[-1] + 1 - FIRST in bounds
+                whole += 1
+    assert whole > 50
+
+
+def cut_as_in_the_paper(a: int, b: int, room: int) -> tuple[int, int]:
+    while a + b > room:
+        a, b = (a - 1, b) if a > b else (a, b - 1)
+    return a, b
+
+
+def test_the_longer_segment_is_cut() -> None:
+    """To the lengths of the paper's loop, at both ends alike."""
+    batches = pairs(many(), length=33)
+    sizes = np.arange(1, 60)
+    a_size, b_size = (table.ravel() for table in np.meshgrid(sizes, sizes))
+    at, none = np.arange(len(a_size)) * 1000, np.zeros_like(a_size)
+    draws = Draws(3, none, np.arange(len(a_size)))
+    cut = batches._truncated(_Segments(at, a_size, at, b_size, none), draws)
+    expected = [cut_as_in_the_paper(a, b, 30) for a, b in zip(a_size.tolist(), b_size.tolist(), strict=True)]
+    assert list(zip(cut.a_size.tolist(), cut.b_size.tolist(), strict=True)) == expected
+    for start, size, original in ((cut.a_start - at, cut.a_size, a_size), (cut.b_start - at, cut.b_size, b_size)):
+        removed = original - size
+        assert (start >= 0).all()
+        assert (start <= removed).all()
+        assert within(int(start.sum()), int(removed.sum()), 0.5)
+    assert not np.array_equal(cut.a_start, cut.b_start)
+
+
+def test_half_of_the_second_sentences_are_random() -> None:
+    batches = pairs(many(200), length=48)
+    labels = batches.global_batch(0, 20 * batches.num_samples).inputs["next_sentence_B"]
+    assert within(int(labels.sum()), len(labels), 0.5)
+    by_sample = labels.reshape(20, -1)
+    assert (by_sample.min(axis=0) != by_sample.max(axis=0)).mean() > 0.99
+
+
+def test_random_sentences_come_from_everywhere() -> None:
+    """Of the other documents, each as often as it is long, and never of the own one."""
+    documents = [[5] * 12, [5] * 24, [5] * 36, [5] * 48]
+    batches = pairs(documents, length=63)
+    ends = np.cumsum([sum(document) for document in documents])
+    found = np.zeros((4, 4))
+    for epoch in range(1500):
+        indices = np.arange(batches.num_samples)
+        batch = batches.collate(indices, np.full_like(indices, epoch), indices)
+        for a, b, label in segments(batch):
+            if label:
+                own, other = np.searchsorted(ends, [a[0] - FIRST, b[0] - FIRST], side="right")
+                found[own, other] += 1
+    for own in range(4):
+        weights = np.array([1.0, 2.0, 3.0, 4.0])
+        weights[own] = 0
+        for other in range(4):
+            assert within(int(found[own, other]), int(found[own].sum()), weights[other] / weights.sum())
+
+
+def equal(batches: list[Batch], whole: Batch) -> bool:
+    """Whether they are the samples of `whole` in its order."""
+    return all(
+        np.array_equal(np.concatenate([batch.inputs[name] for batch in batches], axis=-1), array)
+        for name, array in whole.inputs.items()
+    ) and np.array_equal(np.concatenate([batch.samples for batch in batches]), whole.samples)
+
+
+@settings(unhurried, max_examples=60)
+@given(
+    dp_size=st.integers(1, 6),
+    micro_batch=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    consumed=st.integers(0, 600),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_any_layout_reads_the_same_pairs(
+    dp_size: int, micro_batch: int, accumulation: int, consumed: int, seed: int
+) -> None:
+    """Wherever a run stopped, ranks together have what one process would: pairs, masks and counts."""
+    documents = many(12)
+    size = dp_size * micro_batch * accumulation
+    ranks = [
+        pairs(documents, seed=seed).local_batch(consumed, size, rank, dp_size, micro_batch) for rank in range(dp_size)
+    ]
+    ordered = [ranks[rank][number] for number in range(accumulation) for rank in range(dp_size)]
+    whole = pairs(documents, seed=seed).global_batch(consumed, size)
+    assert equal(ordered, whole)
+    assert np.array_equal(sum(batch.counts for batch in ordered), whole.counts)
+    assert whole.counts.tolist() == [np.count_nonzero(whole.inputs["targets_PB"] != IGNORE), size]
+
+
+def test_epochs_have_other_pairs_and_other_masks() -> None:
+    batches = pairs(many(), length=48)
+    indices = np.arange(batches.num_samples)
+    first, second, again = (batches.collate(indices, np.full_like(indices, e), indices) for e in (0, 1, 0))
+    assert equal([again], first)
+    same_pair = [a == b for a, b in zip(segments(first), segments(second), strict=True)]
+    same_mask = (first.inputs["positions_PB"] == second.inputs["positions_PB"]).all(axis=0)
+    assert np.mean(same_pair) < 0.2
+    assert same_mask.mean() < 0.05
+    other = pairs(many(), length=48, seed=4).collate(indices, np.zeros_like(indices), indices)
+    assert not equal([other], first)
+
+
+def test_an_epochs_masks_are_those_of_the_run() -> None:
+    """The epoch that `consumed` lies in decides, also within a batch that spans two."""
+    batches = pairs(many(), length=48)
+    samples = batches.num_samples
+    batch = batches.global_batch(samples - 2, 4)
+    epochs = np.array([0, 0, 1, 1])
+    assert equal([batches.collate(batches.sampler.indices(samples - 2, 4), epochs, batch.samples)], batch)
+
+
+def test_pairs_are_the_same_on_every_machine() -> None:
+    """Checkpoints and golden curves rest on these numbers."""
+    batch = pairs(many(), length=48, seed=1234).global_batch(10**9, 64)
+    digest = hashlib.sha256()
+    for name in sorted(batch.inputs):
+        digest.update(np.ascontiguousarray(batch.inputs[name]).astype("<i8").tobytes())
+    assert digest.hexdigest()[:16] == "777234e0fb353d5c"
+
+
+@unhurried
+@given(dp_size=st.integers(1, 5), micro_batch=st.integers(1, 4), count=st.integers(1, 4), documents=st.integers(2, 30))
+def test_evaluation_counts_each_pair_once(dp_size: int, micro_batch: int, count: int, documents: int) -> None:
+    batches = pairs([[3, 4]] * documents)
+    size = dp_size * micro_batch
+    ranks = [list(batches.eval_batches(count, size, rank, dp_size, micro_batch)) for rank in range(dp_size)]
+    ordered = [ranks[rank][number] for number in range(len(ranks[0])) for rank in range(dp_size)]
+    expected = min(count * size, documents)
+    labels = np.concatenate([batch.inputs["next_sentence_B"] for batch in ordered])
+    assert (labels != IGNORE).tolist() == [True] * expected + [False] * (len(labels) - expected)
+    predicted = sum(np.count_nonzero(batch.inputs["targets_PB"] != IGNORE) for batch in ordered)
+    assert sum(batch.counts for batch in ordered).tolist() == [predicted, expected]
+    starts = [a[0] for batch in ordered for a, _, label in segments(batch) if label != IGNORE]
+    assert starts == [FIRST + 7 * number for number in range(expected)]
+    for batch in ordered:
+        assert (batch.inputs["mask_SB"].sum(axis=0) >= 3).all(), "attention must have something to attend to"
+        nothing = batch.inputs["next_sentence_B"] == IGNORE
+        assert (batch.inputs["targets_PB"][:, nothing] == IGNORE).all()
+        assert (batch.inputs["positions_PB"][:, nothing] == 0).all()
+
+
+def test_arrays_are_int64_and_contiguous() -> None:
+    batches = pairs(many(), length=32, predictions=5)
+    for batch in (batches.local_batch(0, 2, 0, 1, 1)[0], next(batches.eval_batches(1, 2, 0, 1, 1))):
+        shapes = {name: array.shape for name, array in batch.inputs.items()}
+        assert shapes == {
+            "ids_SB": (32, 1),
+            "token_types_SB": (32, 1),
+            "mask_SB": (32, 1),
+            "positions_PB": (5, 1),
+            "targets_PB": (5, 1),
+            "next_sentence_B": (1,),
+        }
+        for array in (*batch.inputs.values(), batch.counts, batch.samples):
+            assert array.dtype == np.int64
+            assert array.flags.c_contiguous
+        arrays = list(batch.inputs.values())
+        assert not any(np.shares_memory(a, b) for n, a in enumerate(arrays) for b in arrays[:n])
+
+
+@pytest.mark.parametrize(
+    "documents", [[[70]], [[1] * 70], [[20, 20, 20, 20]], [[40], [1]], [[1], [1]], [[1], [2]], [[500], [3, 500]]]
+)
+def test_a_short_corpus_works(documents: list[list[int]]) -> None:
+    """One document takes its random sentences from its other chunks; single tokens are followed by random ones."""
+    batches = pairs(documents, length=32)
+    chunks = batches.chunks.find(np.arange(batches.num_samples))
+    for epoch in range(30):
+        indices = np.arange(batches.num_samples)
+        batch = batches.collate(indices, np.full_like(indices, epoch), indices)
+        for index, (a, b, label) in enumerate(segments(batch)):
+            inside = chunks.start[index] <= b[0] - FIRST < chunks.end[index]
+            assert inside == (label == 0)
+            assert chunks.start[index] <= a[0] - FIRST <= a[-1] - FIRST < chunks.end[index]
+
+
+def test_what_makes_no_pairs_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the chunks of 29 tokens \(1\) must be at least 2"):
+        pairs([[20, 20]])
+    with pytest.raises(ConfigError, match=r"train\.sequence_length \(4\) must be in 5 … 65,536"):
+        pairs(many(), length=4)
+    with pytest.raises(ConfigError, match=r"data\.max_predictions \(33\) must be in 1 … train\.sequence_length \(32\)"):
+        pairs(many(), predictions=33)
+
+
+def test_a_masked_position_beyond_the_sequence_is_named() -> None:
+    batch = pairs(many()).global_batch(40, 8)
+    positions_PB = batch.inputs["positions_PB"].copy()
+    positions_PB[1, 2], positions_PB[4, 7] = 32, -1
+    with pytest.raises(DataError) as caught:
+        replace(batch, inputs={**batch.inputs, "positions_PB": positions_PB})
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["sample 42", "sample 47"]
+    assert "a masked position (32) must be in 0 … 31" in caught.value.problems[0]
+    assert "a masked position (-1) must be in 0 … 31" in caught.value.problems[1]

@@ -1,0 +1,392 @@
+"""Streams: every document once an epoch, the same global batches at any layout and from any stop, little read twice."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import Config
+from shardwise.data import Batch, StreamBatches, Tokenizer, make_batches, make_evaluation, prepare
+from shardwise.data.formats import stream as prepared_stream
+from shardwise.data.formats.stream import PreparedStream
+from shardwise.data.reading import streams as shards_module
+from shardwise.data.reading import text as text_files
+from shardwise.data.reading.streams import FileShard
+from shardwise.data.samples import streaming as streaming_module
+from shardwise.data.samples.streaming import Place
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.errors import DataError
+from tests.unit.data.formats.test_text import sized, stories
+
+TEXTS = stories()[:120]
+GLOBAL, LENGTH = 8, 32
+KINDS = ("jsonl", "jsonl.gz", "parquet", "text", "datasets")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TEXTS, 300, "text").save(folder)
+    return folder
+
+
+def write(at: Path, kind: str, texts: list[str], files: int = 3) -> Path:
+    """The texts in several files."""
+    at.mkdir(exist_ok=True)
+    cuts = [texts[number * len(texts) // files : (number + 1) * len(texts) // files] for number in range(files)]
+    if kind == "datasets":
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_dict({"text": ["", *texts]}).save_to_disk(at, num_shards=files)
+    for number, cut in enumerate(cuts if kind != "datasets" else []):
+        lines = b"".join(json.dumps({"text": text}).encode() + b"\n\n" for text in cut)
+        if kind == "jsonl":
+            (at / f"{number}.jsonl").write_bytes(lines)
+        elif kind == "jsonl.gz":
+            (at / f"{number}.jsonl.gz").write_bytes(gzip.compress(lines))
+        elif kind == "parquet":
+            pq.write_table(pa.table({"text": cut}), at / f"{number}.parquet", row_group_size=7)
+        else:
+            for place, text in enumerate(cut):
+                (at / f"{number}-{place:03}.txt").write_text(text, encoding="utf-8", newline="")
+    return at
+
+
+def config(path: Path | None, tokenizer: Path, buffer: int = 16, seed: int = 1, **data: Any) -> Config:
+    plain = sized(300, LENGTH, 0, tokenizer=str(tokenizer), split="1,0")
+    streamed = {"streaming": True, "shuffle_buffer": buffer, "path": path and str(path), **data}
+    return plain.model_copy(
+        update={
+            "data": type(plain.data)(**(plain.data.model_dump() | streamed)),
+            "train": plain.train.model_copy(update={"seed": seed}),
+        }
+    )
+
+
+def opened(chosen: Config, root: Path) -> StreamBatches:
+    batches = make_batches(chosen, prepare(chosen, root), "train")
+    assert isinstance(batches, StreamBatches)
+    return batches
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
+    return write(tmp_path_factory.mktemp("stream") / "data", "jsonl", TEXTS)
+
+
+def rows(batches: list[Batch]) -> np.ndarray:
+    """All samples of micro-batches, each its ids and its last target."""
+    ids = [np.concatenate([batch.inputs["ids_SB"], batch.inputs["targets_SB"][-1:]]).T for batch in batches]
+    return np.concatenate(ids)
+
+
+def global_batch(batches: StreamBatches, consumed: int, size: int = GLOBAL) -> np.ndarray:
+    return rows(batches.local_batch(consumed, size, 0, 1, size))
+
+
+def epoch_documents(batches: StreamBatches, tokenizer: Path, epoch: int) -> list[str]:
+    """The documents that the blocks of an epoch have, in their order."""
+    found, place = Tokenizer.load(tokenizer), Place(epoch=epoch)
+    texts: list[str] = []
+    while place.epoch == epoch:
+        block = batches._stream.block(place)
+        if block.samples is not None:
+            texts += found.decode(block.samples.tokens).split("<|endoftext|>")[:-1]
+        place = block.after
+    return texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_document_once_an_epoch_in_another_order(kind: str, tokenizer: Path, tmp_path: Path) -> None:
+    chosen = config(write(tmp_path / "data", kind, TEXTS), tokenizer)
+    batches = opened(chosen, tmp_path / "cache")
+    first, second = (epoch_documents(batches, tokenizer, epoch) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == sorted(TEXTS)
+    assert first != second != TEXTS
+    assert (
+        epoch_documents(opened(config(tmp_path / "data", tokenizer, seed=2), tmp_path / "cache"), tokenizer, 0) != first
+    )
+    # A buffer as large as the data shuffles all of them.
+    assert sorted(
+        epoch_documents(opened(config(tmp_path / "data", tokenizer, 999), tmp_path / "cache"), tokenizer, 0)
+    ) == sorted(TEXTS)
+
+
+def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    batches = opened(config(whole, tokenizer, buffer=1000), tmp_path)
+    block = batches._stream.block(Place())
+    assert block.samples is not None
+    tokens = block.samples.tokens
+    number = block.after.samples
+    found = batches.local_batch(0, number, 0, 1, number)[0]
+    assert int(found.counts[0]) == len(tokens) - 1
+    kept = found.inputs["targets_SB"] != -100
+    assert np.array_equal(np.sort(found.inputs["targets_SB"][kept]), np.sort(tokens[1:]))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["jsonl", "jsonl.gz", "parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("text", "datasets"))],
+)
+@settings(max_examples=6, deadline=None)
+@given(
+    stops=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    degrees=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=5, max_size=5),
+    buffer=st.sampled_from([1, 5, 16, 50, 1000]),
+)
+def test_stops_and_layouts_change_nothing(
+    kind: str,
+    stops: list[int],
+    degrees: list[int],
+    buffer: int,
+    tokenizer: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Runs of so many global batches, each at another DP degree and begun from the state of the one before.
+
+    An epoch has about 30 batches of 8 samples of 32 tokens.
+    """
+    at = tmp_path_factory.getbasetemp() / f"property-{kind}"
+    path = at / "data"
+    if not path.exists():
+        at.mkdir()
+        write(path, kind, TEXTS[:24])
+    chosen = config(path, tokenizer, buffer)
+    reference, consumed, state = opened(chosen, at / "cache"), 0, None
+    for batches_of_run, degree in zip(stops, degrees, strict=False):
+        run = opened(chosen, at / "cache")
+        if state is not None:
+            run.restore(json.loads(json.dumps(state)))
+        for _ in range(batches_of_run):
+            expected = global_batch(reference, consumed)
+            shares = [run.local_batch(consumed, GLOBAL, rank, degree, 1) for rank in range(degree)]
+            # Micro-batch m of rank r has sample m · degree + r.
+            found = rows([shares[rank][m] for m in range(GLOBAL // degree) for rank in range(degree)])
+            assert np.array_equal(found, expected), f"global batch {consumed // GLOBAL} differs at DP {degree}"
+            numbers = [int(batch.samples[0]) for share in shares for batch in share]
+            assert sorted(numbers) == list(range(consumed, consumed + GLOBAL))
+            consumed += GLOBAL
+        state = run.state(consumed)
+        assert set(state) == {"samples", "epoch", "block", "shard", "offset"}
+        assert state["samples"] <= consumed
+
+
+def test_readers_may_ask_in_any_order(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    chosen = config(whole, tokenizer, buffer=5)
+    ordered = opened(chosen, tmp_path)
+    expected = {consumed: global_batch(ordered, consumed) for consumed in range(0, 800, GLOBAL)}
+    asked = opened(chosen, tmp_path)
+    wanted = np.random.default_rng(0).permutation(list(expected)).tolist()
+    with ThreadPoolExecutor(4) as readers:
+        for consumed, found in zip(wanted, readers.map(lambda one: global_batch(asked, one), wanted), strict=True):
+            assert np.array_equal(found, expected[consumed]), consumed
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "text"])
+def test_going_on_reads_a_block_and_no_more(
+    kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a state only the block at hand is read again, wherever it lies, and the next one: nothing is replayed."""
+    chosen = config(write(tmp_path / "data", kind, TEXTS), tokenizer, buffer=10)
+    first, consumed = opened(chosen, tmp_path / "cache"), 0
+    while first.state(consumed)["epoch"] < 1 or first.state(consumed)["block"] < 7:
+        global_batch(first, consumed)
+        consumed += GLOBAL
+    state, expected = first.state(consumed), global_batch(first, consumed)
+    first._reader.shutdown()
+    read: list[int] = []
+    plain = FileShard.documents
+
+    def watched(shard: FileShard, start: int) -> Iterator[Any]:
+        for each in plain(shard, start):
+            read.append(each[0])
+            yield each
+
+    monkeypatch.setattr(FileShard, "documents", watched)
+    second = opened(chosen, tmp_path / "cache")
+    assert read == [], "a start looks at nothing"
+    second.restore(state)
+    assert np.array_equal(global_batch(second, consumed), expected)
+    second._reader.shutdown()
+    assert 10 <= len(read) <= 20, "documents of a block, and of the one that is read ahead"
+    assert second.state(consumed) == state
+
+
+def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """A process that ends waits for its threads: not for a block of ten thousand documents."""
+    batches = opened(config(whole, tokenizer, buffer=40), tmp_path)
+    expected = [global_batch(batches, consumed) for consumed in (0, 240, 480)]
+    closed = opened(config(whole, tokenizer, buffer=40), tmp_path)
+    begun, go_on, plain = Event(), Event(), closed._stream._tokens
+
+    def slowly(documents: list[list[str]]) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return plain(documents)
+
+    assert np.array_equal(global_batch(closed, 0), expected[0])
+    closed._ahead = None
+    closed._stream._tokens = slowly  # type: ignore[method-assign]
+    ahead = closed._submit(closed._starts[-1])
+    closed._ahead = closed._starts[-1], ahead
+    assert begun.wait(60)
+    closed.close()
+    go_on.set()
+    with pytest.raises(CancelledError):
+        ahead.result(60)
+    assert np.array_equal(global_batch(closed, 240), expected[1]), "it may be asked again"
+    assert np.array_equal(global_batch(closed, 480), expected[2])
+
+
+def test_weights_hold_a_share_of_the_first_block_out(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    chosen = config(whole, tokenizer, buffer=60, split="80,20")
+    data = prepare(chosen, tmp_path)
+    assert isinstance(data, PreparedStream)
+    held = Tokenizer.load(tokenizer).decode(data.tokens["eval"]).split("<|endoftext|>")[:-1]
+    assert 5 <= len(held) <= 20
+    assert set(held) <= set(TEXTS[:60])
+    batches = make_batches(chosen, data, "train")
+    assert isinstance(batches, StreamBatches)
+    for epoch in (0, 1):
+        trained = epoch_documents(batches, tokenizer, epoch)
+        assert sorted(trained + held) == sorted(TEXTS), "each document is trained on or held out"
+    evaluation = make_evaluation(chosen, data, "eval")
+    assert evaluation is not None
+    assert sum(int(batch.counts[0]) for batch in evaluation.eval_batches(99, 8, 0, 1, 8)) == data.count("eval") - 1
+    assert data.beginning("train", 5) == Tokenizer.load(tokenizer).encode(TEXTS[0])[:5].tolist()
+    with pytest.raises(DataError, match=r"data\.streaming \(true\) must be false where the training part of"):
+        make_evaluation(chosen, data, "train")
+
+
+def test_splits_with_names_are_parts(tokenizer: Path, tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"text": TEXTS})
+    splits = {"train": table.select(range(90)), "valid": table.select(range(90, 120))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    chosen = config(tmp_path / "saved", tokenizer, buffer=20, split="train,valid")
+    data = prepare(chosen, tmp_path / "cache")
+    assert isinstance(data, PreparedStream)
+    batches = make_batches(chosen, data, "train")
+    assert isinstance(batches, StreamBatches)
+    assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(TEXTS[:90])
+    held = Tokenizer.load(tokenizer).decode(data.tokens["eval"]).split("<|endoftext|>")[:-1]
+    assert held == TEXTS[90:110], "a block of the split"
+
+
+def test_long_documents_end_a_block(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded whatever the documents are, and the same blocks come of it everywhere."""
+    monkeypatch.setattr(streaming_module, "BLOCK_CHARACTERS", 2000)
+    path = write(tmp_path / "data", "jsonl", TEXTS)
+    batches = opened(config(path, tokenizer, buffer=1000), tmp_path / "cache")
+    place, sizes = Place(), []
+    while place.epoch == 0:
+        block = batches._stream.block(place)
+        sizes.append(0 if block.samples is None else len(block.samples.tokens))
+        place = block.after
+    assert len(sizes) > 10
+    assert max(sizes) < 4000
+    assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("name", ["one.txt", "one.txt.gz"])
+def test_a_long_text_is_several_documents(
+    name: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all of a file, however large, would be in memory at once."""
+    monkeypatch.setattr(shards_module, "BLOCK_CHARACTERS", 700)
+    monkeypatch.setattr(text_files, "BLOCK", 100)
+    content = ("\ufeff" + " – ".join(TEXTS)).encode()
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    batches = opened(config(path, tokenizer, buffer=4), tmp_path / "cache")
+    found = list(shards_module.open_shard(str(path), config(path, tokenizer).data).documents(0))
+    parts = ["".join(blocks) for _, blocks in found]
+    assert "".join(parts) == " – ".join(TEXTS)
+    assert len(parts) > 5
+    assert max(map(len, parts)) < 900
+    for number, (after, _) in enumerate(found):
+        rest = shards_module.open_shard(str(path), config(path, tokenizer).data).documents(after)
+        assert ["".join(blocks) for _, blocks in rest] == parts[number + 1 :], f"from byte {after} on"
+    assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "says"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": ""}\n', "line 3: the field 'text' is empty: remove the line"),
+        ("a.jsonl", b'{"text": "fine text"}\n{"text": "\xe9"}\n', "line 2, byte 10 (0xe9) is not UTF-8"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 100, mtime=0)[:-9], "is cut off"),
+        ("a.txt", b"", "is empty: remove it or put text into it"),
+        ("a.jsonl", b'{"text": "a"}\n', "the training part of data.path"),
+    ],
+)
+def test_bad_data_are_one_sentence_at_the_start(
+    kind: str, content: bytes, says: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / kind).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        prepare(config(tmp_path / kind, tokenizer, buffer=1000), tmp_path / "cache")
+    assert says in str(caught.value)
+    assert str(tmp_path / kind) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_line_after_going_on_has_its_number(tokenizer: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"".join([*lines[:100], b"{}\n", *lines[101:]]))
+    run = opened(config(file, tokenizer, buffer=10), tmp_path / "cache")
+    run.restore({"samples": 0, "epoch": 0, "block": 9, "shard": 0, "offset": sum(map(len, lines[:90]))})
+    size = int(run._stream.block(Place(0, 0, 9, 0, sum(map(len, lines[:90])))).after.samples)
+    with pytest.raises(DataError, match=r"a\.jsonl: line 101 has no field 'text'"):
+        global_batch(run, 0, size + 1)
+
+
+def test_what_cannot_be_streamed(tokenizer: Path, tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": [[1, 2]] * 100}).save_to_disk(tmp_path / "tokens")
+    with pytest.raises(DataError, match=r"arrow: the column 'text' must hold text, not list<.*> \(data.text_key\)"):
+        prepare(config(tmp_path / "tokens", tokenizer), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [("90,5,5", "must be two weights, training and"), ("train,test", "is no data set with splits")],
+)
+def test_parts_that_a_stream_has_not(split: str, says: str, whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        prepare(config(whole, tokenizer, split=split), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "datasets"])
+def test_another_folder_and_another_name_of_the_path_find_the_same_files(
+    kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "data", kind, TEXTS)
+    monkeypatch.chdir(tmp_path)
+    wanted = global_batch(opened(config(Path("data"), tokenizer), tmp_path / "cache"), 0)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(prepared_stream, "_build", None)  # the entry is the one that was made there
+    assert np.array_equal(global_batch(opened(config(path, tokenizer), tmp_path / "cache"), 0), wanted)
+
+
+def test_another_file_is_other_data(tokenizer: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "data", "jsonl", TEXTS)
+    chosen = config(path, tokenizer)
+    first = prepare(chosen, tmp_path / "cache").fingerprint
+    assert prepare(chosen, tmp_path / "cache").fingerprint == first
+    other = write(tmp_path / "other", "jsonl", TEXTS)
+    assert prepare(config(other, tokenizer), tmp_path / "cache").fingerprint == first, "the same wherever it lies"
+    (path / "3.jsonl").write_bytes(b'{"text": "one more"}\n')
+    assert prepare(chosen, tmp_path / "cache").fingerprint != first

@@ -1,0 +1,137 @@
+"""What a dry run finds of data and tokenizer: the words of `prepare` where it would refuse them, and nothing built."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import Config, config_from
+from shardwise.data.opening import Glance, glance
+from shardwise.data.reading.megatron import IndexedWriter
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from tests.dist.training import FAMILIES
+from tests.unit.data import hdf5_shards
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with data of each kind, a tokenizer of 257 tokens, and no network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("shardwise.hub.Wanted.download", None)
+    monkeypatch.setattr("shardwise.data.cache.locked", None)
+    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": \n')
+    (tmp_path / "bad.jsonl").write_text('{"text": \n')
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("a")
+    (tmp_path / "texts/b.jsonl").write_text('{"text": "b"}\n')
+    (tmp_path / "shards").mkdir()
+    hdf5_shards.write(tmp_path / "shards/a_training_0.hdf5", hdf5_shards.arrays(4))
+    with IndexedWriter("tokens", 300) as writer:
+        writer.add([1, 2, 3], [3])
+    Path("cut.bin").write_bytes(Path("tokens.bin").read_bytes())
+    Path("cut.idx").write_bytes(Path("tokens.idx").read_bytes()[:-8])
+    train_tokenizer(["a b"], 257, "bytes").save(tmp_path / "tokenizer")
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    (tmp_path / "saved/dataset_info.json").write_text("{}")
+    return tmp_path
+
+
+def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> Glance:
+    model = {**SIZES, **FAMILIES[family], "vocab_size": vocab_size}
+    train = {"steps": 2, "global_batch": 2, "micro_batch": 1, "sequence_length": 16}
+    config: Config = config_from({"model": model, "train": train, "optimizer": {"lr": 1e-3}, "data": data})
+    return glance(config)
+
+
+GOOD: dict[str, tuple[dict[str, Any], str]] = {
+    "a file of which the end is wrong": (
+        {"path": "one.jsonl"},
+        "one.jsonl: 1 file, 26 B, prepared when the run starts",
+    ),
+    "a folder": ({"path": "texts"}, "texts: 2 files, 15 B, prepared"),
+    "a stream": ({"path": "texts", "streaming": True, "tokenizer": "tokenizer"}, "2 files, 15 B, read while training"),
+    "Megatron's": ({"path": "tokens"}, "tokens: 1 sequence in Megatron's format, as the headers of .idx files say"),
+    "a blend": ({"blend": [1, "tokens", 2, "tokens"]}, "2 sequences in Megatron's format"),
+    "of the hub": ({"dataset": "wikitext"}, "wikitext: on the hub, which was not asked: fetched when the run starts"),
+    "built-in": ({"dataset": "tiny"}, "tiny: 1 file, "),
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
+    data, text = GOOD[kind]
+    before = sorted(at.rglob("*"))
+    found = look(**data)
+    assert found.problems == []
+    (name, shown), tokenizer = found.rows
+    assert (name, tokenizer[0]) == ("data", "tokenizer")
+    assert text in shown
+    assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
+
+
+def test_shards_are_opened(at: Path) -> None:
+    assert look("bert", path="shards").rows == [
+        ("data", "shards: 1 HDF5 shard"),
+        ("tokenizer", "none, as the data hold tokens"),
+    ]
+    (problem,) = look(path="shards").problems
+    assert problem.startswith("model.family (llama) must be bert where data.path (shards) is HDF5 shards")
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no data": ({"path": "nowhere"}, "data.path (nowhere) does not exist"),
+    "an empty file": ({"path": "empty.txt"}, "empty.txt is empty"),
+    "no text": ({"path": "latin.txt"}, "latin.txt: byte 0 (0xe9) is not UTF-8"),
+    "no JSON": ({"path": "bad.jsonl"}, "bad.jsonl: line 1 is not JSON"),
+    "no such field": ({"path": "one.jsonl", "text_key": "body"}, "one.jsonl: line 1 has no field 'body'"),
+    "an index that is cut off": ({"path": "cut"}, "cut.idx (54 bytes) must have 62 bytes"),
+    "a saved data set without its table": ({"path": "saved"}, "data.arrow cannot be read"),
+    "no hub id": ({"dataset": "owner/na--me"}, "a hub id reads owner/name"),
+    "no tokenizer": (
+        {"tokenizer": "nowhere.json"},
+        "data.tokenizer (nowhere.json) must be a tokenizer's file or folder",
+    ),
+    "a folder without one": ({"tokenizer": "texts"}, "the folder texts must hold a tokenizer"),
+    "a split that holds nothing out": ({"path": "texts", "split": "8,1,1"}, "data.split (8,1,1) must be two weights"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_cannot_be_read_is_refused_in_the_words_of_the_run(kind: str, at: Path) -> None:
+    data, text = BAD[kind]
+    (problem,) = look(**data).problems
+    assert text in problem
+
+
+def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
+    (problem,) = look(vocab_size=200, path="texts", tokenizer="tokenizer").problems
+    assert problem == (
+        "the vocabulary of data.tokenizer tokenizer (257) must be at most model.vocab_size (200): set "
+        "model.vocab_size=257"
+    )
+    (problem,) = look(vocab_size=200, path="texts").problems
+    assert problem.startswith("model.vocab_size (200) must be at least 257 ")
+    assert look(path="texts", tokenizer="tokenizer").rows[1] == (
+        "tokenizer",
+        "tokenizer: 257 tokens, of model.vocab_size (300)",
+    )
+    assert (
+        look(path="texts", tokenizer="openai-community/gpt2").rows[1][1].startswith("openai-community/gpt2: on the hub")
+    )
+
+
+def test_all_that_is_wrong_is_reported_at_once(at: Path) -> None:
+    assert len(look(path="nowhere", tokenizer="nowhere.json").problems) == 2

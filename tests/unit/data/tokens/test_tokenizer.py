@@ -1,0 +1,142 @@
+"""Tokenizers: trained exactly as large as asked, loaded by transformers, and the user's own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from shardwise.data.tokens.tokenizer import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    export_user_tokenizer,
+    open_user_tokenizer,
+    train_tokenizer,
+    user_tokenizer_digest,
+)
+from shardwise.errors import DataError
+
+TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]
+STRANGE = "tabs\tand  spaces\r\n\n\n日本語 🦊 \x00 naïve café — “quotes” 12345\n"
+
+
+def wordlevel(path: Path, words: list[str]) -> Path:
+    backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    backend.save(str(path))
+    return path
+
+
+def test_any_text_survives_a_round_trip() -> None:
+    tokenizer = train_tokenizer(TEXT, 300, "text")
+    for text in (*TEXT, STRANGE):
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int64
+        assert tokenizer.decode(ids) == text
+        assert ids.tolist() == tokenizer.encode_batch([text])[0]
+    assert tokenizer.vocab_size == 300
+    assert tokenizer.decode([tokenizer.end_of_document_id]) == END_OF_DOCUMENT
+    assert tokenizer.encode(f"a{END_OF_DOCUMENT}b").tolist()[1] == tokenizer.end_of_document_id
+
+
+def test_training_is_deterministic(tmp_path: Path) -> None:
+    """Another process, other threads and another hash seed give the same file."""
+    code = f"""
+from pathlib import Path
+from shardwise.data import train_tokenizer
+train_tokenizer({TEXT!r}, 300, "text").save(Path({str(tmp_path)!r}))
+"""
+    train_tokenizer(TEXT, 300, "text").save(tmp_path / "here")
+    expected = (tmp_path / "here" / "tokenizer.json").read_bytes()
+    for threads in ("1", "3"):
+        environment = {"PYTHONPATH": ":".join(sys.path), "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        assert (tmp_path / "tokenizer.json").read_bytes() == expected
+
+
+def test_the_vocabulary_that_is_named_is_the_one_that_is_reached() -> None:
+    with pytest.raises(DataError, match=r"model\.vocab_size \(5000\) must be at most \d+, the vocabulary that text"):
+        train_tokenizer(TEXT, 5000, "text")
+    try:
+        train_tokenizer(TEXT, 5000, "text")
+    except DataError as error:
+        reached = int(str(error).split("at most ")[1].split(",")[0])
+    assert train_tokenizer(TEXT, reached, "text").vocab_size == reached
+    with pytest.raises(DataError, match="must be at most"):
+        train_tokenizer(TEXT, reached + 1, "text")
+    with pytest.raises(
+        DataError, match=r"model\.vocab_size \(2147483647\) must be at most 1048576 where the tokenizer is"
+    ):
+        train_tokenizer(TEXT, 2**31 - 1, "text")
+    assert train_tokenizer(TEXT, 257, "text").vocab_size == 257
+    with pytest.raises(DataError, match=r"model\.vocab_size \(256\) must be at least 257"):
+        train_tokenizer(TEXT, 256, "text")
+
+
+def test_transformers_loads_the_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = train_tokenizer(TEXT, 300, "text")
+    ours.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token == END_OF_DOCUMENT
+    assert theirs.eos_token_id == ours.end_of_document_id
+    assert len(theirs) == 300
+    for text in (*TEXT, STRANGE):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
+        assert theirs.decode(ours.encode(text), clean_up_tokenization_spaces=False) == text
+    reloaded = Tokenizer.load(tmp_path)
+    assert reloaded.encode(STRANGE).tolist() == ours.encode(STRANGE).tolist()
+    assert reloaded.end_of_document == END_OF_DOCUMENT
+
+
+def test_a_users_file_is_taken_without_its_truncation_and_padding(tmp_path: Path) -> None:
+    file = wordlevel(tmp_path / "mine.json", ["[UNK]", "[SEP]", "the", "fox"])
+    tokenizer = open_user_tokenizer(str(file), 4)
+    assert tokenizer.encode("the fox the fox the").tolist() == [2, 3, 2, 3, 2]
+    assert tokenizer.end_of_document == "[SEP]"
+    export_user_tokenizer(str(file), tokenizer, tmp_path / "export")
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == [
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert Tokenizer.load(tmp_path / "export").encode("fox the").tolist() == [3, 2]
+
+
+@pytest.mark.parametrize("eos", ["fox", {"content": "fox", "lstrip": False}])
+def test_a_users_folder_keeps_its_configuration(tmp_path: Path, eos: object) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    wordlevel(folder / "tokenizer.json", ["[UNK]", "[SEP]", "the", "fox"])
+    before = user_tokenizer_digest(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "mine": True}), encoding="utf-8")
+    assert user_tokenizer_digest(str(folder)) != before
+    tokenizer = open_user_tokenizer(str(folder), 100)
+    assert tokenizer.end_of_document == "fox"
+    export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "tokenizer_config.json").read_text(encoding="utf-8"))["mine"] is True
+
+
+def test_what_cannot_be_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.tokenizer \(no-one/has-it\) must be in the cache of this machine"):
+        open_user_tokenizer("no-one/has-it", 100)
+    with pytest.raises(DataError, match=r"must hold a tokenizer, which is tokenizer\.json, "):
+        open_user_tokenizer(str(tmp_path), 100)
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match="is not a tokenizer that Hugging Face tokenizers can read"):
+        open_user_tokenizer(str(tmp_path), 100)
+    wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "the"])
+    with pytest.raises(DataError, match=r"has no token that ends a document .* eos_token"):
+        open_user_tokenizer(str(tmp_path), 100)
+    wordlevel(tmp_path / "tokenizer.json", ["[UNK]", "</s>", "the"])
+    with pytest.raises(DataError, match=r"\(3\) must be at most model\.vocab_size \(2\): set model\.vocab_size=3"):
+        open_user_tokenizer(str(tmp_path), 2)
+    (tmp_path / "tokenizer_config.json").write_text("nonsense", encoding="utf-8")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read"):
+        open_user_tokenizer(str(tmp_path), 100)

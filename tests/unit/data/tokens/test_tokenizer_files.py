@@ -1,0 +1,333 @@
+"""The files that published tokenizers come in: the ids are those of the library that each was made for."""
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from shardwise.data.tokens.tokenizer import (
+    END_OF_DOCUMENT,
+    Tokenizer,
+    export_user_tokenizer,
+    open_user_tokenizer,
+    special_token_ids,
+    train_tokenizer,
+    user_tokenizer_digest,
+)
+from shardwise.errors import DataError
+
+SHARED = Path(__file__).resolve().parents[5] / "shared/data"
+TEXT = ["The quick brown fox jumps over the lazy dog.\n" * 3, "def quick(fox):\n    return fox.jumps(over='dog')\n" * 2]
+STRANGE = [
+    "tabs\tand  spaces\r\n\n\n日本語 🦊 \x00 naïve café — “quotes” 12345\n",
+    " leading and trailing  ",
+    "   ",
+    "\t\n\r\x0b\x0c\x1b[0m\x7f\x85\u2028",
+    "👩‍👩‍👧‍👦 🇨🇭 e\u0301 ﬁ ½ Ⅷ \ufeff",
+    "中文字符和한국어와 العربية",
+    "a▁b ▁ ▁▁",
+    "aaaaaaa abababa banana     bananas",
+    "",
+]
+
+
+def gpt2_files(folder: Path, prefix: str = "") -> Path:
+    """`vocab.json` and `merges.txt` of a byte-level BPE that is trained here."""
+    train_tokenizer(TEXT, 300, "text").save(folder)
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / f"{prefix}vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]
+    (folder / f"{prefix}merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def piece_model(folder: Path, **options: object) -> Path:
+    """A SentencePiece model as Llama's, of few tokens."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = {
+        "vocab_size": 380, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "character_coverage": 0.999, "allow_whitespace_only_pieces": True,
+        "minloglevel": 2, "num_threads": 1, "split_digits": True, **options,
+    }  # fmt: skip
+    with (folder / "tokenizer.model").open("wb") as file:
+        texts = iter([line for text in [*TEXT, "aaaa aaaaa ababab bananas\n" * 9] for line in text.split("\n")])
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **chosen)
+    return folder
+
+
+def same_as(tokenizer: Tokenizer, reference: Callable[[str], Sequence[int]], texts: Sequence[str] = STRANGE) -> None:
+    for text in (*TEXT, *texts):
+        assert tokenizer.encode(text).tolist() == list(reference(text)), text[:80]
+
+
+def exported(path: Path, folder: Path) -> Any:
+    """What transformers opens of an export; our own reading of it is checked too."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = open_user_tokenizer(str(path), 1 << 20)
+    export_user_tokenizer(str(path), tokenizer, folder)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
+    for text in (*TEXT, *STRANGE):
+        ids = tokenizer.encode(text).tolist()
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
+        assert again.encode(text).tolist() == ids
+        assert theirs.decode(ids, clean_up_tokenization_spaces=False) == tokenizer.decode(ids)
+    assert theirs.eos_token_id == tokenizer.end_of_document_id == again.end_of_document_id
+    assert theirs("fox")["input_ids"] == tokenizer.encode_prompt("fox")
+    return theirs
+
+
+def test_gpt2_files(tmp_path: Path) -> None:
+    folder, trained = gpt2_files(tmp_path / "own"), train_tokenizer(TEXT, 300, "text")
+    for path in (folder, folder / "vocab.json", folder / "merges.txt"):
+        tokenizer = open_user_tokenizer(str(path), 300)
+        assert tokenizer.end_of_document == END_OF_DOCUMENT
+        assert tokenizer.vocab_size == 300
+        same_as(tokenizer, lambda text: trained.encode(text).tolist())
+        assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in STRANGE)
+        assert tokenizer.encode(f"a{END_OF_DOCUMENT}").tolist()[-1] == tokenizer.end_of_document_id
+    assert exported(folder, tmp_path / "export").bos_token == END_OF_DOCUMENT
+    kept = {file.name for file in (tmp_path / "export").iterdir()}
+    assert {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"} <= kept
+
+
+def test_files_of_another_name(tmp_path: Path) -> None:
+    """As Megatron-LM's guides call them; what lies beside them is not theirs."""
+    folder = gpt2_files(tmp_path / "own", "gpt2-")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "fox"}')
+    tokenizer = open_user_tokenizer(str(folder / "gpt2-vocab.json"), 300)
+    assert tokenizer.end_of_document == END_OF_DOCUMENT
+    export_user_tokenizer(str(folder / "gpt2-merges.txt"), tokenizer, tmp_path / "export")
+    assert (tmp_path / "export/vocab.json").read_bytes() == (folder / "gpt2-vocab.json").read_bytes()
+    assert Tokenizer.load(tmp_path / "export").encode("fox").tolist() == tokenizer.encode("fox").tolist()
+
+
+def test_a_changed_file_is_another_tokenizer(tmp_path: Path) -> None:
+    folder = gpt2_files(tmp_path / "own")
+    before = user_tokenizer_digest(str(folder))
+    merges = (folder / "merges.txt").read_text(encoding="utf-8")
+    (folder / "merges.txt").write_text(merges.replace("#version: 0.2\n", ""), encoding="utf-8")
+    assert user_tokenizer_digest(str(folder)) != before
+    assert user_tokenizer_digest(str(folder / "vocab.json")) == user_tokenizer_digest(str(folder))
+
+
+def test_added_tokens(tmp_path: Path) -> None:
+    folder = gpt2_files(tmp_path / "own")
+    (folder / "added_tokens.json").write_text('{"<second>": 301, "<first>": 300}')
+    tokenizer = open_user_tokenizer(str(folder), 302)
+    assert tokenizer.encode("fox<second><first>").tolist()[-2:] == [301, 300]
+    with pytest.raises(DataError, match=r"\(302\) must be at most model\.vocab_size \(300\): set model\.vocab_size="):
+        open_user_tokenizer(str(folder), 300)
+    exported(folder, tmp_path / "export")
+    (folder / "added_tokens.json").write_text('{"<first>": 305}')
+    with pytest.raises(DataError, match="gives '<first>' the id 305, and in the vocabulary it is 300"):
+        open_user_tokenizer(str(folder), 400)
+
+
+def breakage(folder: Path, name: str, content: str) -> Path:
+    (folder / name).write_text(content, encoding="utf-8")
+    return folder
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    held: dict[str, int] = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    return held
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("vocab.json", "{", r"vocab\.json cannot be read: "),
+        ("vocab.json", "[]", r"vocab\.json must hold a JSON object"),
+        ("vocab.json", '{"a": "b"}', r"vocab\.json must hold tokens and their ids, such as"),
+        ("vocab.json", '{"a": true}', r"vocab\.json must hold tokens and their ids, such as"),
+        ("vocab.json", '{"a": 1, "b": 1}', r"vocab\.json gives one id to two tokens"),
+        ("vocab.json", '{"a": 0, "b": 1}', r"vocab\.json lacks 254 of the 256 bytes"),
+        ("merges.txt", "#version: 0.2\nt h e\n", r"merges\.txt:2 must be two tokens with a space between them"),
+        ("merges.txt", "the\n", r"merges\.txt:1 must be two tokens with a space between them, and it is 'the'"),
+        ("merges.txt", "x y\n", r"merges\.txt:1 needs 'xy', which .*vocab\.json lacks: are both of one tokenizer\?"),
+        ("tokenizer_config.json", '{"tokenizer_class": "Qwen2TokenizerFast"}', "is a Qwen2Tokenizer's, which splits"),
+        ("tokenizer_config.json", "nonsense", r"tokenizer_config\.json cannot be read"),
+        ("added_tokens.json", '{"a": null}', r"added_tokens\.json must hold tokens and their ids"),
+        ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
+    ],
+)
+def test_broken_files(name: str, content: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=text):
+        open_user_tokenizer(str(breakage(gpt2_files(tmp_path / "own"), name, content)), 1000)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    folder = gpt2_files(tmp_path / "own")
+    (folder / "merges.txt").write_bytes(b"a \xff\n")
+    with pytest.raises(DataError, match=r"merges\.txt, byte 2, is not UTF-8: merges are two tokens a line"):
+        open_user_tokenizer(str(folder), 300)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    folder = gpt2_files(tmp_path / "own")
+    (folder / "merges.txt").unlink()
+    with pytest.raises(DataError, match=r"holds vocab\.json without merges\.txt, and the tokenizer is read from both"):
+        open_user_tokenizer(str(folder), 300)
+    with pytest.raises(DataError, match=r"vocab\.json must have merges\.txt beside it"):
+        open_user_tokenizer(str(folder / "vocab.json"), 300)
+    (folder / "vocab.json").rename(folder / "other.bin")
+    kinds = r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model or vocab\.txt"
+    with pytest.raises(DataError, match=rf"own must hold a tokenizer, which is {kinds}: it has other\.bin"):
+        open_user_tokenizer(str(folder), 300)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="it is empty"):
+        open_user_tokenizer(str(tmp_path / "empty"), 300)
+    with pytest.raises(DataError, match=r"data\.tokenizer \(.*/own/vocab\.json\) must be a tokenizer's file or "):
+        open_user_tokenizer(str(folder / "vocab.json"), 300)
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = piece_model(tmp_path / "own")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    for path in (folder, folder / "tokenizer.model"):
+        tokenizer = open_user_tokenizer(str(path), 380)
+        assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (380, reference.eos_id())
+        assert tokenizer.encode_prompt("fox") == [reference.bos_id(), *reference.encode("fox")]
+        same_as(tokenizer, reference.encode)
+        for text in (*TEXT, *STRANGE):
+            assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+    (folder / "special_tokens_map.json").write_text('{"unk_token": "<unk>", "eos_token": "</s>"}')
+    same_as(Tokenizer.load(folder), reference.encode, ["an <unk> in a text"])
+    (folder / "special_tokens_map.json").unlink()
+    theirs = exported(folder, tmp_path / "export")
+    assert (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")
+    assert special_token_ids(tmp_path / "export") == {"bos_token_id": 1, "eos_token_id": 2}
+    assert (tmp_path / "export/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+
+
+def test_sentencepiece_on_any_text(tmp_path: Path) -> None:
+    """Few letters make many ways to the same piece, and every text has all of them."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    tokenizer = Tokenizer.load(piece_model(tmp_path / "own"))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "own/tokenizer.model"))
+    draw = random.Random(0)
+    for letters in ("ab", "a b", "ban ", "thequickfox \n", " ▁", "a\x00é🦊 "):
+        same_as(tokenizer, reference.encode, ["".join(draw.choices(letters, k=1 + i % 60)) for i in range(400)])
+
+
+def test_sentencepiece_without_a_space_before(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = piece_model(tmp_path / "own", add_dummy_prefix=False)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = Tokenizer.load(folder)
+    same_as(tokenizer, reference.encode)
+    assert tokenizer.decode(tokenizer.encode(" fox")) == " fox"
+    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert Tokenizer.load(folder).encode_prompt("fox") == reference.encode("fox")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"model_type": "unigram"}, "it is no BPE"),
+        ({"byte_fallback": False}, "it has no pieces for bytes"),
+        ({"user_defined_symbols": ["<mine>"]}, "it has symbols of the user's own"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "it rewrites characters"),
+        ({"remove_extra_whitespaces": True}, "it drops spaces"),
+        ({"treat_whitespace_as_suffix": True}, "it marks the ends of words"),
+    ],
+)
+def test_other_models_are_refused(options: dict[str, object], text: str, tmp_path: Path) -> None:
+    folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
+    with pytest.raises(DataError, match=rf"must be a model such as Llama's, and {text}: write its tokenizer\.json by"):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"IQ== 0\nIg== 1\n", b"\x00\xff nonsense"])
+def test_no_sentencepiece_model(content: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer\.model is no SentencePiece model: copy it again, or take"):
+        Tokenizer.load(tmp_path)
+
+
+def test_sentencepiece_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(DataError, match=r"not installed: pip install 'shardwise\[sentencepiece\]'"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_folder_of_several_kinds(tmp_path: Path) -> None:
+    """`tokenizer.json` goes first: what made it is often left beside it."""
+    folder = gpt2_files(tmp_path / "own")
+    (folder / "tokenizer.model").write_bytes(b"")
+    (folder / "vocab.txt").write_text("[SEP]\n")
+    assert Tokenizer.load(folder).vocab_size == 300
+    backend = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "fox": 1}, unk_token="</s>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.load(folder).vocab_size == 2
+
+
+def published(name: str) -> Path:
+    folder = SHARED / "tokenizers" / name
+    if not folder.is_dir():
+        pytest.skip(f"needs the tokenizers in {folder.parent}")
+    return folder
+
+
+def wikitext() -> list[str]:
+    text = (SHARED / "text/wikitext-2-valid.txt").read_text(encoding="utf-8")[:200_000]
+    return [text, *text.split("\n")[:200]]
+
+
+def test_the_published_gpt2(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = published("gpt2")
+    reference = transformers.GPT2Tokenizer.from_pretrained(folder)
+    tokenizer = open_user_tokenizer(str(folder), 50257)
+    assert tokenizer.end_of_document_id == 50256
+    same_as(tokenizer, lambda text: reference(text)["input_ids"], [*STRANGE, *wikitext()])
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in [*STRANGE, *wikitext()])
+    exported(folder, tmp_path / "export")
+
+
+def test_the_published_llama(tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder = published("llama2")
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = open_user_tokenizer(str(folder), 32000)
+    assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (32000, 2)
+    same_as(tokenizer, reference.encode, [*STRANGE, *wikitext()])
+    draw = random.Random(0)
+    same_as(tokenizer, reference.encode, ["".join(draw.choices("ab \nx=-", k=80)) for _ in range(500)])
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in wikitext())
+    exported(folder, tmp_path / "export")
+
+
+def test_the_published_neox(tmp_path: Path) -> None:
+    folder = published("gpt-neox-20b")
+    reference = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = open_user_tokenizer(str(folder), 50432)
+    assert tokenizer.end_of_document == END_OF_DOCUMENT
+    same_as(tokenizer, lambda text: reference.encode(text, add_special_tokens=False).ids, [*STRANGE, *wikitext()])
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in wikitext())
+    exported(folder, tmp_path / "export")
+
+
+def test_the_published_bert(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = published("bert-large-uncased")
+    reference = transformers.BertTokenizer(str(folder / "vocab.txt"))
+    tokenizer = open_user_tokenizer(str(folder), 30522, pairs=True)
+    same_as(tokenizer, lambda text: reference(text, add_special_tokens=False)["input_ids"], [*STRANGE, *wikitext()])
+    export_user_tokenizer(str(folder), tokenizer, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    same_as(tokenizer, lambda text: theirs(text, add_special_tokens=False)["input_ids"])
