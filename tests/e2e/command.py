@@ -121,7 +121,7 @@ def within(*arguments: str | Path, at: Path, **variables: str) -> Outcome:
         contextlib.chdir(at),
         mock.patch.dict(os.environ, environment(**variables), clear=True),
         mock.patch("os.isatty", return_value=False),  # `train` would print past `out` on a terminal
-        mock.patch("shardwise.cli.rank.run_alone", side_effect=AssertionError("a training needs its own process")),
+        mock.patch("shardwise.train.run.run", side_effect=AssertionError("a training needs its own process")),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
