@@ -27,7 +27,10 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
     from shardwise.storage.root import Root
     from shardwise.train.trainer import Trainer
     events = dict(each.split(":") for each in os.environ["EVENTS"].split(","))
-    free_bytes, step, filler = Root.free_bytes, Trainer.step, Path("disk/filler")
+    free_bytes, step, run, filler = Root.free_bytes, Trainer.step, Trainer.run, Path("disk/filler")
+    def running(self, saving=None):
+        self.saving = saving
+        return run(self, saving)
     def untrue(self):
         Root.free_bytes = free_bytes
         return 2**40
@@ -50,7 +53,7 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
         if name == "stop":
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self)
-    Trainer.step = stepping
+    Trainer.step, Trainer.run = stepping, running
 """
 """Events at the beginning of steps, in the process that prepares saves; between saves, so that each meets one event."""
 QUIET = ("train.eval_every=0", "log.sample_tokens=0", "checkpoint.every=2")
