@@ -74,7 +74,7 @@ def test_samples_of_a_source_follow_one_another(weights: list[float], start: int
 
 def test_each_source_has_its_own_order_and_epochs() -> None:
     blend = blended([0.5, 0.5], [3, 100])
-    found = np.array(told(blend.local_batch(0, 24, 0, 1, 24)))
+    found = np.array(told([blend.global_batch(consumed, 8) for consumed in (0, 8, 16)]))
     small = found[found[:, 0] == 0]
     assert small[:, 2].tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert small[:, 1].tolist() == Numbered(0, 3).sampler.indices(0, 12).tolist()
