@@ -61,7 +61,8 @@ class Cell:
             targets.
         schedule: of the pipeline, where there is one.
         dropout: with masks that do not depend on the layout.
-        mode: `precision.mode`. stages: blocks of each stage, where they are named. The others are configuration keys.
+        batch: `train.global_batch`. mode: `precision.mode`. stages: blocks of each stage, where they are named. The
+            others are configuration keys.
     """
 
     family: str = "llama"
@@ -79,6 +80,7 @@ class Cell:
     dropout: bool = False
     mode: str = "float32"
     layers: int = 4
+    batch: int = 8
     stages: tuple[int, ...] | None = None
     vocab_multiple: int = 1
 
@@ -90,7 +92,7 @@ class Cell:
     def micro_batch(self) -> int:
         """Samples at once: one process takes all, but in bfloat16 one, so that it rounds each as a pipeline does."""
         if self.world == 1:
-            return 8 if self.mode == "float32" else 1
+            return self.batch if self.mode == "float32" else 1
         return 1 if self.pipeline > 1 else 2
 
     @property
@@ -180,7 +182,24 @@ def _drawn(generator: random.Random) -> Cell:
     values: dict[str, Any] = {}
     for options in _choices():
         values |= generator.choice(options)
-    return Cell(**values, layers=8 if values["pipeline"] == 4 else 4)  # two stages on each rank at least
+    return small(Cell(**values))[0]
+
+
+def small(*cells: Cell) -> tuple[Cell, ...]:
+    """The cells with few blocks and samples, since each collective of tensor parallelism takes milliseconds.
+
+    A pipeline rank has two stages at least, and a pipeline of n ranks 2n micro-batches, which DualPipeV needs. Where
+    there is tensor parallelism alone, there are two micro-batches.
+    """
+    blocks = {1: 4, 2: 4, 4: 8}
+    return tuple(
+        replace(
+            cell,
+            layers=2 if cell.tensor > 1 and cell.pipeline == 1 else blocks[cell.pipeline],
+            batch=4 if cell.tensor > 1 and cell.data == 1 else 8,
+        )
+        for cell in cells
+    )
 
 
 @functools.cache
@@ -253,7 +272,7 @@ def configuration(cell: Cell) -> Config:
         parallel={"tensor": cell.tensor, "sequence": cell.sequence, "vocab_multiple": cell.vocab_multiple}
         | ({"pipeline": cell.pipeline, "schedule": cell.schedule, "stages": cell.stages} if cell.pipeline > 1 else {}),
         train={
-            "global_batch": 8,
+            "global_batch": cell.batch,
             "micro_batch": cell.micro_batch,
             "eval_batches": EVAL_BATCHES,
             "recompute": cell.recompute,

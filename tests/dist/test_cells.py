@@ -27,32 +27,33 @@ from tests.dist.cells import (
     measure,
     pairs,
     possible_pairs,
+    small,
     sweep,
 )
 from tests.dist.training import FAMILIES
 
 STATE_BYTES = {"float32": 8, "mixed": 12, "bfloat16": 4}
-CURVES = (
+CURVES = small(
     Cell("llama", data=2, tensor=2, sequence=True, zero=1),
     Cell("gpt", schedule="1f1b", pipeline=2, data=2, zero=1),
     Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2),
     Cell("bert", schedule="zbv", pipeline=2, data=2, zero=1),
 )
 """Of each family one cell with more steps."""
-MIXED = tuple(Cell("gpt", schedule=one, pipeline=2, data=2, zero=1, mode="mixed") for one in get_args(Schedule))
-OTHER_PRECISIONS = (
+MIXED = small(*(Cell("gpt", schedule=one, pipeline=2, data=2, zero=1, mode="mixed") for one in get_args(Schedule)))
+OTHER_PRECISIONS = small(
     *MIXED,
     Cell("llama", variant=True, tensor=2, sequence=True, data=2, zero=1, mode="mixed", optimizer="lamb"),
     Cell("gpt_neox", data=4, mode="mixed", recompute="selective"),
     Cell("bert", tensor=4, sequence=True, mode="bfloat16"),
 )
 """Their losses depend on the layout, as bfloat16 rounds at other places."""
-SPECIAL = (
+SPECIAL = small(
     Cell("gpt", schedule="1f1b", pipeline=4, layers=8, stages=(3, 1, 2, 2)),
     Cell("gpt", schedule="interleaved", pipeline=2, tensor=2, sequence=True, vocab_multiple=16),
 )
 """What a few cells show as well as many."""
-LIKE_LLAMA = (
+LIKE_LLAMA = small(
     Cell("mistral", data=4, zero=1, optimizer="lamb"),
     Cell("qwen2", tensor=2, sequence=True, data=2, zero=1),
     Cell("qwen3", tensor=4, sequence=True, optimizer="lamb", recompute="selective"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.mesh import Group
 from shardwise.models import Stages
-from shardwise.placement import Placement, placements
+from shardwise.placement import Piece, Placement, placements
+
+_Place = tuple[int, int]
+"""A stage, and the place of a parameter in it."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ def canonical(
     """
     ranks = pipeline or Group()
     places = _by_place(model)
+    pieces = _pieces_by_rank(places)
     for held in held_parameters(model, ranks, take):
         assembled: dict[str, Tensor] = {}
         if held.rank == ranks.rank:
-            parameter, record = places[held.stage, held.number]
-            assembled = _assemble(take(parameter), record)
+            place = held.stage, held.number
+            parameter, record = places[place]
+            assembled = _assemble(take(parameter), record.group, pieces[place])
         for name, shape, dtype in held.tensors:
             whole = assembled.get(name)
             if whole is None:
@@ -77,21 +82,32 @@ def canonical(
             yield name, comm.broadcast_(whole, ranks, source=held.rank)
 
 
-def _by_place(model: nn.Module) -> dict[tuple[int, int], tuple[nn.Parameter, Placement]]:
+def _by_place(model: nn.Module) -> dict[_Place, tuple[nn.Parameter, Placement]]:
     """This rank's parameters by stage and place in it, each once."""
     stages = {stage.index: part for stage, part in model.pairs()} if isinstance(model, Stages) else {0: model}
-    found: dict[nn.Parameter, tuple[tuple[int, int], Placement]] = {}
+    found: dict[nn.Parameter, tuple[_Place, Placement]] = {}
     for index, part in stages.items():
         for number, (_, parameter, record) in enumerate(placements(part)):
             found.setdefault(parameter, ((index, number), record))
     return {place: (parameter, record) for parameter, (place, record) in found.items()}
 
 
-def _assemble(local: Tensor, placement: Placement) -> dict[str, Tensor]:
-    everyone = comm.all_gather(local.unsqueeze(0).contiguous(), placement.group)
-    pieces = [replace(piece, copies=Group()) for piece in placement.pieces]  # a group cannot travel, nor need it
-    whole = {piece.name: local.new_empty(piece.shape) for piece in pieces}
-    for rank, held in enumerate(comm.all_gather_objects(pieces, placement.group)):
+def _pieces_by_rank(places: Mapping[_Place, tuple[nn.Parameter, Placement]]) -> dict[_Place, list[list[Piece]]]:
+    """For each parameter what every rank of its group holds of it; one exchange a group."""
+    mine: dict[Group, dict[_Place, list[Piece]]] = {}
+    for place, (_, record) in places.items():
+        # A group cannot be sent to another process, and nobody needs it there.
+        held = [replace(piece, copies=Group()) for piece in record.pieces]
+        mine.setdefault(record.group, {})[place] = held
+    by_group = [comm.all_gather_objects(held, group) for group, held in mine.items()]
+    return {place: [held[place] for held in everyone] for everyone in by_group for place in everyone[0]}
+
+
+def _assemble(local: Tensor, group: Group, pieces: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
+    """The canonical tensors of a parameter, of which each rank of the group holds its pieces."""
+    everyone = comm.all_gather(local.unsqueeze(0).contiguous(), group)
+    whole = {piece.name: local.new_empty(piece.shape) for piece in pieces[0]}
+    for held, tensor in zip(pieces, everyone, strict=True):
         for piece in held:
-            whole[piece.name][piece.box.slices] = piece.of(everyone[rank])
+            whole[piece.name][piece.box.slices] = piece.of(tensor)
     return whole
