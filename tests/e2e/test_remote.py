@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -250,18 +249,17 @@ def test_what_is_wrong_with_a_store_is_said_with_what_helps(used: Used, tmp_path
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
-    """Its client would try again for minutes; the command's own patience is shortened here."""
-    (tmp_path / "sitecustomize.py").write_text("from shardwise.storage import reach\nreach.PATIENCE_SECONDS = 2.0\n")
+    """Its client would try again for 5 minutes, longer than `shardwise` waits for the command; the command's own
+    patience is shortened here."""
+    (tmp_path / "sitecustomize.py").write_text("from shardwise.storage import reach\nreach.PATIENCE_SECONDS = 1.0\n")
     path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))}
     with silent() as address:
-        began = time.monotonic()
         user = {**user_of(address), **path}
         text = refusal(tmp_path, user, f"checkpoint.path={URL}")
         looked = shardwise("checkpoint", "inspect", URL, at=tmp_path, **user).failed(1)
-    said = f"{URL} cannot be reached: no answer within 2 s; set AWS_ENDPOINT_URL to "
+    said = f"{URL} cannot be reached: no answer within 1 s; set AWS_ENDPOINT_URL to "
     assert f"checkpoint.path: {said}" in text
     assert looked.startswith(f"shardwise: {said}")
-    assert time.monotonic() - began < 60, "something else waited"
 
 
 ABANDON = f"""
