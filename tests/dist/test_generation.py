@@ -18,9 +18,9 @@ from tests.dist.training import make_config
 from tests.hugging_face import VOCABULARY, described, save
 
 CASES = ("llama", "llama-tied", "qwen3", "olmo2", "smollm3", "gpt", "neox", "neox-tied")
-LENGTH = 20
+LENGTH = 12
 # How the tokens are cut into passes: all at once, a prompt and single tokens, chunks, one by one.
-CUTS = ((LENGTH,), (7, *[1] * 13), (6, 6, 8), (1,) * LENGTH)
+CUTS = ((LENGTH,), (7, *[1] * 5), (4, 3, 5), (1,) * LENGTH)
 
 
 @functools.cache

@@ -93,7 +93,7 @@ class Outcome:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def train(config: Config, steps: int = 20, uneven: bool = False, bodies: bool = True) -> Outcome:
+def train(config: Config, steps: int = 4, uneven: bool = False, bodies: bool = True) -> Outcome:
     """Run on this rank; the outcome holds the weights at step 0 and the gradients of step 1, in canonical form.
 
     Of each pipeline rank one has them, of its stages: those of `whole` are the model's.
