@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from shardwise import hub
 from shardwise.errors import ConfigError
+from tests.e2e.command import shardwise
 from tests.loopback_hub import TOKEN, Site, serve, user_of
 
 FILES = {
@@ -48,6 +48,8 @@ except ConfigError as error:
     result = {"problems": error.problems}
 print(json.dumps(result | {"said": said, "torch": "torch" in sys.modules}))
 """
+COLD = (sys.executable, "-B")
+"""A Python of its own, and not one that has imported torch already."""
 
 
 class User:
@@ -55,27 +57,43 @@ class User:
 
     def __init__(self, at: Path, site: Site) -> None:
         self.at, self.said = at, [""]
+        self.script = at / "call.py"
+        self.script.write_text(CALL)
         self.environment = {**os.environ, **user_of(site.address, str(at / "hf"))}
         self.environment.pop("HF_TOKEN", None)
 
-    def resolve(self, load: str, revision: str | None = None, *, cached: bool = False, **variables: str) -> Path:
-        return self._call("resolve", [load, revision], cached, variables)
+    def resolve(
+        self,
+        load: str,
+        revision: str | None = None,
+        *,
+        cached: bool = False,
+        python: tuple[str, ...] = (sys.executable,),
+        **variables: str,
+    ) -> Path:
+        return self._call("resolve", [load, revision], cached, variables, python)
 
     def tokenizer(self, named: str, *, cached: bool = False, **variables: str) -> Path:
         return self._call("resolve_tokenizer", [named], cached, variables)
 
-    def _call(self, function: str, arguments: list[str | None], cached: bool, variables: dict[str, str]) -> Path:
+    def _call(
+        self,
+        function: str,
+        arguments: list[str | None],
+        cached: bool,
+        variables: dict[str, str],
+        python: tuple[str, ...] = (sys.executable,),
+    ) -> Path:
         """Raises ConfigError as the call did."""
-        done = subprocess.run(
-            [sys.executable, "-c", CALL, json.dumps([function, arguments, cached])],
-            cwd=self.at, env={**self.environment, **variables}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == "", "progress bars are for terminals"
-        assert TOKEN not in done.stdout + done.stderr, "the token is a secret"
-        result = json.loads(done.stdout)
+        asked = json.dumps([function, arguments, cached])
+        given = {**self.environment, **variables}
+        done = shardwise(asked, at=self.at, program=(*python, str(self.script)), **given)
+        assert done.code == 0, done.err
+        assert done.err == "", "progress bars are for terminals"
+        assert TOKEN not in done.out, "the token is a secret"
+        result = json.loads(done.out)
         self.said = result["said"]
-        assert not result["torch"], "the launcher has no torch, and no time for it"
+        assert python != COLD or not result["torch"], "the launcher has no torch, and no time for it"
         if "problems" in result:
             raise ConfigError(result["problems"])
         return Path(result["folder"])
@@ -87,7 +105,7 @@ def user(tmp_path: Path, site: Site) -> User:
 
 
 def test_only_what_is_needed_is_fetched_and_once(user: User, site: Site) -> None:
-    folder = user.resolve("acme/tiny")
+    folder = user.resolve("acme/tiny", python=COLD)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     assert (folder / "model.safetensors").read_bytes() == b"newest"
     assert len(user.said) == 1

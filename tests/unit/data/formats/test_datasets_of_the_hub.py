@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.arch.source import ROOT
+from tests.e2e.command import shardwise
 from tests.loopback_hub import TOKEN, Site, serve, user_of
 from tests.unit.data.formats.test_text import stories
 
@@ -89,6 +89,10 @@ print(json.dumps(found))
 """
 
 
+COLD = (sys.executable, "-W", "ignore:.*fork:DeprecationWarning")
+"""A Python of its own, and not one that has imported torch already."""
+
+
 class User:
     """Prepares data in processes of their own: the hub's client reads its environment once."""
 
@@ -96,19 +100,30 @@ class User:
         self.at, self.environment = at, {**os.environ, **user_of(site.address, str(at / "hf"))}
         self.environment.pop("HF_TOKEN", None)
 
-    def prepare(self, *jobs: dict[str, str], at_once: bool = False, **variables: str) -> list[dict[str, Any]]:
+    def prepare(
+        self,
+        *jobs: dict[str, str],
+        at_once: bool = False,
+        python: tuple[str, ...] = (sys.executable,),
+        **variables: str,
+    ) -> list[dict[str, Any]]:
         """What came of each, one after another or `at_once`; in `jobs` are keys of `data`, and variables."""
         arguments = json.dumps([str(self.at / "cache"), at_once, jobs])
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore:.*fork:DeprecationWarning", "-c", CALL, arguments],
-            cwd=ROOT, env={**self.environment, **variables}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == "", "progress bars and warnings of libraries are not for the user"
-        assert TOKEN not in done.stdout, "the token is a secret"
-        found: list[dict[str, Any]] = json.loads(done.stdout)
-        assert not any(each.get("torch") for each in found), "the launcher has no torch, and no time for it"
+        found: list[dict[str, Any]] = json.loads(self.call(CALL, arguments, python, **variables))
+        if python == COLD:
+            assert not any(each.get("torch") for each in found), "the launcher has no torch, and no time for it"
         return found
+
+    def call(self, program: str, arguments: str, python: tuple[str, ...] = (sys.executable,), **variables: str) -> str:
+        """What the program prints."""
+        script = self.at / "call.py"
+        script.write_text(program)
+        given = {**self.environment, "PYTHONPATH": os.pathsep.join(map(str, sys.path)), **variables}
+        done = shardwise(arguments, at=ROOT, program=(*python, str(script)), **given)
+        assert done.code == 0, done.err
+        assert done.err == "", "progress bars and warnings of libraries are not for the user"
+        assert TOKEN not in done.out, "the token is a secret"
+        return done.out
 
     def cached(self, pattern: str) -> Path:
         (file,) = (self.at / "hf").glob(pattern)
@@ -136,9 +151,9 @@ def built(found: list[dict[str, Any]]) -> int:
     return sum("once, then cached in" in line for each in found for line in each["said"] if "preparing" in line)
 
 
-def test_eight_at_once_fetch_and_build_once(user: User, site: Site) -> None:
+def test_four_at_once_fetch_and_build_once(user: User, site: Site) -> None:
     job = {"dataset": "acme/tiny", "config": "en", "split": "train,validation"}
-    first = user.prepare(*[job] * 8, at_once=True)
+    first = user.prepare(*[job] * 4, at_once=True, python=COLD)
     assert built(first) == 1
     assert len({json.dumps(each["parts"]) for each in first}) == 1
     data = [name for name in site.fetched if name.endswith(".parquet")]
@@ -148,7 +163,7 @@ def test_eight_at_once_fetch_and_build_once(user: User, site: Site) -> None:
 
     (entry,) = (user.at / "cache/tokens").iterdir()
     (entry / "train.bin").write_bytes((entry / "train.bin").read_bytes()[:-100])
-    again = user.prepare(*[job] * 8, at_once=True)
+    again = user.prepare(*[job] * 4, at_once=True)
     assert built(again) == 1, "the damaged entry is built again, by one"
     assert {json.dumps(each["parts"]) for each in again} == {json.dumps(first[0]["parts"])}
     assert [name for name in site.fetched if name.endswith(".parquet")] == data, "nothing is fetched again"
@@ -157,7 +172,7 @@ def test_eight_at_once_fetch_and_build_once(user: User, site: Site) -> None:
 @pytest.mark.parametrize(
     ("pattern", "fetched", "processes"),
     [
-        ("hub/*/snapshots/*/data.jsonl", 1, 8),
+        ("hub/*/snapshots/*/data.jsonl", 1, 4),
         pytest.param("datasets/**/*.arrow", 0, 1, marks=pytest.mark.slow),
     ],
 )
@@ -253,12 +268,7 @@ def test_a_data_set_of_the_hub_is_streamed(user: User, site: Site, tmp_path: Pat
     for start in range(2):
         asked = len(site.requests)
         arguments = json.dumps([str(tmp_path / "cache"), str(tmp_path / "tokenizer"), keys])
-        done = subprocess.run(
-            [sys.executable, "-c", STREAMED, arguments],
-            cwd=ROOT, env=user.environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
+        found = json.loads(user.call(STREAMED, arguments))
         assert found["summary"].startswith("acme/tiny: a stream of 2 files, ")
         assert found["held"] > 0
         assert len(found["texts"]) == 60
