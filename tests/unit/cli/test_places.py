@@ -1,6 +1,6 @@
 """What a command is given as a place of checkpoints, where that is none that answers."""
 
-import time
+import threading
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_nobody_waits_for_a_place_that_does_not_answer(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reach, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(Root, "exists", lambda _: time.sleep(0.3))
+    monkeypatch.setattr(Root, "exists", lambda _: threading.Event().wait())
     arguments, code = COMMANDS[command]
     assert main(arguments) == code
     assert capsys.readouterr().err == f"shardwise: {URL} cannot be reached: no answer within 0 s\n"

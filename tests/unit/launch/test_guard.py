@@ -5,13 +5,15 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from shardwise.launch import guard
 from shardwise.launch.environment import PARENT_PID
+from tests.e2e.processes import wait_for
+
+SECONDS = 120.0
 
 CHILD = "from shardwise.launch import guard; guard.die_with_parent(); print('ready', flush=True); input()"
 PARENT = f"""
@@ -29,11 +31,8 @@ def test_a_child_dies_with_its_killed_parent() -> None:
     child = int(parent.stdout.readline())
     os.kill(child, 0)
     parent.kill()
-    parent.communicate(timeout=10)
-    deadline = time.monotonic() + 5
-    while not _is_gone(child) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert _is_gone(child)
+    parent.communicate(timeout=SECONDS)
+    assert wait_for(lambda: _is_gone(child), SECONDS)
 
 
 def _is_gone(pid: int) -> bool:
@@ -47,7 +46,7 @@ def test_a_parent_that_died_before_is_noticed() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     environment = {**os.environ, PARENT_PID: str(gone.pid)}
-    child = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=30)
+    child = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=SECONDS)
     assert child.returncode == -signal.SIGKILL
 
 
@@ -59,5 +58,5 @@ def test_elsewhere_a_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard.os, "kill", lambda *call: killed.append(call))
     watcher = threading.Thread(target=guard._watch, args=(7,))
     watcher.start()
-    watcher.join(5)
+    watcher.join(SECONDS)
     assert killed == [(os.getpid(), signal.SIGKILL)]

@@ -303,8 +303,8 @@ def test_eight_processes_at_once_make_one_download(before: str, server: Server, 
     for process in started:
         process.start()
     for process in started:
-        process.join(60)
-    lines = [told.get(timeout=5) for _ in range(8)] if not told.empty() else []
+        process.join(240)
+    lines = [told.get(timeout=60) for _ in range(8)] if not told.empty() else []
     while not told.empty():
         lines.append(told.get())
     results = sorted(json.loads(line) for line in lines if line.startswith("["))

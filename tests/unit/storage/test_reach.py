@@ -1,6 +1,6 @@
 """The first contact with a place: it answers in time, and takes what is written, or that is said."""
 
-import time
+import threading
 import uuid
 from pathlib import Path
 
@@ -36,4 +36,4 @@ def test_errors_are_raised_where_the_answer_is_waited_for(root: Root) -> None:
 def test_nobody_waits_for_a_place_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "PATIENCE_SECONDS", 0.01)
     with pytest.raises(StoreError, match="memory://far cannot be reached: no answer within 0 s"):
-        reach.in_time(Root.of("memory://far"), lambda: time.sleep(0.5))
+        reach.in_time(Root.of("memory://far"), threading.Event().wait)
