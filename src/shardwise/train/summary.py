@@ -138,11 +138,17 @@ def _schedule(config: Config, layout: Layout) -> str:
 
 def _named(stages: list[Stage]) -> str:
     """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
-    blocks = (f"{one.layers[0]}-{one.layers[-1]}" if len(one.layers) > 1 else f"{one.layers[0]}" for one in stages)
-    ends = [", embedding"] * any(one.is_first for one in stages) + [", head"] * any(one.is_last for one in stages)
+    embedding = ", embedding" if any(stage.is_first for stage in stages) else ""
+    head = ", head" if any(stage.is_last for stage in stages) else ""
     plural = "s" if len(stages) > 1 else ""
-    numbers = listing(one.index for one in stages)
-    return f"stage{plural} {numbers} (blocks {listing(blocks)}{''.join(ends)})"
+    numbers = listing(stage.index for stage in stages)
+    return f"stage{plural} {numbers} (blocks {listing(map(blocks_of, stages))}{embedding}{head})"
+
+
+def blocks_of(stage: Stage) -> str:
+    """The blocks of a stage: `4-7`, or `4`."""
+    first, last = stage.layers[0], stage.layers[-1]
+    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def _optimizer(config: Config) -> str:
