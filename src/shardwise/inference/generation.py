@@ -60,10 +60,12 @@ def generate(
         return
     assert prompt, "there is nothing to continue"
     tokens = list(prompt)
-    reader: _Cached | _Uncached = _Uncached(model, mesh)
+    reader: _Cached | _Uncached
     if isinstance(model, CausalLM | Stages):
         room = len(tokens) + max_tokens - 1  # the model never reads the last token
         reader = _Cached(model, mesh, room, chunk, parallel)
+    else:
+        reader = _Uncached(model, mesh)
     source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
         logits_V = reader.next_logits(tokens)

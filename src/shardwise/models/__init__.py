@@ -10,13 +10,12 @@ from torch import nn
 from shardwise.config import BertConfig, Config, DecoderConfig, GPTConfig, GPTNeoXConfig, Layout, OwnConfig
 from shardwise.mesh import Group, Mesh
 from shardwise.models.bert import Bert
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import Part, Stages, gives_losses
 from shardwise.models.causal import CausalLM
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
 from shardwise.models.own import build_own, check_own
-from shardwise.models.stages import Stages, gives_losses
 from shardwise.parallel import ParallelEmbedding
 from shardwise.plan.partition import stage_plan
 

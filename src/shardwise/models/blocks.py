@@ -6,7 +6,7 @@ Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with seque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -35,6 +35,7 @@ from shardwise.parallel import (
 from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import LayerOptions, LinearOptions
 from shardwise.placement import Init, share
+from shardwise.plan.stage import Stage
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -281,3 +282,29 @@ class Family(nn.Module, Generic[_Config]):
     def build(self, config: _Config, make: Maker) -> None:
         """Make the layers of this part, in the order of the forward pass."""
         raise NotImplementedError
+
+
+def gives_losses(model: nn.Module) -> bool:
+    """Whether a model returns losses; if not, it returns the input of the next pipeline stage."""
+    return model.part.is_last if isinstance(model, Family) else True
+
+
+class Stages(nn.ModuleList):
+    """The pipeline stages of one rank, in the order of the model; each is a `Family` built as a `Part`.
+
+    Attributes:
+        plan: the place of each stage in the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: list[Stage] = []
+
+    def add(self, stage: Stage, model: nn.Module) -> None:
+        """Append the next stage."""
+        self.plan.append(stage)
+        self.append(model)
+
+    def pairs(self) -> Iterator[tuple[Stage, nn.Module]]:
+        """Each stage with its model."""
+        return zip(self.plan, self, strict=True)

@@ -24,21 +24,21 @@ from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
 STREAM = "stream"
-"""What a manifest's `rng` calls the state of a stream."""
+"""The key of a stream's state in a manifest's `rng`."""
 
 
 def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None, bool]:
-    """Why any rank thinks that the run shall stop, and whether any has the flag set; the same on every rank."""
-    heard = torch.tensor([reason is not None, flag], dtype=torch.int32, device=mesh.device)
-    stop, flagged = comm.all_reduce_(heard, mesh.world, op="max").tolist()
+    """The first reason to stop that any rank has, and whether any rank sets `flag`; the same on every rank."""
+    mine = torch.tensor([reason is not None, flag], dtype=torch.int32, device=mesh.device)
+    stop, flagged = comm.all_reduce_(mine, mesh.world, op="max").tolist()
     reasons = comm.all_gather_objects(reason, mesh.world) if stop else []
-    return next((each for each in reasons if each is not None), None), bool(flagged)
+    return next((text for text in reasons if text is not None), None), bool(flagged)
 
 
 def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
-    """A function that says why this rank thinks that the run shall stop, or None.
+    """A function that returns this rank's reason to stop, or None.
 
-    Of each machine one rank looks into the run's folder for a request; the others hear signals alone.
+    On each machine one rank looks for a request in the run's folder; the others notice only signals.
     """
     place = joined()
     folder = directory.path if place is None or place.local_rank == 0 else None
@@ -49,13 +49,10 @@ class Checkpoints:
     """Saves by steps, by minutes, at the end, and before a stop; reports how each save ended.
 
     Args:
-        saver: writes the checkpoints.
-        config: of the run.
-        reporter: reports the saves.
         mesh: its world exchanges two numbers after each step.
-        asked_to_stop: why this rank thinks that the run shall stop, or None; what one rank heard, all obey.
-        went_back: what the manifests' `schedule` says of how the run last went back.
-        stream: the batches whose state a manifest has, where they have one.
+        asked_to_stop: returns this rank's reason to stop, or None; all ranks obey the reason of one.
+        went_back: how the run last went back, for the manifests' `schedule`.
+        stream: the batches, if they are a stream: its state is saved too.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
 
     def after_step(self, progress: Progress, last: bool) -> str | None:
-        """Save where a checkpoint is due; returns why the run shall stop now, the same on every rank."""
+        """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank."""
         self._report()
         every, minutes = self._config.checkpoint.every, self._config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
@@ -85,7 +82,7 @@ class Checkpoints:
         return stopped_by
 
     def save_again(self, manifest: Manifest) -> None:
-        """Save the checkpoint that was just restored once more, as it was: in place of one that is damaged."""
+        """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""
         kept = ("samples", "position", "tokens", "schedule", "rng")
         self._saver.save(manifest.step, {name: getattr(manifest, name) for name in kept})
 
@@ -97,17 +94,13 @@ class Checkpoints:
             rank has ended.
         """
         self._saver.wait()
-        finished = self._saver.finished()
-        if not finished:  # the run that was resumed had taken all its steps
-            return
-        *before, last = finished
-        for saved in before:
+        finished = self._saver.finished()  # none where the resumed run had done all its steps before
+        for saved in finished:
+            if saved is finished[-1] and saved.problem is not None:
+                if saved.lost_peer:
+                    raise LostPeerError(f"{saved.problem} while the checkpoint of step {saved.step:,} was saved")
+                raise RunError(f"the checkpoint of step {saved.step:,} could not be saved: {saved.problem}")
             self._reporter.saved(saved)
-        if last.problem is not None and last.lost_peer:
-            raise LostPeerError(f"{last.problem} while the checkpoint of step {last.step:,} was saved")
-        if last.problem is not None:
-            raise RunError(f"the checkpoint of step {last.step:,} could not be saved: {last.problem}")
-        self._reporter.saved(last)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -115,7 +108,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let a save that is under way come to its end, unless somebody wants the run to end at once."""
+        """Wait for a save that has started, unless the user interrupts the run once more."""
         if not isinstance(error, KeyboardInterrupt):
             self._saver.wait()
             self._report(continues=error is None)
@@ -136,8 +129,8 @@ class Checkpoints:
                 "lr": learning_rate(config, max(progress.step, 1)),
                 **self._went_back,
             },
-            # Whatever is drawn is a function of these, of the step and of the sample: there is no other state, but for
-            # where a stream is read.
+            # All random numbers are functions of these, the step and the sample. The only other state is where a
+            # stream is read.
             "rng": {
                 "seed": config.train.seed,
                 "dropout_mode": config.train.dropout_mode,
