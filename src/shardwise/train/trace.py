@@ -1,4 +1,4 @@
-"""What a rank does in some steps, as a Chrome trace: for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""The work of a rank in some steps as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardwise.pipeline.clock import message_name
 
 
 class Trace:
-    """Records the steps of `log.trace` by torch's profiler, kernels included where there are any.
+    """Records the steps of `log.trace` with torch's profiler.
 
     Args:
         steps: those to record; None: none.
         path: of the file.
-        pipelined: whether the model is cut into stages; their messages are then named.
+        pipelined: whether the model is cut into stages, whose messages are then named.
     """
 
     def __init__(self, steps: range | None, path: Path, *, pipelined: bool) -> None:
@@ -28,7 +28,7 @@ class Trace:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around each step: the first of those to record begins the recording, and the last one ends it."""
+        """A context for each step: the first step to record begins the recording, and the last one ends it."""
         if step not in self._steps:
             yield
             return
@@ -40,7 +40,7 @@ class Trace:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, where nothing is yet written."""
+        """End the recording and write the file, unless that is done."""
         if self._running is None:
             return
         profiler, named = self._running
@@ -54,7 +54,7 @@ class Trace:
         named = ExitStack()
         if self._pipelined:
             named.enter_context(named_messages(message_name))
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each start and stop is a line on standard error
-        profiler = profile()  # of all that torch can see here
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each start and stop prints a line on standard error
+        profiler = profile()  # of all devices
         profiler.start()
         self._running = profiler, named
