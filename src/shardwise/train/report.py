@@ -153,7 +153,7 @@ class Reporter:
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
         if saved.problem is not None:
-            then = "; the run goes on" if continues else ""
+            then = "; the run continues" if continues else ""
             self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}{then}")
             return
         self._event(
