@@ -1,4 +1,4 @@
-"""The model families. Each is one short file that reads like the architecture, built from the sharded layers below."""
+"""The model families, each in one short file that reads like the architecture, and how a model is built."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def build_model(
         group: the tensor-parallel ranks.
         sequence_parallel: whether activations are cut along the sequence between tensor-parallel regions.
         device, dtype: of the parameters; default: torch's.
-        part: the pipeline stage that is wanted; None: the whole model.
+        part: the pipeline stage to build; None: the whole model.
 
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or built.
@@ -87,14 +87,13 @@ def build_stages(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """What this rank holds of the model at a layout: `Stages`, or without a pipeline the model itself.
+    """This rank's part of the model: `Stages`, or without a pipeline the model itself.
 
-    A stage has the weights that it would have without a pipeline. Nothing but this rank's stages is built.
+    A stage has the same weights as without a pipeline. Only this rank's stages are built.
 
     Args:
         config: the whole configuration.
-        layout: its layout on this job's ranks.
-        mesh: the ranks.
+        layout: on the ranks of `mesh`.
         dtype: of the parameters; default: torch's.
         device: of the parameters; default: the mesh's.
     """
@@ -106,8 +105,8 @@ def build_stages(
     ends, embeddings = Group(), dict[str, ParallelEmbedding]()
     outer = (plan[0].rank, plan[-1].rank)
     if config.model.tie_word_embeddings and outer[0] != outer[1]:
-        # torch names a new group by the number of groups that its members have made so far. For equal names all ranks
-        # make one, also those between the ends, which do not use theirs.
+        # torch names a new group by the number of groups that its members have made so far. So that names stay equal,
+        # all ranks make one, also those between the ends, which do not use theirs.
         between = tuple(rank for rank in range(mesh.pp.size) if rank not in outer)
         made = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
         ends = made if mesh.pp.rank in outer else Group()

@@ -1,4 +1,4 @@
-"""What the families share beside attention: how layers are made, the plain MLP, and the frame of a model.
+"""What the families share beside attention: how layers are made, the plain MLP, the frame of a model, its stages.
 
 Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head width.
 Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
@@ -54,12 +54,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that one pipeline stage has: by default all of it.
+    """The part of a model that one pipeline stage has; by default all of it.
 
     Attributes:
-        layers: its blocks; None: all. is_first, is_last: whether it begins with the embedding and ends with the head.
-        ends: the ranks that hold the first and the last stage, where these are two.
-        embeddings: by name, those that this rank's stages have already: a tied one serves both ends where it has both.
+        layers: its blocks; None: all.
+        is_first, is_last: whether it has the embedding, and the head.
+        ends: the ranks with the first and the last stage, if they are two.
+        embeddings: those that this rank's stages have already, by name: a rank with both ends has a tied one once.
     """
 
     layers: range | None = None
@@ -71,9 +72,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the layers of a model: it knows what they need beside the configuration.
+    """Makes the layers of a model: it has all their arguments beside the configuration.
 
-    recompute: `selective` keeps nothing of the attention core but its input, `full` nothing of a block but its input.
+    Attributes:
+        recompute: what the backward pass computes again from its input: the attention core (`selective`) or each block
+            (`full`).
     """
 
     group: Group
@@ -88,7 +91,7 @@ class Maker:
         return self.part.layers if self.part.layers is not None else range(config.num_hidden_layers)
 
     def has_embedding(self, config: FamilyConfig) -> bool:
-        """Whether the word embedding is to be made: to be looked up, or as the head's weight."""
+        """Whether this part has the word embedding: for its input, or as the head's weight."""
         return self.part.is_first or (self.part.is_last and config.tie_word_embeddings)
 
     def word_embedding(self, config: FamilyConfig, name: str, padding_idx: int | None = None) -> ParallelEmbedding:
@@ -117,7 +120,7 @@ class Maker:
     def query_key_value(
         self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
     ) -> GQAQKVColumnParallelLinear:
-        """x → Q, K and V, one after the other. names: of each canonical layer; one name thrice where they are one."""
+        """x → Q, K and V, one after the other. `names` of their canonical layers; three times the same if it is one."""
         q_size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         return GQAQKVColumnParallelLinear(
             config.hidden_size,
@@ -131,7 +134,7 @@ class Maker:
         )
 
     def query_key_norm(self, config: FamilyConfig, names: tuple[str, str]) -> QueryKeyNorm | None:
-        """q and k → both normalised, in the families that do so."""
+        """q and k → both normalised; None in families that do not."""
         if config.query_key_norm is None:
             return None
         heads = config.num_attention_heads, config.num_key_value_heads
@@ -159,7 +162,7 @@ class Maker:
         return Dropout(p, layer=layer, site=site, group=self.group, sequence_parallel_enabled=self.sequence_parallel)
 
     def head(self, config: FamilyConfig, name: str, embedding: str) -> ParallelLMHead:
-        """x → logits or losses, with the weight of the embedding of that name where the model ties them."""
+        """x → logits or losses. A tied head has the weight of the embedding named `embedding`."""
         tied = self.part.embeddings[embedding].weight if config.tie_word_embeddings else None
         return ParallelLMHead(
             config.hidden_size,
@@ -174,11 +177,14 @@ class Maker:
 
 @dataclass(frozen=True)
 class Context:
-    """What every block of one forward pass sees.
+    """What all blocks of one forward pass share.
 
-    mask: which keys may be attended to, `[B, 1, 1, S]`, or `[S, L]` where S queries end a row of L keys, or what is
-    added to the scores, `[B, 1, S, S]`; None: all, or in a causal model those that are not later. cache: what is known
-    of the tokens before these. turns: the rotary tables, where positions or angles are not those of the whole sequence.
+    Attributes:
+        dropout: the step's key; None: no dropout.
+        mask: keys that may be attended to, `[B, 1, 1, S]`, or `[S, L]` for the last S queries of L keys; or a number
+            added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
+        cache: keys and values of earlier tokens.
+        turns: the rotary tables, if positions or angles are not those of the whole sequence.
     """
 
     dropout: DropoutKey | None = None
@@ -235,9 +241,9 @@ class MLP(nn.Module):
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:
-    """x through all blocks; with `full` recompute only each block's input is kept for the backward pass.
+    """x → all blocks → x; with `full` recompute only each block's input is kept for the backward pass.
 
-    Masks are drawn from the context's key, not from a generator's state, so that the recomputed ones are the same.
+    Dropout masks depend on the context's key and not on a generator's state, so recomputed masks are the same.
     """
     for block in blocks:
         if recompute == "full" and torch.is_grad_enabled():
@@ -252,10 +258,11 @@ class Family(nn.Module, Generic[_Config]):
 
     Args:
         config: sizes by their Hugging Face names.
-        group: the tensor-parallel ranks. sequence_parallel: cut the residual stream along the sequence between blocks.
+        group: the tensor-parallel ranks.
+        sequence_parallel: whether the residual stream is cut along the sequence between blocks.
         recompute: what the backward pass computes again (`Maker`).
-        part: the pipeline stage that this is; None: the whole model.
-        vocab_multiple: what a rank's rows of embedding and head are a multiple of.
+        part: the pipeline stage; None: the whole model.
+        vocab_multiple: each rank's rows of embedding and head are a multiple of it.
         seed: the weights are a function of (seed, canonical name), the same at any layout.
     """
 
