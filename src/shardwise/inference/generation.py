@@ -92,8 +92,8 @@ class _Cached:
         (part, cache), *_ = self._caches.items()
         assert isinstance(part, CausalLM), "only a causal model continues a text"
         if part.outdates(cache.length, len(tokens)):
-            for each in self._caches.values():
-                each.length = 0
+            for outdated in self._caches.values():
+                outdated.length = 0
         new = torch.tensor(tokens[cache.length :], device=self._mesh.device).unsqueeze(1)
         # Where keys change with the length, all must be computed in one pass.
         chunks = new.split(len(new) if part.outdates(1, len(tokens)) else self._chunk)

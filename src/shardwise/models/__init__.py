@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ def build_model(
     model = config.model
     if isinstance(model, OwnConfig):
         return build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-    family = next(made for kind, made in _FAMILIES.items() if isinstance(model, kind))
+    family = next(family for section, family in _FAMILIES.items() if isinstance(model, section))
     return family(
         model,
         group,
@@ -98,8 +99,9 @@ def build_stages(
         device: of the parameters; default: the mesh's.
     """
     where = mesh.device if device is None else device
+    build = partial(build_model, config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
     if layout.pipeline == 1:
-        return build_model(config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
+        return build()
     assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
     plan = stage_plan(config, layout)
     ends, embeddings = Group(), dict[str, ParallelEmbedding]()
@@ -108,14 +110,10 @@ def build_stages(
         # torch names a new group by the number of groups that its members have made so far. So that names stay equal,
         # all ranks make one, also those between the ends, which do not use theirs.
         between = tuple(rank for rank in range(mesh.pp.size) if rank not in outer)
-        made = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
-        ends = made if mesh.pp.rank in outer else Group()
+        group = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
+        ends = group if mesh.pp.rank in outer else Group()
     stages = Stages()
     for stage in plan:
         if stage.rank == mesh.pp.rank:
-            part = Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)
-            model = build_model(
-                config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype, part=part
-            )
-            stages.add(stage, model)
+            stages.add(stage, build(part=Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)))
     return stages

@@ -98,7 +98,7 @@ class Maker:
         """Ids → x. Where both ends of a pipeline hold a tied one, its gradient is partial over them."""
         if name in self.part.embeddings:
             return self.part.embeddings[name]
-        made = self.part.embeddings[name] = ParallelEmbedding(
+        embedding = self.part.embeddings[name] = ParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
             padding_idx,
@@ -108,8 +108,8 @@ class Maker:
             **self.options,
         )
         if config.tie_word_embeddings and self.part.ends.size > 1:
-            share(made.weight, self.part.ends)
-        return made
+            share(embedding.weight, self.part.ends)
+        return embedding
 
     def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
         """Positions or token types → what is added to x."""

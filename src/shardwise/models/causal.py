@@ -81,7 +81,7 @@ class CausalLM(Family[_Config]):
             return tables
         columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
         cos, sin = tables or self.rotary.tables(len(ids_SB), x)
-        cos, sin = (each.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for each in (cos, sin))
+        cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
         return cos, sin
 
     def forward(

@@ -112,8 +112,8 @@ class Rotary:
         """
         if {self.regime(length) for length in lengths} <= {self.regime(rows)}:
             return None
-        made = {length: self._make(rows, length, like) for length in set(lengths)}
-        cos, sin = (torch.cat([made[length][n] for length in lengths], dim=1) for n in range(2))
+        tables = {length: self._make(rows, length, like) for length in set(lengths)}
+        cos, sin = (torch.cat([tables[length][n] for length in lengths], dim=1) for n in range(2))
         return cos, sin
 
     def _make(self, rows: int, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
 def _is_accumulator_held(parameter: nn.Parameter) -> bool:
     """Whether DDP or a graph holds the autograd node that accumulates the parameter's gradient.
 
-    Otherwise torch makes a new node for each question, which lacks what was written to the metadata of the last one.
+    Otherwise torch makes a new node for each call, which lacks what was written to the metadata of the last one.
     """
 
     def metadata() -> Any:  # a dict, though torch annotates it as a method

@@ -6,16 +6,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.profiler import record_function
 
 from shardwise import comm
+from shardwise import device as devices
 from shardwise.mesh import Mesh
 
 FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHTS = "backward of the input", "backward of the weights"
+
+_Mark: TypeAlias = float | torch.Event
+"""A time by `time.perf_counter`, or an event in an accelerator's stream."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,9 @@ class Clock:
     """
 
     device: torch.device
-    _marks: list[tuple[str, int, float | torch.Event, float | torch.Event]] = field(default_factory=list)
-    _origin: tuple[float, torch.Event] | None = None
-    _begun: float | torch.Event = 0.0
-    _ended: float | torch.Event = 0.0
+    _work: list[tuple[str, int, _Mark, _Mark]] = field(default_factory=list)
+    _begun: _Mark = 0.0
+    _ended: _Mark = 0.0
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
@@ -62,16 +65,11 @@ class Clock:
         with record_function(_name(kind, stage, micro_batch)):
             start = self._now()
             yield
-            self._marks.append((kind, stage, start, self._now()))
+            self._work.append((kind, stage, start, self._now()))
 
     def begin(self) -> None:
         """Begin a step, and forget the one before."""
-        self._marks.clear()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-            event = torch.Event(self.device, enable_timing=True)
-            event.record()
-            self._origin = time.perf_counter(), event
+        self._work.clear()
         self._begun = self._now()
 
     def end(self) -> None:
@@ -83,32 +81,31 @@ class Clock:
 
         The step's length is the longest of all ranks: the last stage ends before the first has received its gradient.
         """
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        devices.synchronize(self.device)
         seconds = {stage: [0.0, 0.0] for stage in stages}
-        for kind, stage, start, end in self._marks:
-            seconds[stage][kind != FORWARD] += self._at(end) - self._at(start)
+        for kind, stage, start, end in self._work:
+            seconds[stage][kind != FORWARD] += _seconds(start, end)
         work = tuple(StageSeconds(stage, forward, backward) for stage, (forward, backward) in seconds.items())
         busy = sum(stage.forward + stage.backward for stage in work)
-        here = torch.tensor([[busy, self._at(self._ended) - self._at(self._begun)]], dtype=torch.float64)
+        here = torch.tensor([[busy, _seconds(self._begun, self._ended)]], dtype=torch.float64)
         busy_P, length_P = comm.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
         longest = float(length_P.max())
         return StepTiming(work, 1 - busy / longest, 1 - float(busy_P.mean()) / longest)
 
-    def _now(self) -> float | torch.Event:
+    def _now(self) -> _Mark:
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
-    def _at(self, mark: float | torch.Event) -> float:
-        """The time of a mark by `time.perf_counter`."""
-        if isinstance(mark, float):
-            return mark
-        assert self._origin is not None, "begin() comes first"
-        at, event = self._origin
-        return at + event.elapsed_time(mark) / 1000
+
+def _seconds(start: _Mark, end: _Mark) -> float:
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
 
 
 def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:

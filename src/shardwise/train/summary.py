@@ -145,8 +145,8 @@ def _optimizer(config: Config) -> str:
     if config.optimizer.name == "adamw":
         return "AdamW"
     tensors = canonical_tensor_count(config.model)
-    each = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
-    return f"LAMB: the ranks agree on two norms of {each}, whole whatever the layout"
+    which = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
+    return f"LAMB: the ranks agree on two norms of {which}, whole whatever the layout"
 
 
 def _compute(config: Config) -> _Rows:
@@ -214,27 +214,27 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 def _disk(config: Config, checkpoint: int) -> str:
     """The size of one checkpoint, and of all that exist at once."""
     keep = config.checkpoint.keep
-    each = f"{units.size(checkpoint)} for each checkpoint"
+    size = f"{units.size(checkpoint)} for each checkpoint"
     at_once = _checkpoints_at_once(config)
     if at_once is None:
-        return f"{each}, all of them kept (checkpoint.keep=null)"
+        return f"{size}, all of them kept (checkpoint.keep=null)"
     kept = f"checkpoint.keep={'null' if keep is None else keep}"
-    return f"{each}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
+    return f"{size}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
 
 
 def _checkpoints_at_once(config: Config) -> int | None:
     """The most checkpoints on disk, or None if not known. A new one is complete before an old one is removed."""
     steps, settings = config.train.steps, config.checkpoint
     every, keep_every = settings.every or steps, settings.keep_every
-    made = steps // every + (steps % every > 0) if settings.every_minutes is None else None
+    saved = steps // every + (steps % every > 0) if settings.every_minutes is None else None
     if settings.keep is None:
-        return made
+        return saved
     stay = 0
     if keep_every is not None:
         ending = steps % keep_every == 0 and steps % every > 0
-        stay = steps // math.lcm(every, keep_every) + ending if made is not None else steps // keep_every
+        stay = steps // math.lcm(every, keep_every) + ending if saved is not None else steps // keep_every
     most = settings.keep + stay + 1
-    return most if made is None else min(made, most)
+    return most if saved is None else min(saved, most)
 
 
 def start_rows(
