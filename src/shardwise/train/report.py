@@ -107,10 +107,7 @@ class Reporter:
             self._tensorboard = SummaryWriter(str(self.run.tensorboard), purge_step=steps_before + 1)
         self._event(
             "start",
-            parameters=self.parameters,
-            layout=self._layout(),
-            device=self.device_name,
-            precision=asdict(self.precision),
+            **self._facts(),
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             loaded=loaded,
@@ -311,16 +308,18 @@ class Reporter:
             "mfu": model_flops_utilization(self._token_flops, tokens_per_second, self.layout.world, self._peak_flops),
         }
 
-    def _layout(self) -> dict[str, Any]:
-        layout = self.layout
-        return {
-            "ranks": layout.world,
-            "tensor": layout.tensor,
-            "sequence": layout.sequence,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
+    def _facts(self) -> dict[str, Any]:
+        """What the first record of a run and its results both have."""
+        layout = {
+            "ranks": self.layout.world,
+            "tensor": self.layout.tensor,
+            "sequence": self.layout.sequence,
+            "pipeline": self.layout.pipeline,
+            "data": self.layout.data,
             "zero": self.config.optimizer.zero,
         }
+        precision = asdict(self.precision)
+        return {"parameters": self.parameters, "layout": layout, "device": self.device_name, "precision": precision}
 
     def _time_to_train(self, until: float) -> float | None:
         """Seconds over all runs of this training; None where an earlier one recorded no time."""
@@ -338,10 +337,7 @@ class Reporter:
             evaluation = evaluation or self._recorded("eval", self._step)
         length = self.config.train.sequence_length
         return {
-            "parameters": self.parameters,
-            "layout": self._layout(),
-            "device": self.device_name,
-            "precision": asdict(self.precision),
+            **self._facts(),
             "steps": self._step,
             "steps_before": self._before,
             "tokens": last.tokens if last else 0,
