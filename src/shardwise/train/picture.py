@@ -53,18 +53,19 @@ def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
     """The picture, its legend and the bubble; lines of at most `width` characters unless that is too narrow."""
     micro_batches = layout.accumulation(config.train)
     simulation = simulate(config.parallel, micro_batches, config.train.recompute)
-    time, cell, digits = simulation.makespan, len(str(micro_batches - 1)) + 1, len(str(layout.pipeline - 1))
+    length, cell, digits = simulation.makespan, len(str(micro_batches - 1)) + 1, len(str(layout.pipeline - 1))
     most = max((width - len("pp   ") - digits) // cell, 3)
-    shown = time if time <= most else most - 1  # one cell shows that others are left out
+    shown = length if length <= most else most - 1  # one cell shows that others are left out
 
     def line(rank: int) -> Text:
         cells = _shortened(_cells(simulation, rank, cell), shown, lambda _: Text("…".ljust(cell), style=_IDLE))
         return Text.assemble(f"pp {rank:<{digits}}  ", *cells)
 
-    lines = [line(rank) for rank in range(layout.pipeline)]
-    lines = _shortened(lines, _MOST_ROWS, lambda count: Text(_ranks_left_out(count), style=_IDLE))
-    if shown < time:
-        lines.append(Text(f"…  {time - shown} of {time} units of time left out", style=_IDLE))
+    ranks: list[int | Text] = list(range(layout.pipeline))
+    rows = _shortened(ranks, _MOST_ROWS, lambda count: Text(_ranks_left_out(count), style=_IDLE))
+    lines = [line(row) if isinstance(row, int) else row for row in rows]
+    if shown < length:
+        lines.append(Text(f"…  {length - shown} of {length} units of time left out", style=_IDLE))
     bubble = (
         f"{config.parallel.schedule}, {micro_batches} micro-batches: bubble {simulation.bubble:.1%} with equal stages "
         "and instant messages"
