@@ -37,7 +37,7 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
     def stepping(self):
         name = events.get(str(self.progress.step + 1))
         if name is not None:
-            self.saving._saver.wait()
+            self.saving.saver.wait()
             if filler.exists():
                 filler.unlink()
         if name == "full":

@@ -83,7 +83,7 @@ def build_trainer(
         batches=batches,
         evaluation=make_batches(config, data, "eval"),
         reporter=reporter,
-        progress=progress,
+        progress=progress or Progress(),
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
     )
 

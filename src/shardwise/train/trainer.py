@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,33 +39,27 @@ _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
     """Trains one model on one rank of a mesh; every rank runs the same steps.
 
-    Args:
+    Attributes:
         pipeline: runs the stages of this rank, where the model is cut into stages.
     """
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        layout: Layout,
-        mesh: Mesh,
-        model: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
-        batches: Batches,
-        evaluation: Batches | None,
-        reporter: Reporter | None = None,
-        progress: Progress | None = None,
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        self.config, self.layout, self.mesh = config, layout, mesh
-        self.model, self.optimizer, self.pipeline = model, optimizer, pipeline
-        self.batches, self.evaluation = batches, evaluation
-        self.feed = Feed(config, mesh, batches, evaluation)
-        self.reporter = reporter
-        self.progress = progress or Progress()
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    model: nn.Module
+    optimizer: ZeroRedundancyOptimizer
+    batches: Batches
+    evaluation: Batches | None
+    progress: Progress
+    reporter: Reporter | None = None
+    pipeline: Pipeline | None = None
+
+    def __post_init__(self) -> None:
+        self.feed = Feed(self.config, self.mesh, self.batches, self.evaluation)
 
     def run(self, checkpoints: Checkpoints | None = None) -> str | None:
         """Train to the last step, with evaluations, comparisons of replicas and checkpoints.
