@@ -24,7 +24,8 @@ class Trace:
 
     def __init__(self, steps: range | None, path: Path, *, pipelined: bool) -> None:
         self._steps, self._path, self._pipelined = steps or range(0), path, pipelined
-        self._running: tuple[profile, ExitStack] | None = None
+        self._recording = ExitStack()
+        self._has_begun = False
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -32,8 +33,8 @@ class Trace:
         if step not in self._steps:
             yield
             return
-        if self._running is None:
-            self._start()
+        if not self._has_begun:
+            self._begin()
         with record_function(f"step {step}"):
             yield
         if step == self._steps[-1]:
@@ -41,20 +42,14 @@ class Trace:
 
     def close(self) -> None:
         """End the recording and write the file, unless that is done."""
-        if self._running is None:
-            return
-        profiler, named = self._running
-        self._running = None
-        named.close()
-        profiler.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
+        self._recording.close()
 
-    def _start(self) -> None:
-        named = ExitStack()
-        if self._pipelined:
-            named.enter_context(named_messages(message_name))
+    def _begin(self) -> None:
+        self._has_begun = True
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each start and stop prints a line on standard error
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         profiler = profile()  # of all devices
-        profiler.start()
-        self._running = profiler, named
+        self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))  # once the profiler has stopped
+        self._recording.enter_context(profiler)
+        if self._pipelined:
+            self._recording.enter_context(named_messages(message_name))
