@@ -15,7 +15,7 @@ from shardwise import comm
 from shardwise.config import LlamaConfig
 from shardwise.mesh import Mesh, join
 from shardwise.models.blocks import Context, Maker
-from shardwise.models.llama import Block
+from shardwise.models.llama import LlamaBlock
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import ColumnParallelLinear
 from shardwise.parallel.linear import LayerOptions
@@ -52,7 +52,7 @@ class Separate(nn.Module):
         return tuple(layer(x) for layer in self.layers)
 
 
-def separated(config: LlamaConfig, block: Block, sequence_parallel: bool, options: LayerOptions) -> Block:
+def separated(config: LlamaConfig, block: LlamaBlock, sequence_parallel: bool, options: LayerOptions) -> LlamaBlock:
     """A block with the same weights, whose projections are layers of their own."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     attention, mlp = block.self_attn, block.mlp
@@ -79,7 +79,7 @@ def measure(size: dict[str, int], sequence_parallel: bool, rounds: int) -> dict[
     )
     options: LayerOptions = {"group": mesh.tp, "seed": 1, "init": Init.normal(0.02)}
     make = Maker(mesh.tp, sequence_parallel, "none", options)
-    merged, other = (Block(config, 0, Rotary(config), make) for _ in range(2))
+    merged, other = (LlamaBlock(config, 0, Rotary(config), make) for _ in range(2))
     separate = separated(config, other, sequence_parallel, options)
     shape = (size["sequence"] // (mesh.tp.size if sequence_parallel else 1), size["batch"], config.hidden_size)
     x, dy = torch.randn(shape).requires_grad_(), torch.randn(shape)
@@ -88,7 +88,7 @@ def measure(size: dict[str, int], sequence_parallel: bool, rounds: int) -> dict[
             (merged(x, Context()) - separate(x, Context())).abs().max() / merged(x, Context()).abs().max()
         )
 
-    def step(module: Block) -> None:
+    def step(module: LlamaBlock) -> None:
         module.zero_grad()
         x.grad = None
         module(x, Context()).backward(dy)

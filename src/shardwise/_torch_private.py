@@ -1,7 +1,8 @@
-"""Every private name of torch that the package uses, and why. Nothing else imports `torch.*._name`."""
+"""All uses of private names of torch, and why each is needed. Nothing else imports `torch.*._name`."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -19,57 +20,51 @@ _COMPILER = "torch._dynamo"
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x weightᵀ` by oneDNN, for float32 on a CPU: x `[…, K]`, weight `[N, K]` → `[…, N]`; any strides; no gradient.
 
-    `torch.nn.functional.linear` gives float32 to MKL whatever the processor. The operator is the one that torch's own
-    compiler emits for linear layers on a CPU.
+    `torch.nn.functional.linear` always uses MKL for float32. This operator is the one that torch's own compiler emits
+    for linear layers on a CPU.
     """
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass under way keeps its graph for another one (`retain_graph`).
+    """Whether the present backward pass keeps its graph for another one (`retain_graph`).
 
-    If it does not, what an autograd function has saved is freed after the pass, which may then work in place.
+    If not, the tensors that an autograd function saved are freed after the pass, which may overwrite them.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def version_of(tensor: Tensor) -> int:
-    """A count of the changes in place of a tensor's memory, by it or a view of it; those by `.data` are not counted."""
+    """The number of in-place changes of a tensor's memory, by it or a view of it; changes by `.data` do not count."""
     return tensor._version
+
+
+def _unwrapped_without_compiler(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that leaves out the decorators of `method` as long as nobody has imported torch's compiler."""
+    unwrapped = inspect.unwrap(method)
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        return (method if _COMPILER in sys.modules else unwrapped)(*args, **options)
+
+    return call
 
 
 class WithoutCompiler(torch.optim.Optimizer):
     """An optimizer that is made, saved and loaded without importing torch's compiler, as slow as importing torch.
 
-    Methods of `torch.optim.Optimizer` that the compiler must not trace ask it for an untraced version at their first
-    call. Where nobody imported the compiler nothing can trace them, so this class calls them as they are written.
+    Some methods of `torch.optim.Optimizer` must not be traced by the compiler; their decorators import it at the first
+    call. As long as nobody else imported the compiler, nothing can trace them, and they work without decorators.
     """
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if _COMPILER in sys.modules:
-            super().add_param_group(param_group)
-        else:
-            _add_param_group(self, param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().state_dict() if _COMPILER in sys.modules else _state_dict(self)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if _COMPILER in sys.modules:
-            super().load_state_dict(state_dict)
-        else:
-            _load_state_dict(self, state_dict)
-
-
-_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-_state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
-_load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    add_param_group = _unwrapped_without_compiler(torch.optim.Optimizer.add_param_group)
+    state_dict = _unwrapped_without_compiler(torch.optim.Optimizer.state_dict)
+    load_state_dict = _unwrapped_without_compiler(torch.optim.Optimizer.load_state_dict)
 
 
 def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass of the same name that is `WithoutCompiler` where the class itself leaves a method to torch's base."""
+    """A subclass of the same name; methods that `optimizer_class` does not override are those of `WithoutCompiler`."""
     module = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
     return types.new_class(
         optimizer_class.__name__, (optimizer_class, WithoutCompiler), exec_body=lambda body: body.update(module)
@@ -77,7 +72,7 @@ def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()`, which imports the compiler too; step hooks run only where the compiler was imported."""
+    """`optimizer.step()` without importing torch's compiler; step hooks run only where the compiler was imported."""
     if _COMPILER in sys.modules:
         optimizer.step()
     else:
@@ -87,12 +82,10 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
-    """Inside, the profiler shows each message of a pipeline's schedule by name: the send, and each wait.
+    """Inside, the profiler shows each message of a pipeline's schedule by name: its send and its wait.
 
-    The schedules send and receive through one function of their module, and wait for what it returns.
-
-    Args:
-        name: the name of a `P2POp`.
+    The schedules send and receive through one function of their module, and wait for its results. `name` gives the name
+    of a `P2POp`.
     """
     from torch.distributed.pipelining import schedules
 
@@ -116,7 +109,7 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
 
 
 class _NamedWork:
-    """A message under way, whose wait has a name in the profiler."""
+    """A message that was started, whose wait has a name in the profiler."""
 
     def __init__(self, work: Any, name: str) -> None:
         self._work, self._name = work, name
@@ -143,8 +136,8 @@ def open_connections_to_others(stages: Iterable[Any]) -> None:
 def skip_pipeline_warm_up(schedule: Any, stages: Iterable[Any]) -> None:
     """Let a pipeline schedule's first step skip the messages that open its connections.
 
-    This is for a process group that delivers nothing. torch 2.13 asks every stage by messages whether it knows its
-    shapes, and reads the answer; here every stage does. Releases before it send numbers that are not read.
+    This is for a process group that delivers nothing. In torch 2.13 the stages exchange whether they know their shapes,
+    and read the answer; here every stage does. Releases before it send numbers that nobody reads.
     """
     if hasattr(schedule, "_warmup_p2p"):
         from torch.distributed.pipelining._utils import InferenceMode

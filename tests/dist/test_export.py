@@ -12,10 +12,11 @@ from torch import nn
 from shardwise.checkpoint import canonical, export_hugging_face
 from shardwise.checkpoint_format import writing
 from shardwise.config import Config, config_from
+from shardwise.inference import Generator
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.placement import placements
-from shardwise.train.sample import Generator, continue_text
+from shardwise.train.sample import continue_text
 from tests.dist.dense import mesh as shared_mesh
 
 SIZES: dict[str, Any] = {

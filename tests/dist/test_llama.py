@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.checkpoint import canonical
 from shardwise.config import Config, check_layout
-from shardwise.inference.passes import Passes
 from shardwise.models import Llama, Stages, build_stages
+from shardwise.pipeline import relay
 from shardwise.placement import placements
 from shardwise.testing import gradient_errors
 from tests.dist.dense import fill, mesh, run
@@ -154,7 +154,7 @@ def train_stages(variant: str, tp: int, schedule: str) -> tuple[list[Tensor], li
         return out.reshape(-1) if model.part.is_last else out
 
     length = S // tp
-    Passes(stages, parallel, ranks).run(look, [(length, 1)] * B)
+    relay(stages, parallel, ranks, look, [(length, 1)] * B)
     like = torch.empty(length, 1, SIZES["hidden_size"], device="meta")
     Pipeline(stages, parallel, ranks, B, like, losses=1).step(compute)
     return logits, losses, gradients_of(stages)

@@ -37,7 +37,7 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
     def stepping(self):
         name = events.get(str(self.progress.step + 1))
         if name is not None:
-            self.saving._saver.wait()
+            self.saving.saver.wait()
             if filler.exists():
                 filler.unlink()
         if name == "full":
@@ -113,7 +113,7 @@ def test_a_full_disk_costs_checkpoints_and_no_run(full: Ran) -> None:
     for text in full.warnings:
         assert "disk/run/checkpoints" in text
         assert re.search(BYTES, text), f"the bytes are missing: {text}"
-        assert text.endswith("; the run goes on")
+        assert text.endswith("; the run continues")
 
 
 def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:

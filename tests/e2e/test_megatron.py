@@ -78,7 +78,7 @@ def test_a_run_goes_on_at_another_layout_with_the_same_samples(ran: Ran) -> None
 def test_without_a_tokenizer_there_is_no_sample_and_one_sentence(ran: Ran, data: Data) -> None:
     assert "data: a: " in ran.begun.out
     assert "200 documents" in ran.begun.out
-    assert "sample: none, as the data hold tokens alone: data.tokenizer names" in ran.begun.out.replace("\n", " ")
+    assert "sample: none, as the data hold only tokens: data.tokenizer names" in ran.begun.out.replace("\n", " ")
     folder = ran.run / "checkpoints" / "step-00000006"
     assert not (folder / "tokenizer.json").exists()
     said = within("generate", "run", "--prompt", "the ring", at=data.at).failed(2)

@@ -1,4 +1,4 @@
-"""A trained model at work: its losses on any text, and its continuation of a prompt. At any layout the same."""
+"""Evaluation of a trained model on a text, and generation from a prompt; the results are the same at any layout."""
 
 from shardwise.inference.evaluation import Evaluation, evaluate
 from shardwise.inference.generation import Generator, generate

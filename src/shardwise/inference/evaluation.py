@@ -1,4 +1,4 @@
-"""The losses of a model over a text: the evaluations of a training, and those of `shardwise evaluate`.
+"""The losses of a model on a text: evaluations within a training, and those of `shardwise evaluate`.
 
 Shapes: K = objectives of the loss.
 """
@@ -18,9 +18,9 @@ from shardwise import comm
 from shardwise.config import ParallelConfig
 from shardwise.data import Batches
 from shardwise.inference.micro_batch import MicroBatch
-from shardwise.inference.passes import Passes
 from shardwise.mesh import Mesh
-from shardwise.models import Bert, gives_losses
+from shardwise.models import Bert, Stages, gives_losses
+from shardwise.pipeline import relay
 
 _REPORT_SECONDS = 10.0
 
@@ -32,16 +32,15 @@ def perplexity(loss: float) -> float:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model makes of a text.
+    """How well a model predicts a text.
 
     Attributes:
-        losses: mean loss in nats of each objective's targets.
-        counted: the number of these targets.
-        accuracies: of objectives with a few right answers, the part of the targets that the model finds likeliest;
-            empty where it was not measured.
-        tokens: that were read, without padding; 0 where they were not counted.
-        sequences: samples that they came in, likewise.
+        losses: mean loss of each objective's targets, in nats.
+        counted: targets of each objective.
+        accuracies: of each objective of BERT, the part of the targets that the model finds likeliest; else empty.
+        tokens: tokens read, without padding; 0 where they were not counted.
         seconds: without the start.
+        sequences: samples read; 0 where they were not counted.
     """
 
     losses: dict[str, float]
@@ -58,7 +57,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float | None:
-        """That of the next token; None where that is not what the model predicts."""
+        """The perplexity of the next token; None for a model that predicts something else."""
         loss = self.losses.get("lm")
         return None if loss is None else perplexity(loss)
 
@@ -75,48 +74,47 @@ def evaluate_rounds(
 ) -> Evaluation:
     """Mean losses over micro-batches, without dropout; collective, equal on every rank.
 
-    Sums are kept in float64: how samples are cut into micro-batches and over ranks changes no more than float32's own
-    rounding inside of one.
+    Sums are kept in float64, so that only the rounding of float32 within a micro-batch depends on how samples are cut
+    into micro-batches and over ranks.
 
     Args:
-        rounds: micro-batches that go through the model together; as many on every rank.
-        objectives: names of those of the loss.
+        rounds: micro-batches that go through the model together; every rank has the same number of them.
+        objectives: their names.
         parallel: how a model in pipeline stages is cut.
-        is_scored: count right answers, where the model gives them, and tokens too.
+        is_scored: also count tokens, and the right answers of BERT.
     """
     model.eval()
     start, K = time.perf_counter(), len(objectives)
-    passes, cut = Passes(model, parallel, mesh), mesh.tp.size if parallel is not None and parallel.sequence else 1
-    # Losses and numbers of targets; then right answers and the number of tokens.
+    cut = mesh.tp.size if parallel is not None and parallel.sequence else 1
+    # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
     total = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=torch.float64, device=mesh.device)
     for at_once in rounds:
 
         def compute(part: nn.Module, x: Tensor | None, number: int, at_once: Sequence[MicroBatch] = at_once) -> Tensor:
-            batch, correct_K = at_once[number], None
+            batch = at_once[number]
             if is_scored and isinstance(part, Bert) and part.part.is_last:
-                found, correct_K = part.scores(**batch.inputs, x=x)
+                out, correct_K = part.scores(**batch.inputs, x=x)
+                total[2 * K : -1] += correct_K
             else:
-                found = batch.result(part, part(**batch.arguments(part, x)))
+                out = batch.result(part, part(**batch.arguments(part, x)))
             if gives_losses(part):
-                total[:K] += found
+                total[:K] += out
                 total[K : 2 * K] += batch.counts_K
                 if is_scored:
                     total[-1] += batch.tokens()
-                if correct_K is not None:
-                    total[2 * K : -1] += correct_K
-            return found
+            return out
 
         shapes = [batch.inputs["ids_SB"].shape for batch in at_once]
-        passes.run(compute, [(length // cut, samples) for length, samples in shapes])
-    # The last stage of a pipeline alone has some.
-    found: list[float] = comm.all_reduce_(comm.all_reduce_(total, mesh.dp), mesh.pp).tolist()
-    losses, counted, correct = (dict(zip(objectives, found[row * K :], strict=False)) for row in range(3))
-    knows_likeliest = is_scored and isinstance(passes.parts[0], Bert)
+        relay(model, parallel, mesh, compute, [(length // cut, samples) for length, samples in shapes])
+    # Over the pipeline too, as only its last stage has losses.
+    sums: list[float] = comm.all_reduce_(comm.all_reduce_(total, mesh.dp), mesh.pp).tolist()
+    losses, counted, correct = (dict(zip(objectives, sums[row * K :], strict=False)) for row in range(3))
+    knows_likeliest = is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert)
     return Evaluation(
         losses={name: losses[name] / max(counted[name], 1.0) for name in objectives},
         counted={name: int(counted[name]) for name in objectives},
         accuracies={name: correct[name] / max(counted[name], 1.0) for name in objectives if knows_likeliest},
-        tokens=int(found[-1]) if is_scored else 0,
+        tokens=int(sums[-1]) if is_scored else 0,
         seconds=time.perf_counter() - start,
     )
 
@@ -132,28 +130,24 @@ def evaluate(
     """Mean losses over every sample of `batches`, each once; collective, equal on every rank.
 
     Args:
-        progress: called now and then with the samples done and all samples.
+        progress: called every 10 seconds with the samples done and all samples.
         parallel: how a model in pipeline stages is cut.
     """
-    rounds = _rounds(batches, mesh, micro_batch, progress or _ignore)
-    found = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True)
-    return replace(found, sequences=batches.num_samples)
+    rounds = _rounds(batches, mesh, micro_batch, progress)
+    evaluation = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True)
+    return replace(evaluation, sequences=batches.num_samples)
 
 
 def _rounds(
-    batches: Batches, mesh: Mesh, micro_batch: int, progress: Callable[[int, int], None]
+    batches: Batches, mesh: Mesh, micro_batch: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[list[MicroBatch]]:
-    """Every sample once, as many micro-batches at a time as there are pipeline ranks."""
+    """Yield every sample once, as many micro-batches at a time as there are pipeline ranks."""
     reported, done, portion = time.perf_counter(), 0, mesh.dp.size * micro_batch
     count = -(-batches.num_samples // portion)
     waiting = batches.eval_batches(count, portion, mesh.dp.rank, mesh.dp.size, micro_batch)
     while at_once := [MicroBatch.on(mesh.device, batch) for batch in islice(waiting, mesh.pp.size)]:
         yield at_once
-        done += len(at_once)
-        if time.perf_counter() - reported > _REPORT_SECONDS:
+        done += len(at_once) * portion
+        if progress is not None and time.perf_counter() - reported > _REPORT_SECONDS:
             reported = time.perf_counter()
-            progress(min(done * portion, batches.num_samples), batches.num_samples)
-
-
-def _ignore(_done: int, _samples: int) -> None:
-    pass
+            progress(min(done, batches.num_samples), batches.num_samples)

@@ -1,4 +1,4 @@
-"""Token after token from a causal language model, whatever its layout.
+"""Draws text from a causal language model, token by token, at any layout.
 
 Legend, per rank: S tokens read at once, V vocabulary.
 """
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.config import ParallelConfig
-from shardwise.inference.passes import Passes
 from shardwise.inference.sampling import Sampler
 from shardwise.mesh import Mesh
 from shardwise.models import CausalLM, Stages
 from shardwise.models.cache import KeyValueCache
+from shardwise.pipeline import relay
 from shardwise.plan.stage import rank_of
 
 PREFILL_CHUNK = 1024
-"""Tokens of a prompt that are read at once: what their activations take is bounded by it."""
+"""Tokens of a prompt that are read at once: it bounds the memory of their activations."""
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """A causal language model; one of the user's own may be no more than this."""
+    """A causal language model; of a model of the user's own no more is required."""
 
     def logits(self, ids_SB: Tensor) -> Tensor:
         """Token ids `[S, B]` → `[S, B, V]`, on every rank."""
@@ -45,24 +45,27 @@ def generate(
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
 ) -> Iterator[int]:
-    """Tokens that follow `prompt`, as they are drawn: `max_tokens`, or up to the first of `stop`, which is given too.
+    """Yield tokens that follow `prompt`: `max_tokens`, or up to the first that is in `stop`, which is included.
 
     Collective over the tensor- and pipeline-parallel ranks, which all get the same tokens: the first tensor-parallel
-    rank of the last stage decides. The model reads the prompt once, `chunk` tokens at a time, and then one token for
-    each; what it knows of them takes the memory of `KeyValueCache` with room for prompt and `max_tokens`. A model
-    without one reads everything again for each token. `parallel` says how a model in pipeline stages is cut.
+    rank of the last stage draws them. The model reads the prompt once, `chunk` tokens at a time, and then each new
+    token; a `KeyValueCache` has room for the prompt and `max_tokens`. A model of the user's own, which has no cache,
+    reads all tokens again for each new one.
+
+    Args:
+        chunk: tokens of the prompt that are read at once.
+        parallel: how a model in pipeline stages is cut.
     """
     if max_tokens < 1:
         return
     assert prompt, "there is nothing to continue"
     tokens = list(prompt)
-    # The last token is drawn, and never read.
-    room = len(tokens) + max_tokens - 1
-    reader: _Cached | _Anew
+    reader: _Cached | _Uncached
     if isinstance(model, CausalLM | Stages):
+        room = len(tokens) + max_tokens - 1  # the model never reads the last token
         reader = _Cached(model, mesh, room, chunk, parallel)
     else:
-        reader = _Anew(model, mesh)
+        reader = _Uncached(model, mesh)
     source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
         logits_V = reader.next_logits(tokens)
@@ -75,41 +78,41 @@ def generate(
 
 
 class _Cached:
-    """Reads the new tokens of a growing row; each stage of a pipeline keeps its own layers' keys and values."""
+    """Reads only new tokens; each stage of a pipeline keeps the keys and values of its own blocks."""
 
     def __init__(
         self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None
     ) -> None:
-        self._model, self._mesh, self._chunk = model, mesh, chunk
-        self._passes = Passes(model, parallel, mesh)
-        self._caches = {part: KeyValueCache(room) for part in self._passes.parts}
+        self._model, self._mesh, self._chunk, self._parallel = model, mesh, chunk, parallel
+        parts = model if isinstance(model, Stages) else [model]
+        self._caches = {part: KeyValueCache(room) for part in parts}
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:
-        """Logits `[V]` of the token after all of `tokens`; None where this rank has not the last stage."""
+        """Logits `[V]` of the token that follows; None on a rank that lacks the last stage."""
         (part, cache), *_ = self._caches.items()
         assert isinstance(part, CausalLM), "only a causal model continues a text"
         if part.outdates(cache.length, len(tokens)):
-            for each in self._caches.values():
-                each.length = 0
+            for outdated in self._caches.values():
+                outdated.length = 0
         new = torch.tensor(tokens[cache.length :], device=self._mesh.device).unsqueeze(1)
-        # Keys that change with the length are right only when all are made at once.
-        at_once = len(new) if part.outdates(1, len(tokens)) else self._chunk
-        chunks = new.split(at_once)
-        found: list[Tensor] = []
+        # Where keys change with the length, all must be computed in one pass.
+        chunks = new.split(len(new) if part.outdates(1, len(tokens)) else self._chunk)
+        logits_BV: Tensor | None = None
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+            nonlocal logits_BV
             assert isinstance(part, CausalLM), "only a causal model continues a text"
             out = part.next_logits(chunks[number], self._caches[part], x)
             if part.part.is_last:
-                found[:] = [out]
+                logits_BV = out
             return out
 
         with _whole_sequences(self._model):
-            self._passes.run(compute, [(len(ids), 1) for ids in chunks])
-        return found[0][0].float() if found else None
+            relay(self._model, self._parallel, self._mesh, compute, [(len(ids), 1) for ids in chunks])
+        return None if logits_BV is None else logits_BV[0].float()
 
 
-class _Anew:
+class _Uncached:
     """Reads all tokens again for each new one."""
 
     def __init__(self, model: Generator, mesh: Mesh) -> None:
@@ -117,8 +120,8 @@ class _Anew:
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int]) -> Tensor:
-        """Logits `[V]` of the token after all of `tokens`."""
-        filled = -(-len(tokens) // self._mesh.tp.size) * self._mesh.tp.size  # sequence parallelism cuts it evenly
+        """Logits `[V]` of the token that follows."""
+        filled = -(-len(tokens) // self._mesh.tp.size) * self._mesh.tp.size  # sequence parallelism needs equal parts
         ids_S1 = torch.zeros(filled, 1, dtype=torch.int64)
         ids_S1[: len(tokens), 0] = torch.tensor(tokens)
         return self._model.logits(ids_S1.to(self._mesh.device))[len(tokens) - 1, 0].float()
@@ -126,7 +129,7 @@ class _Anew:
 
 @contextmanager
 def _whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Without sequence parallelism inside: one token cannot be cut. The weights are the same either way."""
+    """Switch sequence parallelism off inside: one token cannot be cut. The weights are the same either way."""
     cut: list[Any] = [layer for layer in model.modules() if getattr(layer, "sequence_parallel_enabled", False)]
     try:
         for layer in cut:

@@ -1,4 +1,4 @@
-"""What one rank of an evaluation or a generation does, from joining the job to the answer."""
+"""The work of one rank in an evaluation or a generation, from joining the job to the answer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class Prompt:
         ids: tokens of the text.
         max_tokens: new tokens at most.
         stop: ids that end the continuation.
-        temperature: as `Sampler` has it.
-        top_p: as `Sampler` has it.
-        seed: of the draws.
+        temperature, top_p, seed: as in `Sampler`.
     """
 
     ids: tuple[int, ...]
@@ -54,8 +52,8 @@ class Answer:
     """A continuation.
 
     Attributes:
-        text: what follows the prompt, without the token that ends it.
-        tokens: all new ids, with the one that ends it.
+        text: the new text, without the token that ends it.
+        tokens: all new ids, with the one that ends the text.
         ended: whether one of `Prompt.stop` ended it.
         prefill_seconds: until the first token.
         decode_seconds: for the other tokens.
@@ -71,11 +69,11 @@ class Answer:
 def run_evaluation(
     config: Config, weights: Root, part: Part, progress: Callable[[int, int], None] | None = None
 ) -> Evaluation:
-    """The evaluation of a folder's model over one part of the data, on every rank.
+    """Evaluate the model of a folder on one part of the data, on every rank.
 
     Raises:
-        ConfigError: the data hold nothing to predict, or the folder another model. DamageError: a checkpoint's bytes do
-        not match their checksums. RunError: memory ran out.
+        ConfigError: the data have nothing to predict, or the folder has another model. DamageError: a checkpoint's
+        bytes do not match their checksums. RunError: memory ran out.
     """
     with _joined(config) as mesh:
         data = prepare(config, any_size=True)
@@ -93,10 +91,10 @@ def run_evaluation(
 def run_generation(
     config: Config, weights: Root, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
 ) -> Answer:
-    """A folder's model continues a prompt; on every rank. `write` is called with each piece of text as it comes.
+    """Let the model of a folder continue a prompt, on every rank; `write` gets each piece of text at once.
 
     Raises:
-        ConfigError: the folder holds another model, or one that gives no logits. DamageError: a checkpoint's bytes do
+        ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
         not match their checksums. RunError: memory ran out.
     """
     with _joined(config) as mesh:
@@ -130,7 +128,7 @@ def run_generation(
 
 @contextmanager
 def _joined(config: Config) -> Iterator[Mesh]:
-    """The job's mesh; inside, an error of lacking memory becomes a sentence."""
+    """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
     join()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     try:
@@ -149,7 +147,7 @@ def _joined(config: Config) -> Iterator[Mesh]:
 
 
 def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
-    """The model at this layout, in the dtype of `precision.mode`, with the weights of a checkpoint or other folder."""
+    """The model at this layout, in the dtype of `precision.mode`, with the weights of a folder."""
     where = str(weights.local().resolve() if weights.is_local else weights)
     folders = sorted(set(comm.all_gather_objects(where, mesh.world)))
     if len(folders) > 1:

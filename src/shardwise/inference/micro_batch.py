@@ -1,4 +1,4 @@
-"""How a model is called on a micro-batch, and what it must return, in a training and in an evaluation.
+"""How training and evaluation call a model on a micro-batch, and what the model must return.
 
 Shapes: B = samples, K = objectives of the loss.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +27,9 @@ class MicroBatch:
 
     Attributes:
         inputs: by the keywords of the model's forward.
-        counts_K: counted targets of each objective, [K].
+        counts_K: counted targets of each objective.
         samples: each sample's number in the run, [B], on the host.
-        lengths_B: tokens of each sequence before its padding, [B]; None where no sequence is padded.
+        lengths_B: tokens of each sequence before its padding; None where no sequence is padded.
     """
 
     inputs: dict[str, Tensor]
@@ -40,7 +39,7 @@ class MicroBatch:
 
     @staticmethod
     def on(device: torch.device, batch: Batch) -> MicroBatch:
-        """A batch, copied to a device."""
+        """Copy a batch to a device."""
         inputs = {name: torch.from_numpy(array).to(device) for name, array in batch.inputs.items()}
         lengths_B = None
         if batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
@@ -48,13 +47,13 @@ class MicroBatch:
         return MicroBatch(inputs, torch.from_numpy(batch.counts).to(device), batch.samples, lengths_B)
 
     def arguments(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> dict[str, Any]:
-        """The keyword arguments of a part of a model, as far as its forward names them.
+        """The keyword arguments for a part of a model; `dropout` and `lengths_B` only if its forward names them.
 
         Args:
-            x: what the part before returned; None for the first.
-            dropout: of the step; None in an evaluation.
+            x: the output of the part before; None for the first part.
+            dropout: the key of the step; None in an evaluation.
         """
-        named = _keywords(type(part).forward)
+        named = _signature(type(part).forward).parameters
         given: dict[str, Any] = dict(self.inputs)
         if "dropout" in named:
             given["dropout"] = dropout
@@ -63,10 +62,10 @@ class MicroBatch:
         return given if x is None else given | {"x": x}
 
     def result(self, part: nn.Module, returned: object) -> Tensor:
-        """What a part of a model returned: x for the next part, or of the last part sums of losses `[K]`.
+        """The output of a part of a model, checked: x for the next part, or sums of losses `[K]` of the last part.
 
         Raises:
-            ConfigError: it is neither, as the forward of a model of the user's own may return anything.
+            ConfigError: a model of the user's own returned something else.
         """
         if not gives_losses(part):
             assert isinstance(returned, Tensor), "only a family's model is cut into parts"
@@ -85,12 +84,9 @@ class MicroBatch:
         """The number of tokens that are not padding."""
         if "mask_SB" not in self.inputs:
             return self.counts_K.sum()
-        # A sample that counts nothing is made of special tokens alone.
+        # Samples that only fill up a micro-batch have no label, and their special tokens do not count.
         is_real_B = self.inputs["next_sentence_B"] >= 0
         return (self.inputs["mask_SB"].sum(dim=0) * is_real_B).sum()
 
 
-@functools.cache
-def _keywords(forward: Callable[..., Any]) -> Collection[str]:
-    """The names of a function's arguments."""
-    return inspect.signature(forward).parameters
+_signature = functools.cache(inspect.signature)

@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""Draws the next token from logits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shardwise.errors import ConfigError, RunError
 class Sampler:
     """Draws tokens from `softmax(logits / temperature)`, cut to the likeliest.
 
-    A draw is `argmax(log p + g)` with g of a Gumbel distribution, one number a token of the vocabulary (Maddison et al.
-    2014, arXiv:1411.0030, section 2). Two layouts whose logits differ in the last bits draw alike unless the two best
-    sums are that close; a draw by cumulated probabilities would let every token between move the boundary.
+    A draw is `argmax(log p + g)`, where g has one number from a Gumbel distribution for each token of the vocabulary
+    (Maddison et al. 2014, arXiv:1411.0030, section 2). Two layouts whose logits differ in the last bits draw the same
+    token unless the two largest sums differ by as little. In a draw by cumulated probabilities the rounding errors of
+    all tokens would add up.
 
     Args:
         temperature: at 0 the likeliest token is taken, and no number is drawn.
-        top_p: of the tokens, the likeliest first, those before which less than this probability lies are kept (nucleus
-        sampling, arXiv:1904.09751).
+        top_p: only the likeliest tokens are kept: the fewest whose probabilities reach this sum (nucleus sampling,
+            arXiv:1904.09751).
         seed: tokens are a function of (seed, logits so far), on any device.
 
     Raises:
@@ -42,7 +43,7 @@ class Sampler:
         """The next token's id.
 
         Raises:
-            RunError: the model computes no numbers.
+            RunError: some logits are NaN.
         """
         if torch.isnan(logits_V).any():
             raise RunError("the logits of the next token must be numbers, and some are NaN: the weights are damaged")

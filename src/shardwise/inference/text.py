@@ -1,4 +1,4 @@
-"""Tokens become text as they come."""
+"""Turns tokens into text, one by one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _CONTEXT = 8
 class Detokenizer:
     """The text that tokens add to a prompt, piece by piece.
 
-    A character whose bytes are spread over tokens comes with the last of them. How a token reads may depend on the one
-    before (a leading space): each piece is what the text of the last few tokens gained.
+    A character whose bytes lie in several tokens is shown with the last of them. The text of a token may depend on the
+    one before (a leading space): so the last few tokens are decoded together, and a piece is what their text gained.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
@@ -23,7 +23,7 @@ class Detokenizer:
         self._shown = tokenizer.decode(self._ids)
 
     def push(self, token: int) -> str:
-        """The text that a further token completes; often its own, empty while a character is incomplete."""
+        """The text that is complete with one more token; empty while a character is incomplete."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         if text.endswith(_UNFINISHED) or len(text) <= len(self._shown):
@@ -31,7 +31,7 @@ class Detokenizer:
         return self._show(text)
 
     def finish(self) -> str:
-        """What is left, complete or not."""
+        """The rest of the text, complete or not."""
         return self._show(self._tokenizer.decode(self._ids))
 
     def _show(self, text: str) -> str:

@@ -1,8 +1,9 @@
-"""The model families. Each is one short file that reads like the architecture, built from the sharded layers below."""
+"""The model families, each in one short file that reads like the architecture, and how a model is built."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,13 +11,12 @@ from torch import nn
 from shardwise.config import BertConfig, Config, DecoderConfig, GPTConfig, GPTNeoXConfig, Layout, OwnConfig
 from shardwise.mesh import Group, Mesh
 from shardwise.models.bert import Bert
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import Part, Stages, gives_losses
 from shardwise.models.causal import CausalLM
 from shardwise.models.gpt import GPT
 from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
 from shardwise.models.own import build_own, check_own
-from shardwise.models.stages import Stages, gives_losses
 from shardwise.parallel import ParallelEmbedding
 from shardwise.plan.partition import stage_plan
 
@@ -58,7 +58,7 @@ def build_model(
         group: the tensor-parallel ranks.
         sequence_parallel: whether activations are cut along the sequence between tensor-parallel regions.
         device, dtype: of the parameters; default: torch's.
-        part: the pipeline stage that is wanted; None: the whole model.
+        part: the pipeline stage to build; None: the whole model.
 
     Raises:
         ConfigError: `model.family` names a class of the user's that cannot be imported or built.
@@ -66,7 +66,7 @@ def build_model(
     model = config.model
     if isinstance(model, OwnConfig):
         return build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-    family = next(made for kind, made in _FAMILIES.items() if isinstance(model, kind))
+    family = next(family for section, family in _FAMILIES.items() if isinstance(model, section))
     return family(
         model,
         group,
@@ -88,36 +88,32 @@ def build_stages(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """What this rank holds of the model at a layout: `Stages`, or without a pipeline the model itself.
+    """This rank's part of the model: `Stages`, or without a pipeline the model itself.
 
-    A stage has the weights that it would have without a pipeline. Nothing but this rank's stages is built.
+    A stage has the same weights as without a pipeline. Only this rank's stages are built.
 
     Args:
         config: the whole configuration.
-        layout: its layout on this job's ranks.
-        mesh: the ranks.
+        layout: on the ranks of `mesh`.
         dtype: of the parameters; default: torch's.
         device: of the parameters; default: the mesh's.
     """
     where = mesh.device if device is None else device
+    build = partial(build_model, config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
     if layout.pipeline == 1:
-        return build_model(config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype)
+        return build()
     assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
     plan = stage_plan(config, layout)
     ends, embeddings = Group(), dict[str, ParallelEmbedding]()
     outer = (plan[0].rank, plan[-1].rank)
     if config.model.tie_word_embeddings and outer[0] != outer[1]:
-        # torch names a new group by the number of groups that its members have made so far. For equal names all ranks
-        # make one, also those between the ends, which do not use theirs.
+        # torch names a new group by the number of groups that its members have made so far. So that names stay equal,
+        # all ranks make one, also those between the ends, which do not use theirs.
         between = tuple(rank for rank in range(mesh.pp.size) if rank not in outer)
-        made = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
-        ends = made if mesh.pp.rank in outer else Group()
+        group = mesh.pp.pick(outer if mesh.pp.rank in outer else between, "ends")
+        ends = group if mesh.pp.rank in outer else Group()
     stages = Stages()
     for stage in plan:
         if stage.rank == mesh.pp.rank:
-            part = Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)
-            model = build_model(
-                config, mesh.tp, sequence_parallel=layout.sequence, device=where, dtype=dtype, part=part
-            )
-            stages.add(stage, model)
+            stages.add(stage, build(part=Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)))
     return stages

@@ -21,8 +21,8 @@ from shardwise.placement import Init
 class AttentionCore(nn.Module):
     """`softmax(q kᵀ / √d) v`, with dropout of the probabilities.
 
-    By torch's fused kernels where they can, else step by step: with `invariant` dropout, whose mask is no kernel's, and
-    with any dropout on a CPU, which has no fused kernel for it. Step by step holds the probabilities `[B, n, S, S]`.
+    Computed by torch's fused kernels, or step by step: with `invariant` dropout, whose mask no kernel takes, and with
+    any dropout on a CPU, which lacks a fused kernel for it. Then the probabilities `[B, n, S, S]` are in memory.
     """
 
     def __init__(self, config: FamilyConfig, layer: int, make: Maker) -> None:
@@ -41,7 +41,7 @@ class AttentionCore(nn.Module):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         key = context.dropout if self.p else None
         grouped = q.shape[1] != k.shape[1]
-        # torch aligns its causal mask with the first key; queries after cached keys bring their own.
+        # torch aligns its causal mask with the first key; queries after cached keys have a mask of their own.
         causal = self.causal and context.mask is None and q.shape[2] == k.shape[2]
         if key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)
@@ -82,8 +82,11 @@ class AttentionCore(nn.Module):
 class Attention(nn.Module):
     """Self-attention: each rank computes its own heads, between a column-parallel layer and a row-parallel one.
 
-    qkv: x → Q, K and V, in one matmul. out: canonical name of the output projection. norm: of q and k.
-    rotary: None where positions are learned, or the block has none.
+    Args:
+        qkv: x → Q, K and V, in one matmul.
+        out: canonical name of the output projection.
+        rotary: None where positions are learned, or the block has none.
+        norm: of q and k.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def inner(self, x: Tensor, context: Context) -> Tensor:
-        """What the output projection takes: `[S, B, n·d]`."""
+        """The input of the output projection: `[S, B, n·d]`."""
         q, k, v = self.heads(x)
         if self.norm is not None:
             q, k = self.norm(q, k)

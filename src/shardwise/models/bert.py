@@ -1,6 +1,6 @@
 """BERT (arXiv:1810.04805): post-norm bidirectional blocks, masked language modelling and next-sentence prediction.
 
-Legend beside that of `models/blocks.py`: P predicted positions of a sequence, at most; V vocabulary.
+Shapes: see `models/blocks.py`; P is the largest number of predicted positions in a sequence.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class BertBlock(nn.Module):
 class Heads(nn.Module):
     """Masked-token and next-sentence prediction.
 
-    The first layer of both is cut along its outputs. What follows is small, and every rank computes all of it. Only the
-    decoder is cut again, along the vocabulary: it is the embedding's weight with a bias of its own.
+    The first layer of both is cut along its outputs. The layers after it are small, and every rank computes them whole,
+    but for the decoder. That is cut along the vocabulary: it has the embedding's weight and a bias of its own.
     """
 
     def __init__(self, config: BertConfig, make: Maker) -> None:
@@ -109,17 +109,17 @@ class Heads(nn.Module):
         self.seq_relationship = ReplicatedLinear(hidden, 2, name="cls.seq_relationship", **options)
 
     def enter(self, x: Tensor) -> Tensor:
-        """The encoder's output, whole on every rank: `[S, B, H]`."""
+        """The encoder's output → the same, whole on every rank: `[S, B, H]`."""
         enter = comm.gather_sequence if self.sequence_parallel else comm.copy_to_group
         return enter(x, self.group)
 
     def predictions(self, rows: Tensor) -> Tensor:
-        """`norm(act(transform(rows)))` of entered rows `[…, H]`: what the decoder takes."""
+        """`norm(act(transform(rows)))`, the input of the decoder; rows `[…, H]` as `enter` returns them."""
         out: Tensor = self.norm(self.act(self.transform.finish(self.transform.multiply(rows))))
         return out
 
     def relationship(self, first_BH: Tensor) -> Tensor:
-        """Logits `[B, 2]` from entered states at the first position: B follows A, or does not."""
+        """Logits `[B, 2]` (B follows A, or does not) from the states at the first position, as `enter` returns them."""
         pooled = torch.tanh(self.pooler.finish(self.pooler.multiply(first_BH)))
         out: Tensor = self.seq_relationship(pooled)
         return out
@@ -143,7 +143,7 @@ class Bert(Family[BertConfig]):
         dropout: DropoutKey | None = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """Final hidden states `[S, B, H]`, whole on every rank; of a stage that is not the last, its blocks' output.
+        """Final hidden states `[S, B, H]`, whole on every rank; a stage that is not the last gives its blocks' output.
 
         Args:
             ids_SB, token_types_SB: tokens and their segments, 0 or 1.
@@ -183,7 +183,7 @@ class Bert(Family[BertConfig]):
         return self._losses(*self._states(x_SBH, positions_PB), targets_PB, next_sentence_B)
 
     def _states(self, x_SBH: Tensor, positions_PB: Tensor) -> tuple[Tensor, Tensor]:
-        """What the decoder takes, `[P, B, H]`, and what the pooler takes, `[B, H]`."""
+        """The inputs of the decoder, `[P, B, H]`, and of the pooler, `[B, H]`."""
         rows_PBH = x_SBH.gather(0, positions_PB.unsqueeze(-1).expand(-1, -1, x_SBH.shape[-1]))
         return self.heads.predictions(rows_PBH), x_SBH[0]
 

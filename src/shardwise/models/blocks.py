@@ -1,4 +1,4 @@
-"""What the families share beside attention: how layers are made, the plain MLP, and the frame of a model.
+"""What the families share beside attention: how layers are made, the plain MLP, the frame of a model, its stages.
 
 Legend, per rank: S sequence, B batch, H hidden, V vocabulary, g tensor-parallel ranks, n heads held here, d head width.
 Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
@@ -6,7 +6,7 @@ Between blocks the residual stream is x `[S, B, H]`, or `[S/g, B, H]` with seque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -35,6 +35,7 @@ from shardwise.parallel import (
 from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import LayerOptions, LinearOptions
 from shardwise.placement import Init, share
+from shardwise.plan.stage import Stage
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -53,12 +54,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that one pipeline stage has: by default all of it.
+    """The part of a model that one pipeline stage has; by default all of it.
 
     Attributes:
-        layers: its blocks; None: all. is_first, is_last: whether it begins with the embedding and ends with the head.
-        ends: the ranks that hold the first and the last stage, where these are two.
-        embeddings: by name, those that this rank's stages have already: a tied one serves both ends where it has both.
+        layers: its blocks; None: all.
+        is_first, is_last: whether it has the embedding, and the head.
+        ends: the ranks with the first and the last stage, if they are two.
+        embeddings: those that this rank's stages have already, by name: a rank with both ends has a tied one once.
     """
 
     layers: range | None = None
@@ -70,9 +72,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the layers of a model: it knows what they need beside the configuration.
+    """Makes the layers of a model: it has all their arguments beside the configuration.
 
-    recompute: `selective` keeps nothing of the attention core but its input, `full` nothing of a block but its input.
+    Attributes:
+        recompute: what the backward pass computes again from its input: the attention core (`selective`) or each block
+            (`full`).
     """
 
     group: Group
@@ -87,14 +91,14 @@ class Maker:
         return self.part.layers if self.part.layers is not None else range(config.num_hidden_layers)
 
     def has_embedding(self, config: FamilyConfig) -> bool:
-        """Whether the word embedding is to be made: to be looked up, or as the head's weight."""
+        """Whether this part has the word embedding: for its input, or as the head's weight."""
         return self.part.is_first or (self.part.is_last and config.tie_word_embeddings)
 
     def word_embedding(self, config: FamilyConfig, name: str, padding_idx: int | None = None) -> ParallelEmbedding:
         """Ids → x. Where both ends of a pipeline hold a tied one, its gradient is partial over them."""
         if name in self.part.embeddings:
             return self.part.embeddings[name]
-        made = self.part.embeddings[name] = ParallelEmbedding(
+        embedding = self.part.embeddings[name] = ParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
             padding_idx,
@@ -104,8 +108,8 @@ class Maker:
             **self.options,
         )
         if config.tie_word_embeddings and self.part.ends.size > 1:
-            share(made.weight, self.part.ends)
-        return made
+            share(embedding.weight, self.part.ends)
+        return embedding
 
     def small_embedding(self, config: FamilyConfig, name: str, rows: int) -> ReplicatedEmbedding:
         """Positions or token types → what is added to x."""
@@ -116,7 +120,7 @@ class Maker:
     def query_key_value(
         self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
     ) -> GQAQKVColumnParallelLinear:
-        """x → Q, K and V, one after the other. names: of each canonical layer; one name thrice where they are one."""
+        """x → Q, K and V, one after the other. `names` of their canonical layers; three times the same if it is one."""
         q_size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         return GQAQKVColumnParallelLinear(
             config.hidden_size,
@@ -130,7 +134,7 @@ class Maker:
         )
 
     def query_key_norm(self, config: FamilyConfig, names: tuple[str, str]) -> QueryKeyNorm | None:
-        """q and k → both normalised, in the families that do so."""
+        """q and k → both normalised; None in families that do not."""
         if config.query_key_norm is None:
             return None
         heads = config.num_attention_heads, config.num_key_value_heads
@@ -158,7 +162,7 @@ class Maker:
         return Dropout(p, layer=layer, site=site, group=self.group, sequence_parallel_enabled=self.sequence_parallel)
 
     def head(self, config: FamilyConfig, name: str, embedding: str) -> ParallelLMHead:
-        """x → logits or losses, with the weight of the embedding of that name where the model ties them."""
+        """x → logits or losses. A tied head has the weight of the embedding named `embedding`."""
         tied = self.part.embeddings[embedding].weight if config.tie_word_embeddings else None
         return ParallelLMHead(
             config.hidden_size,
@@ -173,11 +177,14 @@ class Maker:
 
 @dataclass(frozen=True)
 class Context:
-    """What every block of one forward pass sees.
+    """What all blocks of one forward pass share.
 
-    mask: which keys may be attended to, `[B, 1, 1, S]`, or `[S, L]` where S queries end a row of L keys, or what is
-    added to the scores, `[B, 1, S, S]`; None: all, or in a causal model those that are not later. cache: what is known
-    of the tokens before these. turns: the rotary tables, where positions or angles are not those of the whole sequence.
+    Attributes:
+        dropout: the step's key; None: no dropout.
+        mask: keys that may be attended to, `[B, 1, 1, S]`, or `[S, L]` for the last S queries of L keys; or a number
+            added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
+        cache: keys and values of earlier tokens.
+        turns: the rotary tables, if positions or angles are not those of the whole sequence.
     """
 
     dropout: DropoutKey | None = None
@@ -234,9 +241,9 @@ class MLP(nn.Module):
 
 
 def run_blocks(blocks: nn.ModuleList, x: Tensor, context: Context, recompute: Recompute) -> Tensor:
-    """x through all blocks; with `full` recompute only each block's input is kept for the backward pass.
+    """x → all blocks → x; with `full` recompute only each block's input is kept for the backward pass.
 
-    Masks are drawn from the context's key, not from a generator's state, so that the recomputed ones are the same.
+    Dropout masks depend on the context's key and not on a generator's state, so recomputed masks are the same.
     """
     for block in blocks:
         if recompute == "full" and torch.is_grad_enabled():
@@ -251,10 +258,11 @@ class Family(nn.Module, Generic[_Config]):
 
     Args:
         config: sizes by their Hugging Face names.
-        group: the tensor-parallel ranks. sequence_parallel: cut the residual stream along the sequence between blocks.
+        group: the tensor-parallel ranks.
+        sequence_parallel: whether the residual stream is cut along the sequence between blocks.
         recompute: what the backward pass computes again (`Maker`).
-        part: the pipeline stage that this is; None: the whole model.
-        vocab_multiple: what a rank's rows of embedding and head are a multiple of.
+        part: the pipeline stage; None: the whole model.
+        vocab_multiple: each rank's rows of embedding and head are a multiple of it.
         seed: the weights are a function of (seed, canonical name), the same at any layout.
     """
 
@@ -281,3 +289,29 @@ class Family(nn.Module, Generic[_Config]):
     def build(self, config: _Config, make: Maker) -> None:
         """Make the layers of this part, in the order of the forward pass."""
         raise NotImplementedError
+
+
+def gives_losses(model: nn.Module) -> bool:
+    """Whether a model returns losses; if not, it returns the input of the next pipeline stage."""
+    return model.part.is_last if isinstance(model, Family) else True
+
+
+class Stages(nn.ModuleList):
+    """The pipeline stages of one rank, in the order of the model; each is a `Family` built as a `Part`.
+
+    Attributes:
+        plan: the place of each stage in the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: list[Stage] = []
+
+    def add(self, stage: Stage, model: nn.Module) -> None:
+        """Append the next stage."""
+        self.plan.append(stage)
+        self.append(model)
+
+    def pairs(self) -> Iterator[tuple[Stage, nn.Module]]:
+        """Each stage with its model."""
+        return zip(self.plan, self, strict=True)

@@ -1,4 +1,4 @@
-"""The key-value cache of a causal model: what generation keeps of the tokens that the model has read.
+"""The key-value cache of a causal model, for generation.
 
 Legend, per rank: L tokens for which there is room, S new tokens, B batch, m key and value heads held here, d head
 width.
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Keys and values of the first `length` tokens, so that a forward pass computes those of new tokens only.
+    """Keys and values of the first `length` tokens, so that a forward pass computes only those of new tokens.
 
     A rank keeps the m key and value heads that it holds: 2 · layers · L · B · m · d elements in the dtype of the
     activations. They are allocated once, by the first forward pass, and never grow.
@@ -27,9 +27,9 @@ class KeyValueCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a layer's `[S, B, m, d]` of the next S tokens; returns those of all tokens, `[length + S, B, m, d]`.
+        """Keep a layer's k and v `[S, B, m, d]` of the next S tokens; returns those of all, `[length + S, B, m, d]`.
 
-        The tokens count once `advance` is called, when all layers have theirs.
+        `length` changes by `advance`, once all layers have theirs.
 
         Raises:
             ValueError: there is no room for them.
@@ -45,7 +45,7 @@ class KeyValueCache:
         return keys[:end], values[:end]
 
     def advance(self, count: int) -> None:
-        """Count new tokens, once every layer has theirs."""
+        """Count `count` new tokens."""
         self.length += count
 
     @property

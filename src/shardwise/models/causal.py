@@ -20,7 +20,7 @@ _Config = TypeVar("_Config", bound=FamilyConfig)
 
 
 class CausalLM(Family[_Config]):
-    """A decoder: embedding, blocks, a last norm, and the head with its loss. A family gives the parts."""
+    """A decoder, whose layers a family makes in `build`."""
 
     layers: nn.ModuleList
     norm: nn.Module
@@ -28,7 +28,7 @@ class CausalLM(Family[_Config]):
     rotary: Rotary | None = None
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
-        """Token ids `[S, B]` → x. positions_SB: None: those of the sequence."""
+        """Token ids `[S, B]` → x; without `positions_SB` the positions are those of the sequence."""
         raise NotImplementedError
 
     def hidden(
@@ -43,14 +43,17 @@ class CausalLM(Family[_Config]):
     ) -> Tensor:
         """Token ids `[S, B]` → final hidden states `[S, B, H]` (`[S/g, B, H]` with sequence parallelism).
 
-        x: what the pipeline stage before gave; a stage that is not the last gives x as its blocks leave it.
-        cache: the ids follow the tokens that it knows, and are known to it afterwards.
-        positions_SB: of each token; None: that in the sequence. starts_SB: the first place that each one attends to;
-        None: the sequence's. lengths_B: tokens of each sequence that are not padding, which is at its end; None: all.
-        None of the three goes with a cache.
+        A pipeline stage that is not the last returns the output of its blocks.
+
+        Args:
+            cache: the keys and values of the tokens before these, to which it adds those of these.
+            x: the output of the pipeline stage before.
+            positions_SB: position of each token; None: that in the sequence. Not with a cache.
+            starts_SB: the first place that each token attends to; None: the first of all. Not with a cache.
+            lengths_B: tokens of each sequence before its padding; None: all. Not with a cache.
 
         Raises:
-            ValueError: the cache has no room for them, or knows what `outdates` says is another's.
+            ValueError: the cache has no room, or its keys are not those of the longer sequence (`outdates`).
         """
         mask = None
         if cache is not None:
@@ -70,7 +73,7 @@ class CausalLM(Family[_Config]):
     def _turns(
         self, x: Tensor, ids_SB: Tensor, positions_SB: Tensor | None, lengths_B: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables `[S, B, 1, r/2]`; None: those of the place in the sequence, and of its padded length."""
+        """The rotary tables `[S, B, 1, r/2]` where they depend on the sample, else None."""
         if self.rotary is None:
             return None
         tables = None if lengths_B is None else self.rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
@@ -78,7 +81,7 @@ class CausalLM(Family[_Config]):
             return tables
         columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
         cos, sin = tables or self.rotary.tables(len(ids_SB), x)
-        cos, sin = (each.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for each in (cos, sin))
+        cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
         return cos, sin
 
     def forward(
@@ -93,15 +96,15 @@ class CausalLM(Family[_Config]):
     ) -> Tensor:
         """Sum of the cross-entropies of the counted targets (those that are not -100): a float32 scalar.
 
-        x: as `hidden` has it; a stage that is not the last returns it. What follows it: as `hidden` has it.
+        The other arguments are those of `hidden`, whose output a stage that is not the last returns.
         """
         hidden = self.hidden(ids_SB, dropout, None, x, positions_SB, starts_SB, lengths_B)
         return self.lm_head.loss(hidden, targets_SB) if self.part.is_last else hidden
 
     def outdates(self, known: int, length: int) -> bool:
-        """Whether a sequence of `length` tokens has other keys at its first `known` than those alone had.
+        """Whether the keys of the first `known` tokens are others in a sequence of `length` tokens.
 
-        So it is where rotary angles change with the length: all tokens must then be read in one pass.
+        They are where rotary angles change with the length: then all tokens must be read in one pass.
         """
         return known > 0 and self.rotary is not None and self.rotary.regime(known) != self.rotary.regime(length)
 
@@ -111,9 +114,9 @@ class CausalLM(Family[_Config]):
         return whole
 
     def next_logits(self, ids_SB: Tensor, cache: KeyValueCache, x: Tensor | None = None) -> Tensor:
-        """Logits `[B, V]` of the token after the last one; without sequence parallelism, which cuts what is last.
+        """Logits `[B, V]` of the next token; without sequence parallelism, as every rank needs the last position.
 
-        x: as `hidden` has it; a stage that is not the last returns it.
+        `x` is as in `hidden`, whose output a stage that is not the last returns.
         """
         hidden = self.hidden(ids_SB, cache=cache, x=x)
         if not self.part.is_last:
@@ -123,7 +126,7 @@ class CausalLM(Family[_Config]):
 
 
 def _within_documents(starts_SB: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of each query's keys, `[B, 1, S, S]`: 0 from `starts_SB` to itself, else -inf."""
+    """The mask that is added to the scores, `[B, 1, S, S]`: 0 for keys from `starts_SB` to the query, else -inf."""
     places = torch.arange(len(starts_SB), device=starts_SB.device)
     first_BS1 = starts_SB.T.unsqueeze(2)
     seen = (places >= first_BS1) & (places <= places.unsqueeze(1))
@@ -131,7 +134,7 @@ def _within_documents(starts_SB: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _earlier(queries: int, known: int, device: torch.device) -> Tensor | None:
-    """Which of `known` keys and their own each of the next queries may attend to, `[S, L]`; None: needs no saying."""
+    """Which of `known` keys and their own the next queries may attend to, `[S, L]`; None where no mask is needed."""
     if known == 0 or queries == 1:
         return None
     return torch.ones(queries, known + queries, dtype=torch.bool, device=device).tril_(known)

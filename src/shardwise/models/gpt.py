@@ -14,14 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.config import GPTConfig
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
-    EMBEDDING,
-    MLP,
-    Context,
-    Maker,
-)
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, Maker
 from shardwise.models.causal import CausalLM
 from shardwise.placement import Init
 
@@ -33,7 +26,7 @@ class GPTBlock(nn.Module):
         super().__init__()
         name = f"transformer.h.{layer}"
         qkv = make.query_key_value(config, 3 * (f"{name}.attn.c_attn",), transposed=True)
-        # As in GPT-2: 2 sums a block enter the residual stream, and are drawn smaller the more of them there are.
+        # As in GPT-2: each block adds 2 terms to the residual stream; the more terms, the smaller their weights.
         scaled = Init.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
         self.ln_1 = make.norm(config, f"{name}.ln_1")
         self.attn = Attention(config, layer, make, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)

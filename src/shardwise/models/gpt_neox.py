@@ -1,4 +1,4 @@
-"""GPT-NeoX (arXiv:2204.06745) and Pythia: rotary positions on a part of each head, attention and MLP side by side.
+"""GPT-NeoX (arXiv:2204.06745) and Pythia: rotary positions on a part of each head, attention and MLP in parallel.
 
 The canonical tensors are Hugging Face's: Q, K and V are one tensor, head by head `[heads, 3, head_dim]`, which a rank
 keeps as it is for its own heads. Shapes: see `models/blocks.py`.
@@ -10,14 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.config import GPTNeoXConfig
 from shardwise.models.attention import Attention
-from shardwise.models.blocks import (
-    AFTER_ATTENTION,
-    AFTER_MLP,
-    EMBEDDING,
-    MLP,
-    Context,
-    Maker,
-)
+from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, Maker
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import ColumnParallelLinear
@@ -34,7 +27,7 @@ class InterleavedAttention(Attention):
 class GPTNeoXBlock(nn.Module):
     """`x + attention(ln_1(x)) + mlp(ln_2(x))` with a parallel residual, else one after the other as in GPT-2.
 
-    Side by side, without dropout between them, the two row-parallel layers leave their region by one collective.
+    With a parallel residual and no dropout, one collective sums the outputs of both row-parallel layers.
     """
 
     def __init__(self, config: GPTNeoXConfig, layer: int, rotary: Rotary, make: Maker) -> None:
@@ -62,14 +55,14 @@ class GPTNeoXBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         if self.joined:
-            return x + self._side_by_side(x, context)
+            return x + self._attention_and_mlp(x, context)
         attended = self.attention_dropout(self.attention(self.input_layernorm(x), context), context.dropout)
         before_mlp = x if self.parallel else x + attended
         added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(before_mlp)), context.dropout)
         out: Tensor = x + attended + added
         return out
 
-    def _side_by_side(self, x: Tensor, context: Context) -> Tensor:
+    def _attention_and_mlp(self, x: Tensor, context: Context) -> Tensor:
         attention, mlp = self.attention, self.mlp
         attended = attention.out.multiply(attention.inner(self.input_layernorm(x), context))
         partial = attended + mlp.down.multiply(mlp.inner(self.post_attention_layernorm(x)))

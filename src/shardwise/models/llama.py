@@ -1,7 +1,7 @@
 """Llama (1, 2 and 3): blocks of grouped-query attention with rotary positions and a gated MLP, and RMSNorm before each.
 
-Mistral, Qwen2, Qwen3, OLMo 2 and SmolLM3 are the same model but for facts of their configurations: which projections
-have biases, where norms stand, whether queries and keys are normalised, which blocks rotate them.
+Mistral, Qwen2, Qwen3, OLMo 2 and SmolLM3 differ from it only by facts of their configurations: which projections have
+biases, where norms stand, whether queries and keys are normalised, which blocks rotate them.
 
 Shapes: see `models/blocks.py`.
 """
@@ -16,11 +16,7 @@ from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context, Maker
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
-from shardwise.parallel import (
-    MergedColumnParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-)
+from shardwise.parallel import MergedColumnParallelLinear, RMSNorm, RowParallelLinear
 
 
 class GatedMLP(nn.Module):
@@ -53,7 +49,7 @@ class GatedMLP(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`; or `x + norm(attention(x))`, then `x + norm(mlp(x))`."""
 
     def __init__(self, config: Decoder, layer: int, rotary: Rotary, make: Maker) -> None:
@@ -97,7 +93,7 @@ class Llama(CausalLM[Decoder]):
         self.rotary = rotary = Rotary(config)
         if make.has_embedding(config):
             self.embed_tokens = make.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(Block(config, i, rotary, make) for i in make.layers(config))
+        self.layers = nn.ModuleList(LlamaBlock(config, i, rotary, make) for i in make.layers(config))
         if make.part.is_last:
             self.norm = make.norm(config, "model.norm", RMSNorm)
             self.lm_head = make.head(config, "lm_head", "model.embed_tokens")

@@ -1,11 +1,14 @@
 """A model of the user's own: `model.family=package.module:Class`.
 
-The class is called with keywords: every key under `model` but `family`, and of the arguments that the run gives (`RUN`)
-those that its constructor names, or the base to which it passes `**kwargs`. A constructor that names `config` gets the
-section as an object instead of its keys. Its `forward(ids_SB, targets_SB)` returns the sum of the counted targets'
-losses. `forward` is also given `dropout`, if it names it: the step's `DropoutKey`, or None in an evaluation;
-`positions_SB` with `data.reset_position_ids`; `starts_SB` with `data.reset_attention_mask`: the first place that each
-place may attend to; and in an evaluation that pads a sequence `lengths_B`, if it names it.
+The class is called with keywords: every key under `model` but `family`, and those of the run's arguments (`RUN`) that
+its constructor, or the base class to which it passes `**kwargs`, names. A constructor that names `config` gets the
+section as an object instead of its keys. `forward(ids_SB, targets_SB)` returns the sum of the counted targets' losses.
+It also gets
+
+- `dropout`, if it names it: the step's `DropoutKey`, or None in an evaluation,
+- `positions_SB` with `data.reset_position_ids`,
+- `starts_SB` with `data.reset_attention_mask`: the first place that each place may attend to,
+- `lengths_B`, if it names it, in an evaluation that pads a sequence.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ import importlib
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,16 +35,16 @@ from shardwise.mesh import Group
 from shardwise.placement import of, placements
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
-"""Arguments that the run gives: how the model is cut, what the backward pass computes again, and how parameters are
-made. A class without the last three is made after `torch.manual_seed(train.seed)`, then moved."""
+"""Arguments that the run gives. A class that does not take the last three is made after `torch.manual_seed(train.seed)`
+and then moved to its device and dtype."""
 
 _LIBRARIES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _SHOWN = 4
-_STORED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_STORED = ("float64", "float32", "float16", "bfloat16")
 
 
 def check_own(config: Config) -> type[nn.Module]:
-    """The class that `model.family` names, if its signatures suit the configuration. Makes no model.
+    """The class that `model.family` names; checks its signatures, and makes no model.
 
     Raises:
         ConfigError: it cannot be imported, is no `torch.nn.Module`, or cannot be called as the configuration says.
@@ -68,10 +71,9 @@ def build_own(
     """
     model_class, train = check_own(config), config.train
     constructor = _Constructor.of(model_class)
-    run = dict(zip(RUN, (group, sequence_parallel, train.recompute, train.seed, device, dtype), strict=True))
-    arguments = constructor.section_arguments(config) | {
-        name: value for name, value in run.items() if name in constructor.names
-    }
+    arguments = constructor.section_arguments(config)
+    run = zip(RUN, (group, sequence_parallel, train.recompute, train.seed, device, dtype), strict=True)
+    arguments |= {name: value for name, value in run if name in constructor.names}
     torch.manual_seed(train.seed)
     try:
         model = model_class(**arguments)
@@ -93,6 +95,9 @@ def build_own(
 
 
 def _import_class(family: str) -> type[nn.Module]:
+    def is_model(value: object) -> bool:
+        return isinstance(value, type) and issubclass(value, nn.Module)
+
     module_name, _, name = family.partition(":")
     try:
         module = _import_module(module_name)
@@ -104,26 +109,21 @@ def _import_class(family: str) -> type[nn.Module]:
                 "packages; start in the folder that holds it, or install it"
             ) from error
         raise ConfigError(f"model.family ({family}) cannot be imported: {_error_text(error)}") from error
-    named = getattr(module, name, None)
+    model_class: Any = getattr(module, name, None)
     where = f"model.family ({family}): {module.__file__ or module_name}"
-    if named is None:
-        near = nearest_name(name, [key for key, value in vars(module).items() if _is_model_class(value)])
+    if model_class is None:
+        near = nearest_name(name, [key for key, value in vars(module).items() if is_model(value)])
         raise ConfigError(f"{where} lacks {name}" + (f"; did you mean {near}?" if near else ""))
-    if not _is_model_class(named):
+    if not is_model(model_class):
         raise ConfigError(f"{where}: {name} must be a class derived from torch.nn.Module")
-    model_class: type[nn.Module] = named
-    return model_class
-
-
-def _is_model_class(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
+    return cast("type[nn.Module]", model_class)
 
 
 def _import_module(name: str) -> ModuleType:
-    """The module, from the current directory before the installed packages.
+    """Import a module from the current directory or, if it is not there, from the installed packages.
 
-    Neither `shardwise` nor `python -P` looks there. While the module is imported the directory comes first, as it does
-    for `python -m`; afterwards it comes last, so that no file in it replaces a module that a library imports.
+    The command `shardwise` does not search the current directory by itself. While the module is imported the directory
+    is searched first, as by `python -m`; afterwards last, so that no file in it replaces a module of a library.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)
@@ -136,7 +136,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _error_text(error: Exception) -> str:
-    """The error, with the innermost line of the user's own code."""
+    """The error, and where the user's own code raised it."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -147,17 +147,17 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-# ---- what it can be called with
+# ---- its signatures
 
 
 @dataclass(frozen=True)
 class _Constructor:
-    """What a class can be called with.
+    """The arguments of a class.
 
     Attributes:
-        names: arguments that it takes by keyword, and while there is `**kwargs` those of the base to which they go.
+        names: keyword arguments of the class and, as far as constructors pass on `**kwargs`, of its base classes.
         required: its own arguments without a default. A base's are not required: the class itself may give them.
-        takes_any: whether it takes `**kwargs`, whose names nobody can know.
+        takes_any: whether it has `**kwargs`, and so may take other names too.
     """
 
     names: tuple[str, ...]
@@ -166,6 +166,9 @@ class _Constructor:
 
     @classmethod
     def of(cls, model_class: type[nn.Module]) -> _Constructor:
+        def takes_any(parameters: Iterable[Parameter]) -> bool:
+            return any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+
         own = signature(model_class).parameters.values()
         names: dict[str, None] = {}
         for base in model_class.__mro__:
@@ -173,41 +176,38 @@ class _Constructor:
                 continue
             parameters = signature(base).parameters.values()
             names |= {p.name: None for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-            if base is nn.Module or not _take_any(parameters):
+            if base is nn.Module or not takes_any(parameters):
                 break
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         required = (p.name for p in own if p.default is p.empty and p.kind not in variable)
-        return cls(tuple(names), tuple(required), _take_any(own))
+        return cls(tuple(names), tuple(required), takes_any(own))
+
+    def takes_config(self, keys: dict[str, Any]) -> bool:
+        """Whether the class gets the section as `config` instead of its keys."""
+        return "config" in self.names and "config" not in keys
 
     def section_arguments(self, config: Config) -> dict[str, Any]:
-        """What the `model` section gives: its keys that the class takes, or all of it to an argument named `config`."""
+        """The arguments that the `model` section gives."""
         keys = _keys(config)
         if self.takes_config(keys):
             return {"config": config.model}
         return {key: value for key, value in keys.items() if self.takes_any or key in self.names}
 
-    def takes_config(self, keys: dict[str, Any]) -> bool:
-        return "config" in self.names and "config" not in keys
-
-
-def _take_any(parameters: Iterable[Parameter]) -> bool:
-    return any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-
 
 def _keys(config: Config) -> dict[str, Any]:
-    """The keys of `model` that the recipe sets, but `family`."""
+    """The keys of `model` that the recipe sets, without `family`."""
     return {key: getattr(config.model, key) for key in sorted(config.model.model_fields_set) if key != "family"}
 
 
 def _constructor_problems(config: Config, constructor: _Constructor) -> list[str]:
-    """Keys that the class does not take, arguments that no key gives, and what the layout needs an argument for."""
+    """Keys that the class does not take, arguments that no key gives, and settings that need an argument."""
     family, keys, tensor, recompute = config.model.family, _keys(config), config.parallel.tensor, config.train.recompute
     problems = [f"model.{key}: the run itself gives {key} to {family}: rename it" for key in keys if key in RUN]
     if not constructor.takes_config(keys):
         names = [name for name in constructor.names if name not in RUN]
-        # The sizes that the layout is checked against (the fields of OwnConfig) may be given without being taken.
+        # A class need not take the fields of OwnConfig: the layout is checked against them.
         for key in sorted(keys.keys() - {*RUN, *names, *OwnConfig.model_fields}):
-            # `**kwargs` may take the key: only one that stands for an argument without a key is misspelt for sure.
+            # `**kwargs` may take any key. Then a key is misspelt only if it is near an argument that has no key.
             meant = [name for name in names if name not in keys or not constructor.takes_any]
             near = nearest_name(key, meant, cutoff=0.8 if constructor.takes_any else 0.75)
             if near or not constructor.takes_any:
@@ -228,7 +228,7 @@ def _constructor_problems(config: Config, constructor: _Constructor) -> list[str
 def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]:
     optional = (("positions_SB", config.data.reset_position_ids), ("starts_SB", config.data.reset_attention_mask))
     given = ["ids_SB", "targets_SB", *(name for name, wanted in optional if wanted)]
-    # Of an instance, even one that was never initialised, the signature lacks the argument that receives it.
+    # The method of an instance, even of one that was never initialised, has a signature without `self`.
     forward = signature(object.__new__(model_class).forward)
     try:
         forward.bind(**dict.fromkeys([*given, *({"dropout"} & forward.parameters.keys())]))
@@ -240,7 +240,7 @@ def _forward_problems(config: Config, model_class: type[nn.Module]) -> list[str]
     return []
 
 
-# ---- what it made
+# ---- its parameters
 
 
 def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
@@ -248,13 +248,13 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
     trainable = {path: p for path, p in model.named_parameters() if p.requires_grad}
     if not any(p.numel() for p in trainable.values()):
         return ["the number of trainable parameters (0) must be at least 1"]
-    stored = listing((_name(dtype) for dtype in _STORED), "or")
-    odd = [f"{path} ({_name(p.dtype)})" for path, p in model.named_parameters() if p.dtype not in _STORED]
+    dtype_of = {path: str(p.dtype).removeprefix("torch.") for path, p in model.named_parameters()}
+    odd = [f"{path} ({dtype})" for path, dtype in dtype_of.items() if dtype not in _STORED]
     unplaced = [path for path, p in trainable.items() if group.size > 1 and of(p) is None]
     names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
     parameters = dict(model.named_parameters(remove_duplicate=False))
     problems = {
-        f"the dtype of {{}} must be {stored}, which checkpoints have: register it as a buffer with "
+        f"the dtype of {{}} must be {listing(_STORED, 'or')}, which checkpoints have: register it as a buffer with "
         "persistent=False": odd,
         f"parallel.tensor ({group.size}) needs layers of shardwise, or placement.make_parameter, for {{}}: nothing "
         "says which part of them a rank holds": unplaced,
@@ -264,13 +264,4 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
         "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "
         "parameters": [name for name in model.state_dict() if name not in parameters],
     }
-    return [text.format(_some(paths)) for text, paths in problems.items() if paths]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return listing([*names[:_SHOWN], f"{more} more"] if more > 0 else names)
+    return [text.format(listing(paths, most=_SHOWN)) for text, paths in problems.items() if paths]

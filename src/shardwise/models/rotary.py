@@ -1,7 +1,7 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) with the scalings that Hugging Face configurations name.
 
-Legend: S sequence, B batch, n heads, d head width, of which the first r are rotated: number i and number i + r/2 are
-the two coordinates of pair i.
+Legend: S sequence, B batch, n heads, d head width, of which the first r are rotated: elements i and i + r/2 are the two
+coordinates of pair i.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _llama3(plain: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 class Rotary:
-    """Cosine and sine tables `[S, 1, 1, r/2]`: for each device and dtype those of the longest sequence so far."""
+    """Cosine and sine tables `[S, 1, 1, r/2]`; those of the longest sequence are kept for each device and dtype."""
 
     def __init__(self, config: DecoderConfig | GPTNeoXConfig) -> None:
         self._config = config
@@ -97,7 +97,7 @@ class Rotary:
         key, regime = (like.device, like.dtype), self.regime(sequence_length)
         known, cos, sin = self._tables.get(key, (None, like, like))
         if known != regime or len(cos) < sequence_length:
-            # Generation asks for one more position at a time: twice the rows, so that it rarely needs a new table.
+            # Generation needs one more position at a time: with twice the rows a new table is rarely needed.
             rows = max(sequence_length, 2 * len(cos)) if known == regime and first else sequence_length
             cos, sin = self._make(rows, sequence_length, like)
             self._tables[key] = (regime, cos, sin)
@@ -108,23 +108,23 @@ class Rotary:
     def tables_of_each(self, lengths: Sequence[int], rows: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """The tables `[S, B, 1, r/2]` of sequences padded to `rows`, each with the angles of its own length.
 
-        None if all of them are those of `tables(rows)`.
+        None if all of them have the angles of `tables(rows)`.
         """
         if {self.regime(length) for length in lengths} <= {self.regime(rows)}:
             return None
-        made = {length: self._make(rows, length, like) for length in set(lengths)}
-        cos, sin = (torch.cat([made[length][n] for length in lengths], dim=1) for n in range(2))
+        tables = {length: self._make(rows, length, like) for length in set(lengths)}
+        cos, sin = (torch.cat([tables[length][n] for length in lengths], dim=1) for n in range(2))
         return cos, sin
 
     def _make(self, rows: int, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables of `rows` positions, with the angles of a sequence of that length."""
+        """Tables of `rows` positions, with the angles of a sequence of `sequence_length`."""
         inverse, factor = frequencies(self._config, sequence_length)
         angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)
         cos, sin = (f(angles).mul(factor).to(like.device, like.dtype) for f in (torch.cos, torch.sin))
         return cos, sin
 
     def regime(self, sequence_length: int) -> int:
-        """Sequences of one regime have the same angle at each position."""
+        """A number that is equal for two lengths if their sequences have the same angle at each position."""
         scaling = self._config.rope_scaling or {}
         kind = scaling.get("rope_type", "default")
         if kind == "dynamic":
@@ -157,5 +157,5 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[S, B, n, d]` turned by its position's angles; tables `[S, 1 or B, 1, r/2]`: of a head, r of d are turned."""
+    """x `[S, B, n, d]` → x, with the first r elements of each head rotated by the tables `[S, 1 or B, 1, r/2]`."""
     return cast(Tensor, _Rotate.apply(x, cos, sin))  # type: ignore[no-untyped-call]

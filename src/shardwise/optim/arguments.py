@@ -1,4 +1,4 @@
-"""Arguments of `ZeroRedundancyOptimizer` elsewhere, and what replaces them here."""
+"""Arguments of the ZeRO optimizers of other libraries, and what replaces them in `ZeroRedundancyOptimizer`."""
 
 from __future__ import annotations
 
@@ -55,11 +55,7 @@ REPLACED = {name: f"leave it out: {why}" for name, why in _LEAVE_OUT.items()} | 
 def require_known_options(
     sharded: type[torch.optim.Optimizer], optimizer_class: Callable[..., torch.optim.Optimizer], given: Iterable[str]
 ) -> None:
-    """Refuse what neither the sharded optimizer nor the wrapped class takes.
-
-    Raises:
-        ArgumentError: a `TypeError` that names what replaces each.
-    """
+    """Raise ArgumentError, with what replaces each, for arguments that neither optimizer class takes."""
     taken = inspect.signature(optimizer_class).parameters
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
         own = [name for name in inspect.signature(sharded).parameters if name != "defaults"]

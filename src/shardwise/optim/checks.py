@@ -1,4 +1,4 @@
-"""What `ZeroRedundancyOptimizer` requires of its parameters: plain ones, alike on every rank, and still the model's."""
+"""What `ZeroRedundancyOptimizer` requires: plain parameters, the same on all ranks, which the model still uses."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ from shardwise.mesh import Group
 
 
 def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None:
-    """Refuse parameters that DDP, FSDP or DTensor manage, complex ones, and those of a cut model without a mesh.
-
-    Raises:
-        ValueError: with what to do.
-    """
+    """Raise ValueError for parameters of DDP, FSDP or DTensor, complex ones, and a cut model without a mesh."""
     parameters = list(parameters)
     for p in parameters:
         if hasattr(p, "device_mesh") or hasattr(p, "_fsdp_flattened"):
@@ -48,7 +44,7 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
 
 
 def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters whose gradients a DistributedDataParallel reduces, whether the wrapper came before or after."""
+    """Raise ValueError for parameters whose gradients a DistributedDataParallel reduces, whenever it was made."""
     accumulated = {id(p) for p in parameters if p.requires_grad and _is_accumulator_held(p)}
     if accumulated and any(id(p) in accumulated for wrapper in _wrappers() for p in wrapper.parameters()):
         raise ValueError(
@@ -58,35 +54,34 @@ def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _is_accumulator_held(parameter: nn.Parameter) -> bool:
-    """Whether something holds the autograd node that accumulates the parameter's gradient: DDP, or a graph in use.
+    """Whether DDP or a graph holds the autograd node that accumulates the parameter's gradient.
 
-    Otherwise the node dies as soon as nobody asks for it, and what was noted on it is not on the next one.
+    Otherwise torch makes a new node for each call, which lacks what was written to the metadata of the last one.
     """
 
-    def notes() -> Any:  # a dict, though torch annotates it as a method
+    def metadata() -> Any:  # a dict, though torch annotates it as a method
         return get_gradient_edge(parameter).node.metadata
 
-    notes()["shardwise"] = True
-    return "shardwise" in notes()
+    metadata()["shardwise"] = True
+    return "shardwise" in metadata()
 
 
 def _wrappers() -> Iterator[DistributedDataParallel]:
-    """All instances in the process. They refer to their class, so the garbage collector finds them."""
+    """All instances in this process: the garbage collector knows what refers to their classes."""
     classes = [DistributedDataParallel]
     for wrapper_class in classes:  # also those that the next line adds
         classes += wrapper_class.__subclasses__()
     return (item for item in gc.get_referrers(*classes) if issubclass(type(item), DistributedDataParallel))
 
 
-# ---- alike on every rank
+# ---- the same on all ranks
 
 
 def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> None:
-    """Refuse parameters that are not the same, in the same order, on all ranks; one all-reduce of a digest.
+    """Require the same parameters in the same order on all ranks of `group`; one all-reduce of a digest.
 
     Args:
         groups: parameter groups of the optimizer.
-        group: the ranks whose parameters are brought to equal values.
 
     Raises:
         ConfigError: on every rank, with the first parameter that differs.
@@ -113,15 +108,13 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> N
 
 
 def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
-    """A text for each parameter of a group: what must be equal on all ranks. Values need not be."""
+    """Yield a text for each parameter of a group: the properties, without values, that must be equal on all ranks."""
     parameters: list[nn.Parameter] = options["params"]
     for name, p in zip(options.get("param_names") or [""] * len(parameters), parameters, strict=True):
-        known = name or "+".join(piece.name for piece in placement.of_or_whole(p).pieces)
-        layout = "" if p.is_contiguous() else f" with strides {list(p.stride())}"
-        yield (
-            f"{f'{known} ' if known else ''}{list(p.shape)}{layout} of {p.dtype} in group {number}"
-            f"{'' if p.requires_grad else ' (frozen)'}"
-        )
+        name = name or "+".join(piece.name for piece in placement.of_or_whole(p).pieces)
+        strides = "" if p.is_contiguous() else f" with strides {list(p.stride())}"
+        frozen = "" if p.requires_grad else " (frozen)"
+        yield f"{name} {list(p.shape)}{strides} of {p.dtype} in group {number}{frozen}".lstrip()
 
 
 def _device(groups: Sequence[dict[str, Any]]) -> torch.device:
@@ -140,13 +133,13 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
         value.copy_(whole)
 
 
-# ---- still the model's
+# ---- still used by the model
 
 
 class Assignments:
-    """Notes where a module's parameter was replaced by another, which no optimizer that was made before can see.
+    """Remembers where a module's parameter is replaced, by `load_state_dict(assign=True)` or `module.weight = …`.
 
-    `load_state_dict(assign=True)` does that, and `module.weight = …`.
+    An optimizer that was made before would train the old one.
 
     Args:
         parameters: those to watch.
@@ -159,13 +152,13 @@ class Assignments:
         _watching.add(self)
 
     def note(self, module: nn.Module, name: str) -> None:
-        """Remember a place that is about to change, if it holds one of the parameters."""
+        """Remember `name` of a module, which is about to be replaced, if it is one of the parameters."""
         before = _own_parameter(module, name)
         if before is not None and before in self._parameters:
             self._places[weakref.ref(module), name] = None
 
     def check(self) -> None:
-        """Raise if a parameter took the place of a watched one and is to be trained, but is not watched itself."""
+        """Raise RuntimeError if a trainable parameter that is not watched has replaced a watched one."""
         for reference, name in self._places:
             module = reference()
             now = None if module is None else _own_parameter(module, name)

@@ -1,4 +1,4 @@
-"""L2 norms of what many ranks hold together: of the whole model, and of each of its canonical tensors.
+"""L2 norms over all ranks: of the whole model, and of each of its canonical tensors.
 
 Each rank sums the squares of the elements that it owns, divided by the number of ranks that own the same element; one
 all-reduce adds up the ranks' sums.
@@ -7,6 +7,7 @@ all-reduce adds up the ranks' sums.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,11 +22,11 @@ from shardwise.optim.buckets import Bucket
 from shardwise.placement import Piece
 
 _ROW = 1 << 14
-"""Elements whose squares are summed at once: on the CPU in float32, one sum over 40 million elements is 0.3 % off."""
+"""Elements of one sum of squares: in float32 on the CPU, one sum over 40 million elements has an error of 0.3 %."""
 
 
 def row_norms(flat: Tensor) -> Tensor:
-    """Norms of a flat tensor's rows of 16,384 elements, and of the shorter last one, in float32 (float64 as it is)."""
+    """Norms of a flat tensor's rows of 16,384 elements and of a shorter last row, in float32, or float64 as given."""
     whole = flat.numel() // _ROW * _ROW
     dtype = torch.promote_types(flat.dtype, torch.float32)
     parts = [flat[whole:].view(1, -1)] if whole < flat.numel() or not whole else []
@@ -35,13 +36,13 @@ def row_norms(flat: Tensor) -> Tensor:
 
 
 def require_max_norm(max_norm: float | None) -> None:
-    """Refuse a norm to clip to that is not positive; None stands for no clipping."""
+    """Raise ConfigError unless the norm to clip to is positive, or None for no clipping."""
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(f"max_norm ({max_norm}) must be positive, or None for no clipping")
 
 
 def clipping_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor that clips a gradient of this norm, as in torch: 1 where the norm is at most `max_norm`."""
+    """The factor that clips a gradient of this norm, computed as torch does: 1 if the norm is at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -62,10 +63,16 @@ class Run:
         return self.start + self.length
 
 
-def _pieces(bucket: Bucket, index: int, tensor_ranks: int) -> Iterator[tuple[Piece, int]]:
-    """The pieces of a bucket's parameter, each with the number of ranks that own the same elements.
+def _norm(runs: Sequence[Run], take: Callable[[Bucket], Tensor]) -> Tensor:
+    """The norm of some runs of the flat tensors that `take` returns."""
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([row_norms(run.of(take(run.bucket))) for run in runs]))
+    return norm
 
-    A parameter that is not cut is the same on every tensor-parallel rank, also one that no layer of shardwise made.
+
+def _pieces(bucket: Bucket, index: int, tensor_ranks: int) -> Iterator[tuple[Piece, int]]:
+    """Yield the pieces of a bucket's parameter, each with the number of ranks that own the same elements.
+
+    A parameter that is not cut is equal on every tensor-parallel rank, whether a layer of shardwise made it or not.
     """
     record = placement.of_or_whole(bucket.parameters[index])
     copies = (1 if bucket.sharded else bucket.group.size) * (tensor_ranks if record.group.size == 1 else 1)
@@ -93,22 +100,21 @@ class ModelNorms:
                 for piece, copies in _pieces(bucket, index, tensor_ranks):
                     runs = self._runs.setdefault(copies, [])
                     for start, length in bucket.owned_runs(index, piece.local):
-                        # From the end of one parameter to the start of the next all is 0: one run may cover both.
+                        # Between the end of one parameter and the start of the next all is 0: one run covers both.
                         _append(runs, Run(bucket, start, length), joint=end if start == first else start)
                 end = first + p.numel()
 
     def measure(self, *takes: Callable[[Bucket], Tensor]) -> Tensor:
-        """One norm for each function that takes a flat tensor from a bucket's owned part. One all-reduce."""
+        """One norm for each of `takes`, which return a flat tensor over a bucket's owned part. One all-reduce."""
         squares = torch.zeros(len(takes), dtype=torch.float32, device=self._device)
         for copies, runs in self._runs.items():
             for column, take in enumerate(takes if runs else ()):
-                rows = torch.cat([row_norms(run.of(take(run.bucket))) for run in runs])
-                squares[column] += torch.linalg.vector_norm(rows).square() / copies
+                squares[column] += _norm(runs, take).square() / copies
         return comm.all_reduce_(squares, self._world).sqrt()
 
 
 def _append(runs: list[Run], run: Run, joint: int) -> None:
-    """Add a run; one that ends at `joint` in the same bucket grows over it instead."""
+    """Add a run; if the last one ends at `joint` in the same bucket, it is extended to the end of `run` instead."""
     if runs and runs[-1].bucket is run.bucket and runs[-1].end == joint:
         start = runs.pop().start
         run = Run(run.bucket, start, run.end - start)
@@ -122,12 +128,12 @@ def _device(buckets: Sequence[Bucket]) -> torch.device:
 # ---- tensor by tensor
 
 _Key = tuple[str, tuple[int, ...], int, int]
-"""A canonical tensor: name, shape, which of this rank's parameters of that name, and pipeline stage if that is open."""
+"""A canonical tensor: name, shape, number among this rank's parameters of that name, and stage if the name is open."""
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What this rank owns of a parameter group's tensors, of those that equally many ranks hold.
+    """This rank's parts of the tensors of one parameter group that the same number of ranks own.
 
     Attributes:
         group: index of the parameter group.
@@ -145,19 +151,19 @@ class _Share:
 class CanonicalNorms:
     """L2 norms of each canonical tensor, wherever its elements are.
 
-    The ranks number the tensors alike, once, when this is made: collective over `world`. A fused weight is several
-    tensors, one cut into several pieces is one, padding is none, and what several ranks hold counts once.
+    The constructor is collective over `world`: it gives each tensor the same number on every rank. A fused weight is
+    several tensors, a tensor that is cut into several pieces is one, padding is none, and copies count once.
 
     Args:
         groups: the buckets of each parameter group.
-        world, tensor_ranks: as `ModelNorms` has them.
-        stage: this rank's pipeline stage, which tells tensors without a full name apart.
+        world, tensor_ranks: as in `ModelNorms`.
+        stage: this rank's pipeline stage, which distinguishes tensors without a full name.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
 
     Raises:
-        ValueError: a canonical tensor is not held exactly once by all ranks together. On every rank.
+        ValueError: on every rank, all ranks together do not hold each canonical tensor exactly once.
     """
 
     def __init__(self, groups: Sequence[Sequence[Bucket]], world: Group, tensor_ranks: int, stage: int = 0) -> None:
@@ -171,7 +177,7 @@ class CanonicalNorms:
             for index in range(len(bucket.parameters))
             for key, copies, runs in _tensors(bucket, index, tensor_ranks, stage, seen)
         ]
-        elements: dict[_Key, Fraction] = {}
+        elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
         for _, copies, key, runs in held:
             elements[key] = elements.get(key, Fraction()) + Fraction(sum(run.length for run in runs), copies)
         numbers = _agreed_numbers(elements, world)
@@ -188,18 +194,17 @@ class CanonicalNorms:
     def measure(self, groups: Sequence[int], *takes: Callable[[Bucket], Tensor]) -> Tensor:
         """Norms `[len(takes), T]` in float32 of the tensors of some parameter groups; 0 for all others.
 
-        Collective: one all-reduce of that many numbers over the world.
+        Collective: one all-reduce of these numbers over the world.
         """
         squares = torch.zeros((len(takes), self.count), dtype=torch.float32, device=self._device)
         for share in (share for share in self._shares if share.group in groups):
             for column, take in enumerate(takes):
-                rows = [torch.cat([row_norms(r.of(take(r.bucket))) for r in runs]) for runs in share.tensors.values()]
-                norms = torch.stack([torch.linalg.vector_norm(row) for row in rows]).float()
+                norms = torch.stack([_norm(runs, take) for runs in share.tensors.values()]).float()
                 squares[column].index_add_(0, share.numbers, norms.square(), alpha=1.0 / share.copies)
         return comm.all_reduce_(squares, self._world).sqrt()
 
     def runs(self, group: int) -> Iterator[tuple[int, Run]]:
-        """What this rank owns of a parameter group's tensors: each run with its tensor's number."""
+        """Yield the runs that this rank owns of a parameter group, each with its tensor's number."""
         for share in (share for share in self._shares if share.group == group):
             for number, runs in share.tensors.items():
                 for run in runs:
@@ -209,9 +214,9 @@ class CanonicalNorms:
 def _tensors(
     bucket: Bucket, index: int, tensor_ranks: int, stage: int, seen: dict[tuple[str, tuple[int, ...]], int]
 ) -> Iterator[tuple[_Key, int, list[Run]]]:
-    """The canonical tensors that a parameter holds a part of: (key, copies, owned runs).
+    """Yield the canonical tensors of which a parameter holds a part, as (key, copies, owned runs).
 
-    `seen` counts the parameters by the names and shapes of their tensors: layers whose names are open share these.
+    `seen` counts the parameters by name and shape of their tensors, as layers with open names have the same ones.
     """
     runs_of: dict[tuple[str, tuple[int, ...], int], list[Run]] = {}
     for piece, copies in _pieces(bucket, index, tensor_ranks):
@@ -221,16 +226,15 @@ def _tensors(
     for (name, shape, copies), runs in runs_of.items():
         is_open = not name or name.startswith(".")
         yield (name, shape, seen.get((name, shape), 0), stage if is_open else 0), copies, runs
-    for same in {(name, shape) for name, shape, _ in runs_of}:
-        seen[same] = seen.get(same, 0) + 1
+    for tensor in {(name, shape) for name, shape, _ in runs_of}:
+        seen[tensor] = seen.get(tensor, 0) + 1
 
 
 def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, int]:
-    """Consecutive numbers of all ranks' tensors, the same on every rank."""
-    total: dict[_Key, Fraction] = {}
+    """A number for each tensor of any rank, the same on every rank."""
+    total: Counter[_Key] = Counter()
     for of_rank in comm.all_gather_objects(elements, world):
-        for key, held in of_rank.items():
-            total[key] = total.get(key, Fraction()) + held
+        total.update(of_rank)
     wrong = [
         f"{name or 'a parameter without a name'} of shape {shape}: {float(held):g} of {math.prod(shape)} elements"
         for (name, shape, _, _), held in total.items()

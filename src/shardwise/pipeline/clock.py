@@ -1,97 +1,111 @@
-"""When a rank worked on which stage and micro-batch."""
+"""How long a rank worked on each stage in a step of a pipeline, and how long it waited."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.profiler import record_function
 
+from shardwise import comm
+from shardwise import device as devices
+from shardwise.mesh import Mesh
+
 FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHTS = "backward of the input", "backward of the weights"
 
+_Mark: TypeAlias = float | torch.Event
+"""A time by `time.perf_counter`, or an event in an accelerator's stream."""
+
 
 @dataclass(frozen=True)
-class Span:
-    """One pass of a micro-batch through a stage, with its begin and end.
+class StageSeconds:
+    """Seconds of a step in which this rank worked on one of its stages."""
+
+    stage: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """A step on this rank.
 
     Attributes:
-        kind: "forward", "backward", …
-        stage, micro_batch: their indices.
-        start, end: seconds of `time.perf_counter` at which the device began and ended the work.
+        stages: the work on each of its stages.
+        bubble: the part of the pipeline's step in which this rank did not work.
+        mean_bubble: the mean of `bubble` over the pipeline's ranks.
     """
 
-    kind: str
-    stage: int
-    micro_batch: int
-    start: float
-    end: float
+    stages: tuple[StageSeconds, ...]
+    bubble: float
+    mean_bubble: float
 
 
 @dataclass
 class Clock:
-    """The times of one step's work on one rank.
+    """Measures one step's work on one rank.
 
     On an accelerator a call returns once the work is queued on the stream. There events in the stream mark where the
-    work begins and ends; their times are read after the step, so that timing stalls nothing.
+    work begins and ends; their times are read after the step, so that the measurement does not stall the device.
     """
 
     device: torch.device
-    _marks: list[tuple[str, int, int, float | torch.Event, float | torch.Event]] = field(default_factory=list)
-    _origin: tuple[float, torch.Event] | None = None
-    _begun: float | torch.Event = 0.0
-    _ended: float | torch.Event = 0.0
+    _work: list[tuple[str, int, _Mark, _Mark]] = field(default_factory=list)
+    _begun: _Mark = 0.0
+    _ended: _Mark = 0.0
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
-        """Time what is inside, and name it for the profiler."""
+        """Measure the body's time, and name it for the profiler."""
         with record_function(_name(kind, stage, micro_batch)):
             start = self._now()
             yield
-            self._marks.append((kind, stage, micro_batch, start, self._now()))
+            self._work.append((kind, stage, start, self._now()))
 
     def begin(self) -> None:
-        """Forget the step before."""
-        self._marks.clear()
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-            event = torch.Event(self.device, enable_timing=True)
-            event.record()
-            self._origin = time.perf_counter(), event
+        """Begin a step, and forget the one before."""
+        self._work.clear()
         self._begun = self._now()
 
     def end(self) -> None:
-        """Mark the end of the step: its last work is issued."""
+        """End the step, once its last work is queued."""
         self._ended = self._now()
 
-    @property
-    def window(self) -> float:
-        """Seconds from the step's begin to its end, waits for others included; read it after `spans`."""
-        return self._at(self._ended) - self._at(self._begun)
+    def timing(self, stages: Sequence[int], mesh: Mesh) -> StepTiming:
+        """The timing of the last step, of which this rank has `stages`. Collective over the pipeline.
 
-    def spans(self) -> list[Span]:
-        """The step's work, in the order in which it was issued; waits until it is done."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        return [Span(kind, stage, n, self._at(start), self._at(end)) for kind, stage, n, start, end in self._marks]
+        The step's length is the longest of all ranks: the last stage ends before the first has received its gradient.
+        """
+        devices.synchronize(self.device)
+        seconds = {stage: [0.0, 0.0] for stage in stages}
+        for kind, stage, start, end in self._work:
+            seconds[stage][kind != FORWARD] += _seconds(start, end)
+        work = tuple(StageSeconds(stage, forward, backward) for stage, (forward, backward) in seconds.items())
+        busy = sum(stage.forward + stage.backward for stage in work)
+        here = torch.tensor([[busy, _seconds(self._begun, self._ended)]], dtype=torch.float64)
+        busy_P, length_P = comm.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
+        longest = float(length_P.max())
+        return StepTiming(work, 1 - busy / longest, 1 - float(busy_P.mean()) / longest)
 
-    def _now(self) -> float | torch.Event:
+    def _now(self) -> _Mark:
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
-    def _at(self, mark: float | torch.Event) -> float:
-        if isinstance(mark, float):
-            return mark
-        assert self._origin is not None, "begin() comes first"
-        at, event = self._origin
-        return at + event.elapsed_time(mark) / 1000
+
+def _seconds(start: _Mark, end: _Mark) -> float:
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
 
 
 def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:
@@ -102,7 +116,7 @@ def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) 
 
 
 def message_name(message: Any) -> str:
-    """What `name_messages` named a `P2POp`; those that open connections have no name of their own."""
+    """The name of a `P2POp` by `name_messages`; messages that open connections have none of their own."""
     name: str = getattr(message, "traced_as", "opening of connections")
     return name
 

@@ -1,8 +1,8 @@
-"""The forward pass alone, through all stages: for evaluation and generation."""
+"""The forward pass alone, through a whole model or all stages of a pipeline: for evaluation and generation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -13,6 +13,7 @@ from shardwise.config import ParallelConfig
 from shardwise.config.sections import V_SHAPED
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
+from shardwise.models.blocks import Family
 from shardwise.plan.stage import rank_of
 
 Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
@@ -21,43 +22,48 @@ Compute: TypeAlias = Callable[[nn.Module, Tensor | None, int], Tensor]
 
 @torch.no_grad()
 def relay(
-    stages: Stages,
-    parallel: ParallelConfig,
-    mesh: Mesh,
-    compute: Compute,
-    micro_batches: int,
-    empty: Callable[[int], Tensor],
+    model: nn.Module, parallel: ParallelConfig | None, mesh: Mesh, compute: Compute, shapes: Sequence[tuple[int, int]]
 ) -> None:
-    """Run `compute` on every stage and micro-batch, each stage with what the one before gave; collective.
+    """Run `compute` on every micro-batch and part of a model, each stage with the output of the one before; collective.
 
-    A round of as many micro-batches as there are pipeline ranks goes through a rank's first stage, then through its
+    A round of as many micro-batches as there are pipeline ranks passes through a rank's first stage, then through its
     next: all ranks work at once, and little is held. Where the last rank sends to the first (interleaved stages), a
     round is one shorter. With NCCL a send may block until it is received, and the first rank receives only after its
     own sends: a full round would wait for itself.
 
     Args:
+        model: whole, or this rank's stages.
+        parallel: how the model is cut into stages; None for a whole one.
         compute: as in `Pipeline.step`.
-        empty: a tensor like what a stage gives for a micro-batch.
+        shapes: of each micro-batch `(S, B)`, as a rank holds it between blocks.
     """
+    if not isinstance(model, Stages):
+        for number in range(len(shapes)):
+            compute(model, None, number)
+        return
+    assert parallel is not None, "stages come with the configuration that cut them"
+    part = model[0]
+    assert isinstance(part, Family), "only a family's model is cut into stages"
+    hidden, dtype = int(part.config.hidden_size), next(model.parameters()).dtype
     wraps = parallel.stages_per_rank > 1 and parallel.schedule not in V_SHAPED
     at_once = max(1, parallel.pipeline - wraps)
-    for first in range(0, micro_batches, at_once):
-        round_ = range(first, min(first + at_once, micro_batches))
+    for first in range(0, len(shapes), at_once):
+        round_ = range(first, min(first + at_once, len(shapes)))
         sent: list[comm.Pending] = []
         here: dict[int, Tensor] = {}
-        for stage, model in stages.pairs():
+        for stage, part in model.pairs():
             before, after = (rank_of(parallel, stage.index + step) for step in (-1, 1))
             for number in round_:
                 x = None
-                if not stage.is_first:
-                    is_here = before == mesh.pp.rank
-                    x = here.pop(number) if is_here else comm.receive(empty(number), mesh.pp, before)
-                out = compute(model, x, number)
-                if stage.is_last:
-                    continue
-                if after == mesh.pp.rank:
+                if before == mesh.pp.rank and not stage.is_first:
+                    x = here.pop(number)
+                elif not stage.is_first:
+                    empty = torch.empty(*shapes[number], hidden, dtype=dtype, device=mesh.device)
+                    x = comm.receive(empty, mesh.pp, before)
+                out = compute(part, x, number)
+                if after == mesh.pp.rank and not stage.is_last:
                     here[number] = out
-                else:
+                elif not stage.is_last:
                     sent.append(comm.send(out, mesh.pp, after))
         for message in sent:
             message.wait()

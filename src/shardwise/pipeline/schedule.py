@@ -23,9 +23,8 @@ from shardwise.config.sections import SINGLE_STAGE
 from shardwise.errors import LostPeerError
 from shardwise.mesh import Mesh
 from shardwise.models import Stages
-from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, name_messages
+from shardwise.pipeline.clock import BACKWARD, FORWARD, INPUT, WEIGHTS, Clock, StepTiming, name_messages
 from shardwise.pipeline.relay import Compute
-from shardwise.pipeline.timing import StepTiming, measure
 from shardwise.plan.stage import Stage
 
 _SCHEDULES: dict[Schedule, Any] = {
@@ -123,7 +122,7 @@ class Pipeline:
 
     def timing(self) -> StepTiming:
         """Timing of the last step. Collective over the pipeline."""
-        return measure(self.clock, [module.stage.index for module in self._submodules], self._mesh)
+        return self.clock.timing([module.stage.index for module in self._submodules], self._mesh)
 
     def _on_reduction(self, model: nn.Module) -> None:
         """Report a stage's complete gradients; that of a weight of two stages of this rank waits for the second one."""

@@ -1,7 +1,8 @@
-"""From a configuration to a trainer: the only place that knows all the parts."""
+"""Makes a trainer and its parts from a configuration: the only place that knows all the parts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from torch import nn
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint import load_hugging_face
-from shardwise.checkpoint.agreement import agree, require_model
+from shardwise.checkpoint.agreement import require_model
 from shardwise.checkpoint.load import require_finite
 from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
@@ -25,12 +26,11 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.mesh import Mesh
 from shardwise.models import Stages, build_stages
 from shardwise.optim import LAMB, ZeroRedundancyOptimizer
-from shardwise.placement import of_or_whole
+from shardwise.placement import of_or_whole, placements
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.partition import stage_plan
 from shardwise.storage.root import Root, StoreError
-from shardwise.train.opening import Run, versions
-from shardwise.train.own import count_parameters, state_memory
+from shardwise.train.opening import Run, raised_on_every_rank, versions
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 from shardwise.train.resume import Resumed, went_back
@@ -39,6 +39,8 @@ from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline
+
+_MOMENTS = 2
 
 
 def build_trainer(
@@ -51,7 +53,7 @@ def build_trainer(
 ) -> Trainer:
     """The trainer of this rank: model shard, optimizer, batches. Collective over the mesh.
 
-    `weights`: a checkpoint, of which masters are read where it has them, or a Hugging Face folder; None draws them.
+    `weights`: a checkpoint, whose masters are read if it has them, or a Hugging Face folder; None draws the weights.
     """
     layout, precision = check_layout(config, mesh.world.size), config.precision.resolved(mesh.device.type != "cpu")
     batches = make_batches(config, data, "train")
@@ -70,7 +72,7 @@ def build_trainer(
         except StoreError as error:
             if is_damage(error) or isinstance(error, ManifestError):
                 raise ConfigError(f"checkpoint.load: {error}") from None
-            raise  # the store gave no answer: the configuration may well be right
+            raise  # the store did not answer: the configuration may be right
         require_finite(model, mesh, weights)
     return Trainer(
         config=config,
@@ -81,31 +83,47 @@ def build_trainer(
         batches=batches,
         evaluation=make_batches(config, data, "eval"),
         reporter=reporter,
-        progress=progress,
+        progress=progress or Progress(),
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
     )
 
 
 def build_run_trainer(run: Run, reporter: Reporter) -> Trainer:
-    """The trainer of a run, and in the reporter what only the model itself knows of a class of the user's own."""
+    """The trainer of a run. Of a model of the user's own, parameters and memory are counted now, for the reporter."""
     trainer = build_trainer(run.config, run.mesh, run.data, reporter, run.progress, run.weights)
     if reporter.parameters is not None:
         return trainer
     reporter.parameters = count_parameters(trainer.model)
     reporter.memory = memory = state_memory(trainer.model, trainer.optimizer)
-    problems: list[str] = []
-    if run.mesh.world.rank == 0:
-        size = next(trainer.model.parameters()).itemsize + memory["optimizer"] // max(memory["parameters"], 1)
-        try:
+    with raised_on_every_rank(run.mesh.world):
+        if run.mesh.world.rank == 0:
+            size = next(trainer.model.parameters()).itemsize + memory["optimizer"] // max(memory["parameters"], 1)
             run.folder.require_room(run.config, reporter.parameters * size)
-        except ConfigError as error:
-            problems = error.problems
-    agree(problems, run.mesh.world)
     return trainer
 
 
+def count_parameters(model: nn.Module) -> int:
+    """Elements of the whole model's canonical tensors, each counted once."""
+    shapes = {piece.name: piece.shape for _, _, placement in placements(model) for piece in placement.pieces}
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
+    """Bytes by kind that stay on this rank from step to step; what a micro-batch needs in addition is not known.
+
+    `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the two moments of AdamW or LAMB,
+    which the first step makes, and the masters where their dtype is not that of the parameters.
+    """
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    return {
+        "parameters": frozen + sum(bucket.values.nbytes for bucket in optimizer.buckets),
+        "gradients": sum(bucket.gradients.nbytes for bucket in optimizer.buckets),
+        "optimizer": sum((_MOMENTS + bucket.separate) * bucket.master.nbytes for bucket in optimizer.buckets),
+    }
+
+
 def build_reporter(run: Run) -> Reporter:
-    """What prints and records the run on this rank."""
+    """The reporter of a run on this rank."""
     has_accelerator = run.mesh.device.type != "cpu"
     memory = expected_memory(run.config, run.layout, has_accelerator)
     return Reporter(
@@ -121,7 +139,7 @@ def build_reporter(run: Run) -> Reporter:
 
 
 def build_checkpoints(run: Run, trainer: Trainer, reporter: Reporter, resumed: Resumed | None) -> Checkpoints:
-    """What saves the run. Collective over the mesh."""
+    """The checkpoints of a run. Collective over the mesh."""
     config, mesh, data, settings = run.config, run.mesh, run.data, run.config.checkpoint
     saver = Saver(
         run.folder.checkpoints.root,
@@ -145,7 +163,7 @@ def build_checkpoints(run: Run, trainer: Trainer, reporter: Reporter, resumed: R
 
 
 def _layout_facts(layout: Layout, config: Config) -> dict[str, Any]:
-    """What the manifests of a run say of the layout that wrote them; of a pipeline the blocks of its stages too."""
+    """The layout as the run's manifests record it; of a pipeline also its schedule and each stage's blocks."""
     facts = {**asdict(layout), "data": layout.data, "zero": config.optimizer.zero}
     if layout.pipeline == 1:
         del facts["virtual"]
@@ -159,7 +177,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     if not isinstance(model, Stages):
         return None
     assert not isinstance(config.model, OwnConfig), "check_layout refuses it"
-    from shardwise.pipeline.schedule import Pipeline  # and torch's compiler, which others do without
+    from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
 
     train = config.train
     length = train.sequence_length // (layout.tensor if layout.sequence else 1)
@@ -168,10 +186,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """AdamW or LAMB over data parallelism, its state cut or whole.
-
-    Gradients are summed: the loss is already a global mean.
-    """
+    """AdamW or LAMB over data parallelism; gradients are summed, as the loss is already a global mean."""
     o = config.optimizer
     is_lamb = o.name == "lamb"
     options: dict[str, Any] = {} if is_lamb else {"fused": devices.has_fused_adamw(mesh.device)}
@@ -194,12 +209,14 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; vectors (biases and norms, by their canonical shape) do not."""
-    everything = list(parameters)
-    matrices = [p for p in everything if len(of_or_whole(p).pieces[0].shape) > 1]
-    chosen = {id(p) for p in matrices}
-    vectors = [p for p in everything if id(p) not in chosen]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """Parameter groups: matrices decay, vectors (biases and norms, by their canonical shape) do not."""
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for p in parameters:
+        (matrices if len(of_or_whole(p).pieces[0].shape) > 1 else vectors).append(p)
+    groups: list[dict[str, object]] = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]
 
 

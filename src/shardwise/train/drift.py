@@ -1,4 +1,4 @@
-"""Copies of a parameter must stay copies: what replicas hold is compared, bit for bit, every so often."""
+"""Comparison of replicas: copies of a parameter must stay equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _CHUNK = 1 << 22
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
-    """Compare what should be equal: every parameter over data parallelism, every copied piece over its copies.
+    """Compare every parameter over data parallelism, and every copied piece over its copies. Collective.
 
     Raises:
-        RunError: names the first tensor that differs and the ranks that hold another value than most of their group.
+        RunError: names the first tensor that differs and the ranks whose value is not that of most of their group.
     """
     by_group: dict[Group, list[tuple[str, Tensor]]] = {}
     for _, parameter, placement in placements(model):
@@ -39,13 +39,13 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
             usual = int((held[:, None] == held).all(dim=-1).sum(dim=1).argmax())
             ranks = [rank for rank, digest in zip(group.ranks, held, strict=True) if not digest.equal(held[usual])]
             problems.append(f"{entries[column][0]} on ranks {ranks} differs from rank {group.ranks[usual]}")
-    found = [text for texts in comm.all_gather_objects(problems, mesh.world) for text in texts]
-    if found:
-        raise RunError(f"step {step}: replicated parameters have drifted apart: {found[0]}")
+    every_problem = [text for texts in comm.all_gather_objects(problems, mesh.world) for text in texts]
+    if every_problem:
+        raise RunError(f"step {step}: replicated parameters have drifted apart: {every_problem[0]}")
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Two sums over the bits, one weighted by position: one changed element shows, and so do two exchanged ones."""
+    """Two sums over the bits, one of them weighted by position: both a changed and an exchanged element show."""
     bits = tensor.contiguous().view(_WIDTH_TO_INTEGER[tensor.element_size()]).flatten()
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), _CHUNK):

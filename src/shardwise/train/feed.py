@@ -1,11 +1,10 @@
-"""Brings samples to the device: read ahead of the step by one rank of each tensor-parallel group, sent to the others.
+"""Brings samples to the device: one rank of each tensor-parallel group reads ahead and sends them to the others.
 
 Legend: M = micro-batches that travel at once, N = numbers of one of them, K = objectives of the loss.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,15 +27,15 @@ _IntArray = npt.NDArray[np.int64]
 
 
 class Feed:
-    """The micro-batches of this rank, of any global batch and of the evaluation.
+    """This rank's micro-batches of any global batch and of the evaluation.
 
-    The first rank of a tensor-parallel group reads: `data.workers` threads are as many global batches ahead. What they
-    read becomes one int64 tensor [M, N], which the others of the group receive by one broadcast a step. Micro-batches
-    have the same names and shapes throughout (`Batches.blank`), so nothing else needs to be said of them. What is read
-    depends on the position alone: neither on workers nor on what was read before.
+    The first rank of a tensor-parallel group reads: `data.workers` threads read as many global batches ahead. Their
+    micro-batches become one int64 tensor [M, N], which the others of the group receive by one broadcast per step. All
+    micro-batches have the names and shapes of `Batches.blank`, so that no description travels with them. They depend on
+    the position alone, neither on the number of threads nor on what was read before.
 
     Attributes:
-        seconds: waited for the reading threads since this was last set to 0.
+        seconds: spent in waiting for the reading threads since this was last set to 0.
     """
 
     def __init__(self, config: Config, mesh: Mesh, batches: Batches, evaluation: Batches | None) -> None:
@@ -45,24 +44,24 @@ class Feed:
         self._reads = mesh.tp.rank == 0
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: deque[tuple[int, Future[list[Batch]]]] = deque()
-        self._blanks: dict[int, Batch] = {}
+        self._blanks: dict[int, dict[str, _IntArray]] = {}
         self.seconds = 0.0
 
     def at(self, position: int, more: int = 0) -> list[MicroBatch]:
         """The micro-batches of the global batch that follows `position` samples. Collective over tensor parallelism.
 
-        more: global batches that will be asked for after this one, at most: no others are read ahead.
+        At most `more` global batches after this one are read ahead.
 
         Raises:
             DataError: on the rank that reads.
         """
         train, dp = self._config.train, self._mesh.dp
-        found = self._read(position, more) if self._reads else None
+        local = self._read(position, more) if self._reads else None
         rows = rows_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
-        return self._shared(self._batches, found, [np.arange(row.start, row.stop) + position for row in rows])
+        return self._shared(self._batches, local, [np.arange(row.start, row.stop) + position for row in rows])
 
     def evaluation(self, at_once: int) -> Iterator[list[MicroBatch]]:
-        """Those of an evaluation, as `eval_batches` has them, `at_once` at a time. Collective likewise."""
+        """The micro-batches of an evaluation (`Batches.eval_batches`), `at_once` at a time. Collective as `at`."""
         batches, train, dp = self._evaluation, self._config.train, self._mesh.dp
         assert batches is not None
         portion = dp.size * train.micro_batch
@@ -76,13 +75,13 @@ class Feed:
         coming = self._submit(read) if self._reads else None
         for first in range(0, total, at_once):
             here = rows[first : first + at_once]
-            found = None if coming is None else self._await(coming)
+            local = None if coming is None else self._await(coming)
             if coming is not None and first + at_once < total:
                 coming = self._submit(read)
-            yield self._shared(batches, found, [np.arange(row.start, row.stop) for row in here])
+            yield self._shared(batches, local, [np.arange(row.start, row.stop) for row in here])
 
     def close(self) -> None:
-        """End the reading threads; what they are reading is dropped."""
+        """End the reading threads, and drop the batches that they read."""
         self._ahead.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -112,41 +111,32 @@ class Feed:
 
     def _await(self, coming: Future[list[Batch]]) -> list[Batch]:
         start = time.perf_counter()
-        found = coming.result()
+        local = coming.result()
         self.seconds += time.perf_counter() - start
-        return found
+        return local
 
-    def _shared(self, batches: Batches, found: list[Batch] | None, samples: list[_IntArray]) -> list[MicroBatch]:
-        """Micro-batches as the reading rank has `found` them, on all ranks of the group."""
-        shapes = _shapes(self._blank(batches))
-        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        if found is not None:
-            whole = torch.from_numpy(np.stack([_packed(batch) for batch in found])).to(self._mesh.device)
-        else:
-            whole = torch.zeros(len(samples), sum(sizes.values()), dtype=torch.int64, device=self._mesh.device)
-        made = []
-        for row, numbers in zip(comm.broadcast_(whole, self._mesh.tp), samples, strict=True):
-            parts = zip(shapes.items(), row.split(list(sizes.values())), strict=True)
-            inputs = {name: part.view(shape) for (name, shape), part in parts}
-            made.append(MicroBatch(inputs, inputs.pop(_COUNTS), numbers))
-        return made
-
-    def _blank(self, batches: Batches) -> Batch:
+    def _shared(self, batches: Batches, local: list[Batch] | None, samples: list[_IntArray]) -> list[MicroBatch]:
+        """The micro-batches that the first rank of the group has as `local`, on all its ranks."""
         if id(batches) not in self._blanks:
-            self._blanks[id(batches)] = batches.blank(self._config.train.micro_batch)
-        return self._blanks[id(batches)]
+            self._blanks[id(batches)] = _arrays(batches.blank(self._config.train.micro_batch))
+        blank = self._blanks[id(batches)]
+        sizes = [array.size for array in blank.values()]
+        if local is not None:
+            packed = [np.concatenate([array.ravel() for array in _arrays(batch).values()]) for batch in local]
+            whole_MN = torch.from_numpy(np.stack(packed)).to(self._mesh.device)
+        else:
+            whole_MN = torch.zeros(len(samples), sum(sizes), dtype=torch.int64, device=self._mesh.device)
+        micro_batches = []
+        for row_N, numbers in zip(comm.broadcast_(whole_MN, self._mesh.tp), samples, strict=True):
+            parts = zip(blank.items(), row_N.split(sizes), strict=True)
+            inputs = {name: part.view(array.shape) for (name, array), part in parts}
+            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), numbers))
+        return micro_batches
 
 
 _COUNTS = "counts"
 
 
 def _arrays(batch: Batch) -> dict[str, _IntArray]:
+    """The arrays of a batch by name, in the same order on every rank."""
     return {**dict(sorted(batch.inputs.items())), _COUNTS: batch.counts}
-
-
-def _shapes(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in _arrays(batch).items()}
-
-
-def _packed(batch: Batch) -> _IntArray:
-    return np.concatenate([array.ravel() for array in _arrays(batch).values()])

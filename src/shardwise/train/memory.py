@@ -1,4 +1,4 @@
-"""What a user reads when memory ran out."""
+"""The text that a user reads when memory ran out in a training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def out_of_memory_text(
 ) -> str:
     """Phase, rank, bytes by kind, and the settings that would help, the most effective first."""
     accelerator = device.type != "cpu"
-    stage = rank // (layout.data * layout.tensor) % layout.pipeline
-    expected = expected_memory(config, layout, accelerator, pipeline_rank=stage)
+    pipeline_rank = rank // (layout.data * layout.tensor) % layout.pipeline
+    expected = expected_memory(config, layout, accelerator, pipeline_rank=pipeline_rank)
     known = "not known for a model of your own"
     if expected is not None:
         parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
         known = f"{size(expected.total)} beside Python and torch: {parts}"
-    cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    remedies = _remedies(config, layout, accelerator, stage) or ["a smaller model"]
+    cause = str(error).strip().partition("\n")[0] or type(error).__name__
+    remedies = _remedies(config, layout, accelerator, pipeline_rank) or ["a smaller model"]
     return (
         f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after step "
         f"{progress.step:,}\nheld at most so far: {size(devices.peak_memory(device))}\n"
@@ -35,38 +35,38 @@ def out_of_memory_text(
     )
 
 
-def _remedies(config: Config, layout: Layout, accelerator: bool, stage: int) -> list[str]:
-    """Settings under which the same model and batch would need less, with how much less, by the formulas of `cost`.
+def _remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> list[str]:
+    """Settings that train the same model and batch in less memory, and the bytes saved where formulas know them.
 
-    Of a model of the user's own no formula knows how much. stage: the pipeline rank that needs less; with another
-    pipeline it is the one that then needs most.
+    They are those saved on `pipeline_rank`, or where the pipeline changes, on the rank that then needs most.
     """
-    now = expected_memory(config, layout, accelerator, pipeline_rank=stage)
-    found = []
-    for setting, other, world in _alternatives(config, layout, accelerator):
+    now = expected_memory(config, layout, accelerator, pipeline_rank=pipeline_rank)
+    remedies = []
+    for setting, changed, world in _alternatives(config, layout, accelerator):
         try:
-            rank = stage if other.parallel.pipeline == layout.pipeline else None
-            then = expected_memory(other, check_layout(other, world), accelerator, pipeline_rank=rank)
+            rank = pipeline_rank if changed.parallel.pipeline == layout.pipeline else None
+            then = expected_memory(changed, check_layout(changed, world), accelerator, pipeline_rank=rank)
         except ConfigError:
             continue
         if now is None or then is None:
-            found.append((0, setting))
+            remedies.append((0, setting))
         elif then.total < now.total:
-            found.append((now.total - then.total, f"{setting} ({size(now.total - then.total)} less)"))
-    return [text for _, text in sorted(found, key=lambda one: -one[0])]
+            remedies.append((now.total - then.total, f"{setting} ({size(now.total - then.total)} less)"))
+    return [text for _, text in sorted(remedies, key=lambda remedy: -remedy[0])]
 
 
 def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator[tuple[str, Config, int]]:
-    """(what to set, the configuration then, the number of ranks then); some may not be valid."""
+    """Yield settings as text, the configuration with them, and its number of ranks; some may be invalid."""
 
     def changed(section: str, **values: object) -> Config:
         return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
-    micro, tensor, world = config.train.micro_batch, layout.tensor, layout.world
+    micro, tensor, pipeline, world = config.train.micro_batch, layout.tensor, layout.pipeline, layout.world
+    is_own = isinstance(config.model, OwnConfig)  # it may have no recompute, and is never cut into stages
     if micro > 1:
         smaller = max(part for part in range(1, micro // 2 + 1) if micro % part == 0)
         yield f"train.micro_batch={smaller}", changed("train", micro_batch=smaller), world
-    if config.train.recompute != "full" and not isinstance(config.model, OwnConfig):  # which may not know how
+    if config.train.recompute != "full" and not is_own:
         yield "train.recompute=full", changed("train", recompute="full"), world
     if tensor > 1 and not layout.sequence:
         yield "parallel.sequence=true", changed("parallel", sequence=True), world
@@ -74,12 +74,12 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
         yield "optimizer.zero=1", changed("optimizer", zero=1), world
     if config.precision.resolved(accelerator).parameter == "float32":
         yield "precision.mode=mixed", changed("precision", mode="mixed"), world
-    if layout.pipeline > 1 and config.parallel.schedule != "1f1b":
-        simple = changed("parallel", schedule="1f1b", virtual_stages=None, stages=None)
-        yield "parallel.schedule=1f1b", simple, world
-    if not isinstance(config.model, OwnConfig):
-        deeper = changed("parallel", pipeline=2 * layout.pipeline, stages=None)
-        yield f"parallel.pipeline={2 * layout.pipeline} on {2 * world} ranks", deeper, 2 * world
+    if pipeline > 1 and config.parallel.schedule != "1f1b":
+        one_stage = changed("parallel", schedule="1f1b", virtual_stages=None, stages=None)
+        yield "parallel.schedule=1f1b", one_stage, world
+    if not is_own:
+        deeper = changed("parallel", pipeline=2 * pipeline, stages=None)
+        yield f"parallel.pipeline={2 * pipeline} on {2 * world} ranks", deeper, 2 * world
     yield f"parallel.tensor={2 * tensor} on {2 * world} ranks", changed("parallel", tensor=2 * tensor), 2 * world
     if config.optimizer.zero:
         yield f"{2 * world} ranks, which share the optimizer state", config, 2 * world

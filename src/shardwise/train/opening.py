@@ -1,8 +1,10 @@
-"""What a run begins with: its data, its folder, the checkpoints that it may resume from, and other weights."""
+"""The start of a run: its data, its folder, the checkpoints that it may resume from, and weights to load."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from shardwise.data import PreparedData, prepare
 from shardwise.errors import ConfigError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio
-from shardwise.mesh import Mesh
+from shardwise.mesh import Group, Mesh
 from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.storage.reach import in_time
 from shardwise.storage.root import Root, StoreError
@@ -34,8 +36,8 @@ class Folder:
         directory: the folder itself.
         id: of the run.
         checkpoints: that the run can continue from.
-        changes: of the configuration, since the earlier run of this folder.
-        notes: what was rebuilt of the earlier run's files.
+        changes: of the configuration since the earlier run of this folder.
+        notes: on files of the earlier run that were rebuilt.
     """
 
     directory: RunDirectory
@@ -45,14 +47,7 @@ class Folder:
     notes: tuple[str, ...] = ()
 
     def require_room(self, config: Config, needed: int | None) -> None:
-        """Refuse a run whose checkpoints, which are to lie in this folder, find too little space there.
-
-        Args:
-            needed: bytes of a checkpoint; None where no formula knows them.
-
-        Raises:
-            ConfigError: with both sizes.
-        """
+        """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
         if needed is not None and config.checkpoint.path is None:
             self.directory.require_room(needed)
 
@@ -62,13 +57,7 @@ class Run:
     """What the phases of a run share, on one rank.
 
     Attributes:
-        config: of the run.
-        layout: of its ranks.
-        mesh: of its ranks, with this rank's place.
-        progress: how far it is.
-        data: the prepared text.
-        folder: all ranks have the same.
-        weights: a folder with other weights to begin from; None where they are drawn or a checkpoint has them.
+        weights: the folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
     """
 
     config: Config
@@ -93,26 +82,20 @@ def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run
 
 
 def _find_weights(config: Config, mesh: Mesh) -> Root | None:
-    """The folder of `checkpoint.load`, which lies here by now or behind a URL; all ranks have the same, or all fail."""
-    load, folder, problems = config.checkpoint.load, Path(), []
+    """The folder of `checkpoint.load`, on this machine or behind a URL; all ranks have the same, or all fail."""
+    load, folder = config.checkpoint.load, Path()
     if load is None:
         return None
-    try:
+    with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
             load = newest_of(load)
             if hub.is_url(load):
                 _require_checkpoint(Root.of(load))
-    except ConfigError as error:
-        problems = error.problems
-    agree(problems, mesh.world)
     load = comm.broadcast_object(load, mesh.world)
     if hub.is_url(load):
         return Root.of(load)
-    try:
+    with raised_on_every_rank(mesh.world):
         folder = hub.resolve(load, config.checkpoint.revision, cached=True)
-    except ConfigError as error:
-        problems = error.problems
-    agree(problems, mesh.world)
     commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
     if len(commits) > 1:
         raise ConfigError(
@@ -121,8 +104,18 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
     return Root.of(folder)
 
 
+@contextmanager
+def raised_on_every_rank(group: Group) -> Iterator[None]:
+    """Let every rank raise the problems of a ConfigError that the body raises on any rank. Collective."""
+    problems: list[str] = []
+    try:
+        yield
+    except ConfigError as error:
+        problems = error.problems
+    agree(problems, group)
+
+
 def _require_checkpoint(folder: Root) -> None:
-    """Raises ConfigError where a URL names no checkpoint."""
     try:
         if in_time(folder, (folder / MANIFEST).exists):
             return
@@ -135,15 +128,11 @@ def _require_checkpoint(folder: Root) -> None:
 
 
 def _open_folder(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> Folder:
-    """Rank 0 names and makes the folder, or opens that of an earlier run; all ranks agree, or all fail."""
-    problems: list[str] = []
+    """Rank 0 names and makes the folder, or opens that of an earlier run; all ranks have the same, or all fail."""
     folder: Folder | None = None
-    if mesh.world.rank == 0:
-        try:
+    with raised_on_every_rank(mesh.world):
+        if mesh.world.rank == 0:
             folder = _open(config, run_path or new_run_path(recipe), mesh)
-        except ConfigError as error:
-            problems = error.problems
-    agree(problems, mesh.world)
     folder = comm.broadcast_object(folder, mesh.world)
     assert folder is not None
     stdio.redirect(mesh.world.rank, folder.directory.log(mesh.world.rank))
@@ -151,15 +140,14 @@ def _open_folder(config: Config, run_path: Path | None, recipe: str, mesh: Mesh)
 
 
 def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
-    directory = RunDirectory(run_path)
-    resolved = config.model_dump(mode="json")
+    directory, resolved = RunDirectory(run_path), config.model_dump(mode="json")
     earlier = earlier_run(directory, config)
-    stored = None if earlier is None else earlier.config
-    changes = () if stored is None else tuple(resume_changes(stored, resolved))
+    stored, earlier_id = (None, None) if earlier is None else (earlier.config, earlier.id)
     # Before anything is written: a folder that is refused must not look like that of a run.
-    checkpoints = find_checkpoints(config, directory, stored, None if earlier is None else earlier.id)
+    checkpoints = find_checkpoints(config, directory, stored, earlier_id)
     directory.create()
-    run = directory.id(None if earlier is None else earlier.id)
+    run = directory.id(earlier_id)
+    changes = () if earlier is None else tuple(resume_changes(earlier.config, resolved))
     folder = Folder(directory, run, checkpoints, changes, () if earlier is None else earlier.notes)
     folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
@@ -173,9 +161,7 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     return folder
 
 
-def versions() -> dict[str, str | None]:
-    """Of the packages that decide what a run computes and writes."""
-    found: dict[str, str | None] = {"shardwise": __version__}
-    for package in ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic"):
-        found[package] = importlib.metadata.version(package)
-    return found
+def versions() -> Mapping[str, str]:
+    """The versions of the packages that decide what a run computes and writes."""
+    packages = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic")
+    return {"shardwise": __version__} | {package: importlib.metadata.version(package) for package in packages}

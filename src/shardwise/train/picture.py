@@ -1,12 +1,13 @@
 """A pipeline's schedule as a picture in text: a row for each pipeline rank, `pp 0`, time to the right.
 
-`F3` is the forward pass of micro-batch 3, `B3--` its backward pass, which takes twice as long, `I3` and `W3` the two
-parts of one. Letters are small in a rank's later stages, so that a picture without colours says as much.
+`F3` is the forward pass of micro-batch 3. `B3--` is its backward pass, which takes twice as long; `I3` and `W3` are the
+two halves of a backward pass. A rank's later stages have small letters, which show without colours too.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -18,23 +19,29 @@ from shardwise.config import Config, Layout
 from shardwise.cost.memory import memory_by_rank
 from shardwise.cost.simulation import Simulation, simulate
 from shardwise.plan.order import Kind
-from shardwise.plan.stage import Stage
-from shardwise.train.summary import stages_of_ranks
+from shardwise.train.summary import blocks_of, stages_of_ranks
 
-_LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-_MEANING: dict[Kind, str] = {
-    "forward": "forward",
-    "backward": "backward",
-    "input": "backward of the input",
-    "weight": "backward of the weights",
+
+class _Look(NamedTuple):
+    """How a kind of action is drawn.
+
+    Attributes:
+        letter: for the action.
+        meaning: of the letter.
+        styles: in a rank's first stage, and in its later ones.
+    """
+
+    letter: str
+    meaning: str
+    styles: tuple[str, str]
+
+
+_LOOKS: dict[Kind, _Look] = {
+    "forward": _Look("F", "forward", ("white on #1f5fbf", "black on #8fb8f0")),
+    "backward": _Look("B", "backward", ("white on #1f7f4f", "black on #8fd8a8")),
+    "input": _Look("I", "backward of the input", ("white on #107f8f", "black on #90dce0")),
+    "weight": _Look("W", "backward of the weights", ("white on #8f6010", "black on #f0d080")),
 }
-_STYLES: dict[Kind, tuple[str, str]] = {
-    "forward": ("white on #1f5fbf", "black on #8fb8f0"),
-    "backward": ("white on #1f7f4f", "black on #8fd8a8"),
-    "input": ("white on #107f8f", "black on #90dce0"),
-    "weight": ("white on #8f6010", "black on #f0d080"),
-}
-"""Of a rank's first stage, and of its later ones."""
 _IDLE = "dim"
 _MOST_ROWS = 16
 _PLAIN_WIDTH = 120
@@ -43,48 +50,47 @@ _T = TypeVar("_T")
 
 
 def schedule_picture(config: Config, layout: Layout, width: int) -> list[Text]:
-    """The picture, what it means and its bubble, in lines of at most `width` characters as far as that can be."""
+    """The picture, its legend and the bubble; lines of at most `width` characters unless that is too narrow."""
     micro_batches = layout.accumulation(config.train)
     simulation = simulate(config.parallel, micro_batches, config.train.recompute)
-    ranks, omitted_ranks = _ends(list(range(layout.pipeline)), _MOST_ROWS)
-    cell = len(str(micro_batches - 1)) + 1
-    rows = {rank: _row(simulation, rank, cell) for rank in ranks}
-    names = {rank: f"pp {rank:<{len(str(layout.pipeline - 1))}}  " for rank in ranks}
-    most = max((width - len(names[0])) // cell, 3)
-    lines, omitted = [], 0
-    for place, rank in enumerate(ranks):
-        if omitted_ranks and place == _MOST_ROWS // 2:
-            lines.append(Text(f"… {omitted_ranks} pipeline ranks left out", style=_IDLE))
-        shown, omitted = _ends(rows[rank], most - 1 if len(rows[rank]) > most else most)
-        if omitted:
-            shown.insert((len(shown) + 1) // 2, Text("…".ljust(cell), style=_IDLE))
-        lines.append(Text.assemble(names[rank], *shown))
-    if omitted:
-        lines.append(Text(f"…  {omitted} of {simulation.makespan} units of time left out", style=_IDLE))
-    return [*lines, *_legend(simulation, width), _bubble(config, simulation, micro_batches)]
+    length, cell, digits = simulation.makespan, len(str(micro_batches - 1)) + 1, len(str(layout.pipeline - 1))
+    most = max((width - len("pp   ") - digits) // cell, 3)
+    shown = length if length <= most else most - 1  # one cell shows that others are left out
+
+    def line(rank: int) -> Text:
+        cells = _shortened(_cells(simulation, rank, cell), shown, lambda _: Text("…".ljust(cell), style=_IDLE))
+        return Text.assemble(f"pp {rank:<{digits}}  ", *cells)
+
+    ranks: list[int | Text] = list(range(layout.pipeline))
+    rows = _shortened(ranks, _MOST_ROWS, lambda count: Text(_ranks_left_out(count), style=_IDLE))
+    lines = [line(row) if isinstance(row, int) else row for row in rows]
+    if shown < length:
+        lines.append(Text(f"…  {length - shown} of {length} units of time left out", style=_IDLE))
+    bubble = (
+        f"{config.parallel.schedule}, {micro_batches} micro-batches: bubble {simulation.bubble:.1%} with equal stages "
+        "and instant messages"
+    )
+    return [*lines, *_legend(simulation, width), Text(bubble)]
 
 
 def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str, str, str, str]]:
-    """For each pipeline rank its name, which ranks it is, its blocks by stages, its parameters, its activations."""
+    """For each pipeline rank: its name, its global ranks, its blocks by stage, its parameters, its activations."""
     memory, stages_of = memory_by_rank(config, layout, accelerator) or [], stages_of_ranks(config, layout)
     rows = [
         (
             f"pp {rank}",
             layout.ranks_of(rank),
-            "blocks " + " and ".join(map(_blocks, stages)),
+            "blocks " + " and ".join(map(blocks_of, stages)),
             f"{units.count(parameters or 0)} parameters",
             f"{units.size(estimate.activations)} activations",
         )
         for rank, (estimate, (stages, parameters)) in enumerate(zip(memory, stages_of, strict=True))
     ]
-    shown, omitted = _ends(rows, _MOST_ROWS)
-    if omitted:
-        shown.insert(_MOST_ROWS // 2, (f"… {omitted} pipeline ranks left out", "", "", "", ""))
-    return shown
+    return _shortened(rows, _MOST_ROWS, lambda count: (_ranks_left_out(count), "", "", "", ""))
 
 
 def print_pipeline(console: Console, config: Config, layout: Layout, accelerator: bool) -> None:
-    """Both, in a box on a terminal, elsewhere in plain lines."""
+    """Print the picture and the table: in a box on a terminal, elsewhere as plain lines."""
     rows = rank_table(config, layout, accelerator)
     if not console.is_terminal:
         for line in schedule_picture(config, layout, _PLAIN_WIDTH):
@@ -95,42 +101,43 @@ def print_pipeline(console: Console, config: Config, layout: Layout, accelerator
     columns = Table.grid(padding=(0, 2))
     for row in rows:
         columns.add_row(*row)
-    lines = schedule_picture(config, layout, console.width - 4)
-    box = Panel(Group(*lines, columns), title="pipeline", title_align="left", border_style="dim", expand=False)
-    console.print(box)
+    picture = Group(*schedule_picture(config, layout, console.width - 4), columns)
+    console.print(Panel(picture, title="pipeline", title_align="left", border_style="dim", expand=False))
 
 
-def _row(simulation: Simulation, rank: int, cell: int) -> list[Text]:
-    """A rank's step, a text of `cell` characters for each unit of time."""
-    units_ = [Text("·".ljust(cell), style=_IDLE) for _ in range(simulation.makespan)]
-    first = min(each.action.stage for each in simulation.ranks[rank])
-    for each in simulation.ranks[rank]:
-        is_later = each.action.stage != first
-        letter, style = _LETTERS[each.action.kind], _STYLES[each.action.kind][is_later]
-        letter = letter.lower() if is_later else letter
-        units_[each.start] = Text(f"{letter}{each.action.micro_batch}".ljust(cell), style=style)
-        for later in range(each.start + 1, each.end):
-            units_[later] = Text("-" * cell, style=style)
-    return units_
+def _cells(simulation: Simulation, rank: int, width: int) -> list[Text]:
+    """A rank's step as a text of `width` characters for each unit of time."""
+    cells = [Text("·".ljust(width), style=_IDLE) for _ in range(simulation.makespan)]
+    first_stage = min(timed.action.stage for timed in simulation.ranks[rank])
+    for timed in simulation.ranks[rank]:
+        look, is_later = _LOOKS[timed.action.kind], timed.action.stage != first_stage
+        letter, style = look.letter.lower() if is_later else look.letter, look.styles[is_later]
+        cells[timed.start] = Text(f"{letter}{timed.action.micro_batch}".ljust(width), style=style)
+        for unit in range(timed.start + 1, timed.end):
+            cells[unit] = Text("-" * width, style=style)
+    return cells
 
 
-def _ends(items: list[_T], most: int) -> tuple[list[_T], int]:
-    """At most so many, from both ends, and how many are left out."""
-    if len(items) <= most:
-        return items, 0
+def _shortened(items: list[_T], most: int, left_out: Callable[[int], _T]) -> list[_T]:
+    """At most `most` items from both ends, and between them `left_out` of the number of other items."""
+    omitted = len(items) - most
+    if omitted <= 0:
+        return items
     head = (most + 1) // 2
-    return items[:head] + items[len(items) - (most - head) :], len(items) - most
+    return [*items[:head], left_out(omitted), *items[head + omitted :]]
+
+
+def _ranks_left_out(count: int) -> str:
+    return f"… {count} pipeline ranks left out"
 
 
 def _legend(simulation: Simulation, width: int) -> list[Text]:
-    """What the letters mean, as far as they are there."""
-    kinds = {each.action.kind for row in simulation.ranks for each in row}
-    several = len({each.action.stage for each in simulation.ranks[0]}) > 1
-    parts = [
-        Text.assemble((_LETTERS[kind], _STYLES[kind][0]), f" {_MEANING[kind]}") for kind in _LETTERS if kind in kinds
-    ]
+    """The meaning of the letters that occur, in lines of at most `width` characters."""
+    kinds = {timed.action.kind for row in simulation.ranks for timed in row}
+    looks = [look for kind, look in _LOOKS.items() if kind in kinds]
+    parts = [Text.assemble((look.letter, look.styles[0]), f" {look.meaning}") for look in looks]
     parts += [Text("· waits"), Text("pp: pipeline rank")]
-    if several:
+    if len({timed.action.stage for timed in simulation.ranks[0]}) > 1:
         parts.append(Text("small letters: a rank's later stages"))
     lines = [parts[0]]
     for part in parts[1:]:
@@ -139,15 +146,3 @@ def _legend(simulation: Simulation, width: int) -> list[Text]:
         else:
             lines.append(part)
     return lines
-
-
-def _bubble(config: Config, simulation: Simulation, micro_batches: int) -> Text:
-    return Text(
-        f"{config.parallel.schedule}, {micro_batches} micro-batches: bubble {simulation.bubble:.1%} with equal stages "
-        "and instant messages"
-    )
-
-
-def _blocks(stage: Stage) -> str:
-    first, last = stage.layers[0], stage.layers[-1]
-    return f"{first}" if first == last else f"{first}-{last}"

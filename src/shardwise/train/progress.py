@@ -1,4 +1,4 @@
-"""How far a run is, in one line."""
+"""The progress line of a run."""
 
 from __future__ import annotations
 
@@ -14,49 +14,54 @@ from rich.text import Text
 from shardwise import units
 from shardwise.train.record import StepRecord
 
-_LINES_A_RUN = 20
-_LINE_AT_LEAST_EVERY = 300.0
+_LINES_PER_RUN = 20
+_LONGEST_SILENCE = 300.0
+"""Seconds after which a line is printed in any case."""
 _BAR_MINIMUM, _BAR_MAXIMUM = 10, 40
+"""Characters of the progress bar; where fewer are free there is none."""
 _GAP = "  "
 
 
 class ProgressLine:
-    """The progress line: redrawn in place on a terminal, a line now and then elsewhere."""
+    """Progress on one console: a line that is redrawn in place on a terminal, about twenty lines per run elsewhere.
 
-    def __init__(self, console: Console, first: int, end: int) -> None:
+    Args:
+        first: steps done before the run.
+        end: the run's last step.
+        now: `time.perf_counter` at the start of the run.
+    """
+
+    def __init__(self, console: Console, first: int, end: int, now: float) -> None:
         self._console, self._first, self._end = console, first, end
-        self._live = console.is_terminal and not console.is_dumb_terminal
-        self._display: Live | None = None
-        self._started = self._printed_at = time.perf_counter()
+        self._started = self._printed_at = now
         self._next_line = first + 1
         self._record: StepRecord | None = None
         self._step_seconds = self._tokens_per_second = 0.0
-
-    def start(self, now: float) -> None:
-        self._started = self._printed_at = now
-        if self._live:
-            self._display = Live(self, console=self._console, refresh_per_second=2)
+        self._display: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._display = Live(self, console=console, refresh_per_second=2)
             self._display.start()
 
     def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
+        """Show a finished step, with the recent means of its duration and throughput."""
         self._record, self._step_seconds, self._tokens_per_second = record, step_seconds, tokens_per_second
-        if self._live:
+        if self._display is not None:
             return
-        overdue = now - self._printed_at >= _LINE_AT_LEAST_EVERY
+        overdue = now - self._printed_at >= _LONGEST_SILENCE
         if record.step >= self._next_line or record.step == self._end or overdue:
-            self._console.print(Text(_GAP.join(part for parts in self._parts(now) for part in parts)), soft_wrap=True)
+            progress, numbers = self._parts(now)
+            self._console.print(Text(_GAP.join([*progress, *numbers])), soft_wrap=True)
             self._printed_at = now
-            every = max(1, (self._end - self._first) // _LINES_A_RUN)
+            every = max(1, (self._end - self._first) // _LINES_PER_RUN)
             self._next_line = self._first + ((record.step - self._first) // every + 1) * every
 
     def stop(self) -> None:
         if self._display is not None:
             self._display.refresh()
             self._display.stop()
-            self._display = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """One line, or two where the terminal is too narrow: progress with a bar, then the step's numbers."""
+        """Draw one line, or two on a narrow terminal: progress with a bar, then the numbers of the last step."""
         progress, numbers = self._parts(time.perf_counter())
         bar = _BAR_MINIMUM + len(_GAP)
         lines = [[*progress, *numbers]]
@@ -75,20 +80,19 @@ class ProgressLine:
             yield grid
 
     def _parts(self, now: float) -> tuple[list[str], list[str]]:
-        """What is shown: how far the run is, and the last step's numbers."""
+        """How far the run is, and the numbers of its last step."""
         elapsed = f"{units.duration(round(now - self._started, 1))} elapsed"
         record = self._record
         if record is None:
             return [f"step {self._first:,}/{self._end:,}", elapsed, "first step under way"], []
         left = (self._end - record.step) * self._step_seconds
         width = len(f"{self._end:,}")
-        progress = [
+        return [
             f"step {record.step:>{width},}/{self._end:,}",
             elapsed,
             f"{units.duration(left)} left" if record.step < self._end else "done",
             f"{units.duration(self._step_seconds)}/step",
-        ]
-        return progress, [
+        ], [
             f"loss {record.loss:.4f}" + (f" ({parts_of_loss(record.losses)})" if record.losses else ""),
             f"lr {record.lr:.2e}",
             f"grad norm {record.grad_norm:.3f}",
@@ -99,5 +103,5 @@ class ProgressLine:
 
 
 def parts_of_loss(losses: Mapping[str, float]) -> str:
-    """Each objective's loss, as people read it."""
+    """The loss of each objective as text: `MLM 6.2146, NSP 0.6931`."""
     return ", ".join(f"{name.upper()} {loss:.4f}" for name, loss in losses.items())

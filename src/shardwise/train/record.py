@@ -1,4 +1,4 @@
-"""Where a training is, and what is measured of its steps."""
+"""How far a training is, and what is measured of its steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ WINDOW_STEPS = 10
 
 @dataclass
 class Progress:
-    """Where a training is, over all its runs, and what it was doing when something went wrong.
+    """How far a training is, over all its runs, and its present phase, which errors name.
 
     Attributes:
         step: optimizer steps done.
-        before: those of them that earlier runs did.
-        samples: trained on.
-        tokens: trained on.
-        position: in the order of the data; it is ahead of `samples` where batches were left out.
-        phase: what the run is doing.
+        before: how many of them earlier runs did.
+        samples, tokens: trained on.
+        position: in the order of the data; ahead of `samples` where batches were left out.
+        phase: what the run does now.
     """
 
     step: int = 0
@@ -35,7 +34,7 @@ class Progress:
 
 
 def end_of_run(config: Config, steps_before: int) -> int:
-    """The step after which a run ends that begins after `steps_before` steps."""
+    """The last step of a run that begins after `steps_before` steps."""
     train = config.train
     return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
 
@@ -45,17 +44,17 @@ class StepRecord:
     """One finished optimizer step.
 
     Attributes:
-        step: number of the step, from 1, over the whole training (a resumed run continues to count).
+        step: its number, from 1, over the whole training.
         loss: of the global batch, before the update.
-        lr: with which the update was made.
+        lr: learning rate of the update.
         grad_norm: of the whole model, before clipping.
-        param_norm: of the whole model, after the update.
-        tokens, samples: consumed since step 0 by all ranks, this step's included.
-        seconds: wall time of this step on this rank, evaluation excluded.
-        input_seconds: the part of them in which this rank waited for data.
-        peak_memory_bytes: of this rank, since it began.
+        param_norm: of the whole model, before the update.
+        tokens, samples: consumed by all ranks over the whole training, this step included.
+        seconds: wall time of this step on this rank, without evaluation.
+        input_seconds: the part of `seconds` in which this rank waited for data.
+        peak_memory_bytes: of this rank, since its start.
         losses: of each objective, where there are several; `loss` is their sum.
-        timing: of a pipeline, in steps that are logged.
+        timing: of a pipeline's step, in steps that are logged.
     """
 
     step: int
@@ -73,7 +72,7 @@ class StepRecord:
 
 
 class Throughput:
-    """Samples per second: over the last 10 steps, over the run, and the best ten steps of it."""
+    """Samples per second: over the last 10 steps, over the run, and over its 10 fastest consecutive steps."""
 
     def __init__(self, samples_per_step: int) -> None:
         self._samples_per_step = samples_per_step
@@ -91,7 +90,7 @@ class Throughput:
 
     @property
     def step_seconds(self) -> float:
-        """Mean over the window; 0 before the first step."""
+        """Mean over the last 10 steps; 0 before the first."""
         return sum(self._recent) / max(len(self._recent), 1)
 
     @property
@@ -104,7 +103,7 @@ class Throughput:
 
     @property
     def peak(self) -> float:
-        """Best window of the run; a run shorter than a window has its average."""
+        """Over the 10 fastest consecutive steps; the average of a run with fewer."""
         return self._peak or self.average
 
 

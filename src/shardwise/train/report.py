@@ -1,8 +1,8 @@
 """What a run prints and records: the summary at its start, one progress line, and its files.
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
-ranks/rank-NNNN.jsonl. On a terminal progress is one line that is redrawn; elsewhere it is about twenty lines a run,
-which rank 0's log has too, whatever the terminal shows.
+ranks/rank-NNNN.jsonl. A terminal shows progress as one line that is redrawn. Elsewhere, and always in rank 0's log,
+progress is about twenty lines per run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from shardwise import units
@@ -26,7 +28,6 @@ from shardwise.cost import flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
-from shardwise.train.console import open_log, plain, print_summary, result_line
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
 from shardwise.train.record import StepRecord, Throughput, end_of_run
@@ -37,17 +38,14 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Prints and records one run, as seen by one rank. A context manager: leaving it closes every file.
+    """Prints and records one run on one rank. A context manager: leaving it closes every file.
 
     Args:
         run: the run's folder.
-        config: of the run.
-        layout: of its ranks.
-        rank: of this process in the world; rank 0 prints and writes the shared files.
-        device_name: product name of a rank's device, from which its peak is looked up.
-        precision: as resolved.
-        parameters: of the whole model. Of a model of the user's own it is None, until it is set before `start`.
-        memory: bytes by kind, expected on the rank that needs most; None likewise.
+        rank: this process in the world; rank 0 prints and writes the shared files.
+        device_name: product name of a rank's device, by which its peak FLOPs are looked up.
+        parameters: their number in the whole model; for a model of the user's own None, until it is set before `start`.
+        memory: expected bytes by kind on the rank that needs most; None as `parameters`.
         stream: where rank 0 prints; default: standard output.
     """
 
@@ -76,21 +74,27 @@ class Reporter:
         self._rank_file = JsonLines(run.rank_metrics(rank))
         self._metrics = JsonLines(run.metrics) if rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
-        self._log = open_log(run.log(0)) if rank == 0 else None
-        self._consoles = [Console(file=stream or sys.stdout, highlight=False), plain(self._log)] if self._log else []
+        self._log: IO[str] | None = None
+        self._consoles: list[Console] = []
+        if rank == 0:
+            run.log(0).parent.mkdir(parents=True, exist_ok=True)
+            self._log = run.log(0).open("a", encoding="utf-8", buffering=1)
+            # The log has plain lines even where the environment forces colours (FORCE_COLOR).
+            plain = Console(file=self._log, force_terminal=False, color_system=None, highlight=False)
+            self._consoles = [Console(file=stream or sys.stdout, highlight=False), plain]
         self._progress: list[ProgressLine] = []
         self._last: StepRecord | None = None
-        self._evaluation: tuple[float, float] | None = None
+        self._evaluation: dict[str, float] = {}
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
-        self._stopped = self._has_reported_trace = False
+        self._stopped = False
 
     def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
         """Print the summary and begin the progress line.
 
         Args:
             loaded: the folder of the weights; None where they were drawn.
-            steps_before: steps that earlier runs of this training took.
+            steps_before: steps done by earlier runs of this training.
         """
         self._started = time.perf_counter()
         self._before, self._end = steps_before, end_of_run(self.config, steps_before)
@@ -103,10 +107,7 @@ class Reporter:
             self._tensorboard = SummaryWriter(str(self.run.tensorboard), purge_step=steps_before + 1)
         self._event(
             "start",
-            parameters=self.parameters,
-            layout=self._layout(),
-            device=self.device_name,
-            precision=asdict(self.precision),
+            **self._facts(),
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             loaded=loaded,
@@ -124,34 +125,32 @@ class Reporter:
             run_path=self.run.path,
         )
         for console in self._consoles:
-            print_summary(console, rows)
+            _print_summary(console, rows)
             if self.layout.pipeline > 1:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
-            progress = ProgressLine(console, steps_before, self._end)
-            progress.start(self._started)
-            self._progress.append(progress)
+            self._progress.append(ProgressLine(console, steps_before, self._end, self._started))
         steps = self.config.log.trace_steps
         if steps is not None and not self._traced(self._end):
             end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
             self.message(f"no trace: log.trace ({self.config.log.trace}) has no step of this run, which takes {end}")
 
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str]) -> None:
-        """Record that the training continues from a checkpoint, and what of the configuration is new."""
+        """Record that the training continues from a checkpoint, with changes of its configuration."""
         self._event("resume", step=manifest.step, checkpoint=folder, written_by=manifest.layout, changes=list(changes))
         self.message(f"resumed after step {manifest.step:,} from {folder}")
         self.changed(changes)
 
     def changed(self, changes: Sequence[str]) -> None:
-        """Print what of the configuration is new since the earlier run of this folder."""
+        """Print how the configuration differs from that of the earlier run of this folder."""
         for change in changes:
             self.message(f"changed: {change}")
 
     def saved(self, saved: Saved, *, continues: bool = True) -> None:
-        """Record a checkpoint that is complete, or warn that there is none. `continues`: the run does, without it."""
+        """Record a complete checkpoint, or warn that saving failed; `continues` says whether the run then does."""
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
         if saved.problem is not None:
-            then = "; the run goes on" if continues else ""
+            then = "; the run continues" if continues else ""
             self.warning(f"no checkpoint of step {saved.step:,}: {saved.problem}{then}")
             return
         self._event(
@@ -170,11 +169,11 @@ class Reporter:
         )
 
     def is_logged(self, step: int) -> bool:
-        """Whether something is written of a step; the same on every rank."""
+        """Whether files and progress show this step; the same on every rank."""
         return step % self.config.log.every == 0 or step == self._end
 
     def step(self, record: StepRecord) -> None:
-        """Record a finished step; called for every step, `log.every` decides what is written."""
+        """Record a finished step; called after every step, of which those of `log.every` are written."""
         self._throughput.add(record.seconds)
         self._last = record
         steps = self.config.log.trace_steps
@@ -183,43 +182,34 @@ class Reporter:
         if not self.is_logged(record.step):
             return
         timing = record.timing
-        here: dict[str, Any] = {"step": record.step, "step_seconds": record.seconds}
-        here["input_seconds"] = record.input_seconds
-        here["peak_memory_bytes"] = record.peak_memory_bytes
+        seconds, peak = {"step_seconds": record.seconds}, {"peak_memory_bytes": record.peak_memory_bytes}
+        stages: dict[str, Any] = {}
         if timing is not None:
-            here |= {"stage_seconds": [asdict(each) for each in timing.stages], "bubble": timing.bubble}
-        self._rank_file.write(here)
+            stages = {"stage_seconds": [asdict(stage) for stage in timing.stages], "bubble": timing.bubble}
+        self._rank_file.write({"step": record.step, **seconds, "input_seconds": record.input_seconds, **peak, **stages})
         if self._metrics is None:
             return
+        values = {
+            "loss": record.loss,
+            **_by_objective(record.losses),
+            "lr": record.lr,
+            "grad_norm": record.grad_norm,
+            "param_norm": record.param_norm,
+        }
+        counts = {"tokens": record.tokens, "samples": record.samples}
         rates = self._rates(self._throughput.recent)
         bubble = {} if timing is None else {"bubble": timing.mean_bubble}
         self._metrics.write(
-            {
-                "event": "step",
-                "step": record.step,
-                "loss": record.loss,
-                **_by_objective(record.losses),
-                "lr": record.lr,
-                "grad_norm": record.grad_norm,
-                "param_norm": record.param_norm,
-                "tokens": record.tokens,
-                "samples": record.samples,
-                **rates,
-                "step_seconds": record.seconds,
-                "peak_memory_bytes": record.peak_memory_bytes,
-                **bubble,
-            }
+            {"event": "step", "step": record.step, **values, **counts, **rates, **seconds, **peak, **bubble}
         )
-        scalars = {"loss": record.loss, "lr": record.lr, "grad_norm": record.grad_norm, "param_norm": record.param_norm}
-        scalars |= _by_objective(record.losses)
-        self._scalars("train", record.step, {**scalars, **rates, **bubble, "step_seconds": record.seconds})
+        self._scalars("train", record.step, {**values, **rates, **bubble, **seconds})
         now = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)
 
     def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
-        """Record the evaluation made after `step` steps. `losses`: of each objective, where there are several."""
-        self._evaluation = (loss, perplexity)
+        """Record the evaluation made after `step` steps, with the loss of each objective where there are several."""
+        self._evaluation = {"loss": loss, "perplexity": perplexity}
         if self._metrics is None:
             return
         values = {"loss": loss, **_by_objective(losses or {}), "perplexity": perplexity}
@@ -248,18 +238,20 @@ class Reporter:
             self.run.write_results(results)
         self.stop("finished" if whole else "stop_after")
         if self.rank == 0 and self._last is not None:
-            self.message(result_line(results, now - self._started))
+            self.message(_result_line(results, now - self._started))
             self.message(f"run: {self.run.path}")
         return results
 
     def stop(self, reason: str) -> None:
-        """End the progress line and record why training ended; the first reason counts."""
+        """End the progress line and record why training ended; later calls do nothing."""
         if self._stopped:
             return
         self._stopped = True
         for progress in self._progress:
             progress.stop()
-        self._report_trace()
+        steps = self.config.log.trace_steps
+        if steps is not None and self._step < steps[-1]:
+            self._report_trace()
         self._event("stop", step=self._step, reason=reason)
 
     def __enter__(self) -> Reporter:
@@ -269,35 +261,30 @@ class Reporter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            text = redacted(str(error))  # of a library, perhaps
+            text = redacted(str(error))  # a library's text may hold a secret
             first, _, _ = text.partition("\n")
             self.stop(f"failed: {type(error).__name__}: {first}")
             if self._log is not None:
                 self._log.write(f"failed: {type(error).__name__}: {text}\n")
         self.stop("closed")
-        self._rank_file.close()
-        if self._log is not None:
-            self._log.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for file in (self._rank_file, self._log, self._metrics, self._tensorboard):
+            if file is not None:
+                file.close()
 
     @property
     def _step(self) -> int:
         return self._last.step if self._last is not None else self._before
 
     def _traced(self, last: int) -> range:
-        """The steps of `log.trace` that this run has taken once `last` is done."""
+        """The steps of `log.trace` that this run has done after step `last`."""
         steps = self.config.log.trace_steps or range(0)
         return range(max(steps.start, self._before + 1), min(steps.stop, last + 1))
 
     def _report_trace(self) -> None:
-        """Print, once, where the trace is that was written with the last step."""
+        """Print where the trace is, if this run recorded a step."""
         steps = self._traced(self._step)
-        if self._has_reported_trace or not steps:
+        if not steps:
             return
-        self._has_reported_trace = True
         named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
         others = f" and so on for each of {self.layout.world:,} ranks" if self.layout.world > 1 else ""
         self.message(f"trace of {named}: {self.run.trace(0)}{others}; ui.perfetto.dev shows it")
@@ -321,46 +308,41 @@ class Reporter:
             "mfu": model_flops_utilization(self._token_flops, tokens_per_second, self.layout.world, self._peak_flops),
         }
 
-    def _layout(self) -> dict[str, Any]:
-        layout = self.layout
-        return {
-            "ranks": layout.world,
-            "tensor": layout.tensor,
-            "sequence": layout.sequence,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
+    def _facts(self) -> dict[str, Any]:
+        """What the first record of a run and its results both have."""
+        layout = {
+            "ranks": self.layout.world,
+            "tensor": self.layout.tensor,
+            "sequence": self.layout.sequence,
+            "pipeline": self.layout.pipeline,
+            "data": self.layout.data,
             "zero": self.config.optimizer.zero,
         }
+        precision = asdict(self.precision)
+        return {"parameters": self.parameters, "layout": layout, "device": self.device_name, "precision": precision}
 
     def _time_to_train(self, until: float) -> float | None:
-        """Over all runs of this training; None where an earlier one recorded no time."""
+        """Seconds over all runs of this training; None where an earlier one recorded no time."""
         return None if self._seconds_before is None else self._seconds_before + until - self._started
 
     def _seconds_until(self, step: int) -> float | None:
-        """What training took up to the checkpoint of `step`, as the run that saved it wrote; without what was lost."""
-        if not step or self._metrics is None:
-            return None if step else 0.0
-        saved = [event for event in self.run.events("checkpoint") if event.get("step") == step]
-        return saved[-1].get("time_to_train_seconds") if saved else None
+        """Seconds of training up to the checkpoint of `step`, as recorded; steps that were lost do not count."""
+        return self._recorded("checkpoint", step).get("time_to_train_seconds") if step else 0.0
 
     def _results(self, now: float) -> dict[str, Any]:
-        last, throughput = self._last, self._throughput
-        evaluation: Mapping[str, Any]
-        if self._evaluation is None:
-            evaluation = self._recorded("eval")
-        else:
-            evaluation = dict(zip(("loss", "perplexity"), self._evaluation, strict=True))
+        last, throughput, evaluation = self._last, self._throughput, self._evaluation
+        final_loss = last.loss if last else None
+        if last is None:  # the steps were done before: an earlier run recorded what they gave
+            final_loss = self._recorded("step", self._step).get("loss")
+            evaluation = evaluation or self._recorded("eval", self._step)
         length = self.config.train.sequence_length
         return {
-            "parameters": self.parameters,
-            "layout": self._layout(),
-            "device": self.device_name,
-            "precision": asdict(self.precision),
+            **self._facts(),
             "steps": self._step,
             "steps_before": self._before,
             "tokens": last.tokens if last else 0,
             "samples": last.samples if last else 0,
-            "final_loss": last.loss if last else self._recorded("step").get("loss"),
+            "final_loss": final_loss,
             "final_eval_loss": evaluation.get("loss"),
             "final_perplexity": evaluation.get("perplexity"),
             "time_to_train_seconds": self._time_to_train(now),
@@ -370,14 +352,38 @@ class Reporter:
             "peak_memory_bytes": last.peak_memory_bytes if last else None,
         }
 
-    def _recorded(self, event: str) -> Mapping[str, Any]:
-        """Where this run had no step to take, what an earlier one of the folder wrote of the last; else nothing."""
-        if self._last is not None or self._metrics is None:
-            return {}
-        recorded = [found for found in self.run.events(event) if found.get("step") == self._step]
+    def _recorded(self, name: str, step: int) -> dict[str, Any]:
+        """The last event of this name and step in the folder's metrics, read on rank 0; {} where there is none."""
+        recorded = [] if self._metrics is None else [e for e in self.run.events(name) if e.get("step") == step]
         return recorded[-1] if recorded else {}
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
-    """The losses by the names that the run's files give them."""
+    """The losses under their names in the run's files."""
     return {f"{name}_loss": loss for name, loss in losses.items()}
+
+
+def _print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
+    if not console.is_terminal:
+        for name, value in rows:
+            console.print(Text(f"{name:<8} {value}"), soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(Panel(table, title="shardwise", title_align="left", border_style="dim", expand=False))
+
+
+def _result_line(results: dict[str, Any], seconds: float) -> str:
+    """What `finish` prints; `seconds` are those of this run alone."""
+    before = results["steps_before"]
+    steps = f"steps {before + 1:,} to {results['steps']:,}" if before else f"{results['steps']:,} steps"
+    parts = [f"{steps} in {units.duration(seconds)}", f"loss {results['final_loss']:.4f}"]
+    if results["final_perplexity"] is not None:
+        parts.append(f"evaluation perplexity {results['final_perplexity']:,.2f}")
+    parts.append(f"{units.count(results['tokens_per_second']['average'])} tokens/s")
+    if results["mfu"] is not None:
+        parts.append(f"MFU {results['mfu']:.1%}")
+    return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Resuming a training where an earlier run of the same folder was saved."""
+"""Resuming a training from the checkpoints of its folder."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _WENT_BACK = "went_back"
 
 @dataclass(frozen=True)
 class FoundCheckpoints:
-    """What lies where a run saves.
+    """The checkpoints at the place where a run saves.
 
     Attributes:
-        root: where it saves.
+        root: the place.
         found: all checkpoints, newest first.
-        candidates: those to restore from: the first that is intact.
+        candidates: those to try, in this order, until one is intact.
     """
 
     root: Root
@@ -55,13 +55,11 @@ class FoundCheckpoints:
 def find_checkpoints(
     config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None, run: str | None = None
 ) -> FoundCheckpoints:
-    """The checkpoints that there are, once it is clear that new ones can be written; on one rank, before the training.
+    """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
 
     Args:
-        config: of the run.
-        directory: of the run.
-        stored: the configuration of the run that its folder held before, if any.
-        run: the id of that run; None takes it from the folder.
+        stored: the configuration of the earlier run in this folder; None where there is none.
+        run: the id of that run; None: the one that the folder has.
 
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or what lies there is not this run's to continue from.
@@ -76,25 +74,24 @@ def find_checkpoints(
         require_own(root, run or directory.stored_id(), is_empty=not there)
         if is_there or config.checkpoint.path is not None:
             require_writable(root)
-        found = tuple(_named(each, root) for each in there)
+        found = tuple(_put_in_place(checkpoint, root) for checkpoint in there)
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)) from None
-    chosen = {each.step for each in candidates}
-    return FoundCheckpoints(root, found, tuple(each for each in found if each.step in chosen))
+    steps = {candidate.step for candidate in candidates}
+    return FoundCheckpoints(root, found, tuple(checkpoint for checkpoint in found if checkpoint.step in steps))
 
 
-def _named(found: Found, root: Root) -> Found:
-    """A checkpoint under its name; one whose save ended before it got that gets it now."""
-    final = root / step_name(found.step)
-    if found.folder.name == final.name:
-        return found
-    put_in_place(found.folder, final)
-    root.sync()
-    return replace(found, folder=final)
+def _put_in_place(checkpoint: Found, root: Root) -> Found:
+    """Give a complete checkpoint its final name, if a crash came before that."""
+    final = root / step_name(checkpoint.step)
+    if checkpoint.folder.name != final.name:
+        put_in_place(checkpoint.folder, final)
+        root.sync()
+    return replace(checkpoint, folder=final)
 
 
 def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the run has saved checkpoints and `root` holds none: it would begin once more."""
+    """Raise ConfigError where the run has saved checkpoints elsewhere than in `root`: it would begin again."""
     recorded = list(directory.events("checkpoint"))[-1:]
     if recorded:
         step, place = int(recorded[0]["step"]), str(recorded[0]["path"])
@@ -106,18 +103,18 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
         step, place = saved[0].step, str(saved[0].folder)
     raise ConfigError(
         f"checkpoint.path ({root}) has no checkpoint, and the run in {directory.path} saved that of step {step:,} as "
-        f"{place}: set checkpoint.path to where its checkpoints are, or begin anew in another --run-dir"
+        f"{place}: set checkpoint.path to where its checkpoints are, or start again in another --run-dir"
     )
 
 
 def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bool) -> list[Found]:
     """The checkpoints to try, in this order; none where the training begins.
 
-    Where the newest intact one was saved after going back as `checkpoint.resume` asks, the run continues from there:
-    the same command, given again after a stop, must not take back what it has done.
+    If the newest intact one was saved after the run went back as `checkpoint.resume` asks, the run continues from it:
+    the same command, given again after a stop, must not undo its own steps.
 
     Args:
-        is_resumed: the run's folder held a run before.
+        is_resumed: whether the folder held a run before.
 
     Raises:
         ConfigError: the checkpoint that `checkpoint.resume` names is not there, or the checkpoints are another run's.
@@ -131,14 +128,14 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
         return []
     if step == "auto":
         return list(found)
-    seen = functools.cache(lambda each: glance(each.folder, each.step))  # some manifests take many seconds
-    newest = next((each for each in map(seen, found) if each.problem is None), None)
+    look = functools.cache(lambda checkpoint: glance(checkpoint.folder, checkpoint.step))  # may take many seconds
+    newest = next((checkpoint for checkpoint in map(look, found) if checkpoint.problem is None), None)
     if newest is not None and newest.manifest is not None and not goes_back(config, newest.manifest):
-        return [each for each in found if each.step >= step]
-    chosen = [each for each in found if each.step == step]
-    problem = seen(chosen[0]).problem if chosen else None
+        return [checkpoint for checkpoint in found if checkpoint.step >= step]
+    chosen = [checkpoint for checkpoint in found if checkpoint.step == step]
+    problem = look(chosen[0]).problem if chosen else None
     if not chosen or problem is not None:
-        intact = sorted(each.step for each in map(seen, found) if each.problem is None)
+        intact = sorted(checkpoint.step for checkpoint in map(look, found) if checkpoint.problem is None)
         there = f"there are {listing(intact)}" if intact else "there is none"
         reason = f" ({problem})" if chosen else ""
         raise ConfigError(
@@ -149,12 +146,12 @@ def choose(found: Sequence[Found], config: Config, root: Root, *, is_resumed: bo
 
 def _occupied(root: Root, found: Found, config: Config) -> str:
     if config.checkpoint.path is None:
-        key, go_on = "--run-dir", "put its run's config.yaml back"
+        key, remedy = "--run-dir", "put its run's config.yaml back"
     else:
-        key, go_on = "checkpoint.path", "give --run-dir its run's folder"
+        key, remedy = "checkpoint.path", "give --run-dir its run's folder"
     return (
-        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {found.step}: {go_on} to go on, or "
-        f"choose another {key}, with checkpoint.load={found.folder} for the weights"
+        f"{key} ({root}) must be empty for a new run, it has a checkpoint of step {found.step}: {remedy} to continue "
+        f"it, or choose another {key}, with checkpoint.load={found.folder} for the weights"
     )
 
 
@@ -165,7 +162,7 @@ class Resumed:
     Attributes:
         manifest: without its files and tensors, which take much memory.
         folder: of the checkpoint.
-        damage: in what the training does not need.
+        damage: of files that the training does not need.
     """
 
     manifest: Manifest
@@ -182,64 +179,54 @@ def restore_first(
     progress: Progress,
     reporter: Reporter,
 ) -> Resumed | None:
-    """Restore the first candidate that is intact, and warn of each that is damaged; collective.
+    """Restore the first intact candidate, and warn of each that is damaged; None without candidates. Collective.
 
-    One that is damaged only where its training does not need it (weights beside intact masters, `config.json`, the
-    tokenizer) is taken too, with a warning: to take an older one would undo steps that are not lost.
-
-    Returns:
-        None where there is no candidate.
+    A checkpoint is also used, with a warning, if only parts are damaged that the training does not need: weights beside
+    intact masters, `config.json`, the tokenizer. An older one would undo steps that are not lost.
 
     Raises:
-        ConfigError: a checkpoint of another model or optimizer. RunError: candidates, and none of them intact; or one
-        that may be intact could not be read, and to take an older one would undo what it holds.
+        ConfigError: a checkpoint is of another model or optimizer. RunError: no candidate is intact; or one that may be
+        intact could not be read, and an older one would undo its steps.
     """
     skipped = []
-    for each in candidates:
-        problem, unreadable = each.problem, each.unreadable
+    for candidate in candidates:
+        step, problem, unreadable = candidate.step, candidate.problem, candidate.unreadable
         if problem is None:
-            progress.phase = f"loading of the checkpoint of step {each.step}"
+            progress.phase = f"loading of the checkpoint of step {step}"
             try:
-                manifest = read_manifest(each.folder, mesh.world)
-                require_step(manifest, each.folder, each.step)
-                restored = restore(each.folder, manifest, model, optimizer, mesh)
+                manifest = read_manifest(candidate.folder, mesh.world)
+                require_step(manifest, candidate.folder, step)
+                damage = restore(candidate.folder, manifest, model, optimizer, mesh).damage
             except StoreError as error:
                 problem, unreadable = str(error), not is_damage(error)
             else:
-                if restored.damage:
+                if damage:
                     reporter.warning(
-                        f"the checkpoint of step {each.step:,} is damaged, but all that its training needs is intact: "
-                        f"it is used, and saved again ({'; '.join(restored.damage)})"
+                        f"the checkpoint of step {step:,} is damaged, but all that its training needs is intact: "
+                        f"it is used, and saved again ({'; '.join(damage)})"
                     )
-                _take_up(progress, manifest, config)
-                return Resumed(replace(manifest, files=(), tensors={}), each.folder, restored.damage)
+                _continue_from(manifest, progress, config)
+                return Resumed(replace(manifest, files=(), tensors={}), candidate.folder, damage)
         if unreadable:
             raise RunError(
-                f"the checkpoint of step {each.step:,} could not be used, and no older one is taken for it: {problem}; "
+                f"the checkpoint of step {step:,} could not be used, and no older one is taken for it: {problem}; "
                 "start again when that is mended, or name an older one by checkpoint.resume=STEP"
             )
-        skipped.append(f"step {each.step:,}: {problem}")
-        then = "" if each.incomplete else "; it is set aside when the run goes on"
-        reporter.warning(f"the checkpoint of step {each.step:,} was left out: {problem}{then}")
+        skipped.append(f"step {step:,}: {problem}")
+        then = "" if candidate.incomplete else "; it is set aside when the run continues"
+        reporter.warning(f"the checkpoint of step {step:,} was left out: {problem}{then}")
     if skipped:
         raise RunError(
-            f"none of the checkpoints is intact ({'; '.join(skipped)}): restore one of them from a copy, or begin anew "
-            "in another --run-dir"
+            f"none of the checkpoints is intact ({'; '.join(skipped)}): restore one of them from a copy, or start "
+            "again in another --run-dir"
         )
     return None
 
 
 def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
-    """Set the checkpoints after `step` aside, whose training is taken back; returns their new names; collective.
+    """Rename the checkpoints after `step`, whose steps are undone; returns their new names. Collective.
 
-    What a killed save left is no checkpoint, and stays for the next save.
-
-    Args:
-        root: where the checkpoints lie.
-        found: all of them.
-        step: of the checkpoint that was restored.
-        mesh: of the run.
-        damaged: the later ones were left out because they are damaged.
+    If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
 
     Raises:
         RunError: on every rank, one of them cannot be renamed.
@@ -248,9 +235,9 @@ def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *
     problem: str | None = None
     if mesh.world.rank == 0:
         try:
-            for each in found:
-                if each.step > step and not (damaged and each.incomplete):
-                    names.append(str(abandon(root, each.step, damaged=damaged)))
+            for checkpoint in found:
+                if checkpoint.step > step and not (damaged and checkpoint.incomplete):
+                    names.append(str(abandon(root, checkpoint.step, damaged=damaged)))
         except StoreError as error:
             problem = str(error)
     names, problem = comm.broadcast_object((names, problem), mesh.world)
@@ -260,23 +247,23 @@ def set_later_aside(root: Root, found: Sequence[Found], step: int, mesh: Mesh, *
 
 
 def require_same_data(manifest: Manifest, data: PreparedData) -> None:
-    """Raises ConfigError where the text or its tokens are not those that the run began with."""
+    """Raise ConfigError where the text or its tokens are not those that the run began with."""
     before = manifest.data.get("fingerprint")
     if before is not None and before != data.fingerprint:
         raise ConfigError(
             f"the data ({data.summary}) must be those that the run began with (fingerprint {before}, now "
-            f"{data.fingerprint}): the files or the tokenizer changed; a new --run-dir with checkpoint.load takes the "
-            "weights alone"
+            f"{data.fingerprint}): the files or the tokenizer changed; a new --run-dir with checkpoint.load takes only "
+            "the weights"
         )
 
 
 def goes_back(config: Config, manifest: Manifest) -> bool:
-    """Whether `checkpoint.resume` names a step, and the checkpoint was not saved after going back as it asks."""
+    """Whether `checkpoint.resume` names a step, and the checkpoint was saved before the run went back to it."""
     return config.checkpoint.resume != "auto" and manifest.schedule.get(_WENT_BACK) != _request(config)
 
 
 def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """What each manifest of a run that goes on from this checkpoint says in `schedule`: how it last went back."""
+    """How the run last went back, for `schedule` in the manifests of a run that continues from this checkpoint."""
     if config.checkpoint.resume != "auto":
         return {_WENT_BACK: _request(config)}
     before = None if manifest is None else manifest.schedule.get(_WENT_BACK)
@@ -287,7 +274,7 @@ def _request(config: Config) -> Mapping[str, Any]:
     return {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}
 
 
-def _take_up(progress: Progress, manifest: Manifest, config: Config) -> None:
+def _continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:
     progress.step, progress.samples, progress.tokens = manifest.step, manifest.samples, manifest.tokens
     progress.before, progress.position = manifest.step, manifest.position
     if goes_back(config, manifest):

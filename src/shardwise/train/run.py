@@ -1,4 +1,4 @@
-"""One run on one rank, from joining the job to the final weights."""
+"""One training run on one rank, from joining the job to the final weights."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from shardwise.train.trainer import Trainer
 
 
 def run(config: Config, run_path: Path | None, recipe: str) -> None:
-    """Train as this rank of the job that the launcher describes; every rank calls this with the same configuration.
+    """Train as one rank of the job that the launcher describes; every rank calls this with the same configuration.
 
     Args:
-        run_path: the run's folder; None lets rank 0 name one after the recipe.
+        run_path: the run's folder; None: rank 0 names one after the recipe.
 
     Raises:
         ConfigError: the configuration, the data or the folder is wrong.
@@ -45,7 +45,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
     with _explained(config, layout, mesh, progress):
         here = open_run(config, layout, mesh, progress, run_path, recipe)
-        # Explained inside of the reporter too: the run's files have the sentence that the user reads.
+        # Inside of the reporter too, so that it records the same sentence that the user reads.
         with build_reporter(here) as reporter, _explained(config, layout, mesh, progress):
             progress.phase = "construction of the model"
             trainer = build_run_trainer(here, reporter)
@@ -66,10 +66,9 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
 
 @contextmanager
 def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -> Iterator[None]:
-    """Turns a library's error into a sentence where another rank has ended, or memory ran out.
+    """Raise a sentence instead of a library's error where another rank has ended or memory ran out.
 
-    What is wrong with the input ends a run as one that failed, once it has taken a step: whoever reads the exit code
-    must not believe that nothing was trained.
+    After the first step of a run a ConfigError becomes a RunError: its exit code must not say that no step was taken.
     """
     try:
         yield
@@ -88,7 +87,7 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
 
 
 def _begin(run: Run, trainer: Trainer, reporter: Reporter) -> Resumed | None:
-    """Restore the checkpoint that the run continues from, if any, and report how it begins."""
+    """Restore the checkpoint that the run continues from, if any, and report the start."""
     candidates = run.folder.checkpoints.candidates
     resumed = restore_first(candidates, run.config, trainer.model, trainer.optimizer, run.mesh, run.progress, reporter)
     if resumed is not None:
@@ -115,7 +114,7 @@ def _report_resumption(run: Run, resumed: Resumed, reporter: Reporter) -> None:
         reporter.message(f"set aside: {name}")
     if run.config.checkpoint.resume != "auto" and not back:
         reporter.message(
-            f"the run went back to step {run.config.checkpoint.resume:,} before, and goes on from there; to go "
+            f"the run went back to step {run.config.checkpoint.resume:,} before, and continues from there; to go "
             "back once more, move the later checkpoints away"
         )
     reporter.resumed(manifest, str(resumed.folder), run.folder.changes)
@@ -128,8 +127,8 @@ def _report_weights(run: Run, reporter: Reporter) -> None:
     reporter.message(f"weights: those of {weights}")
     if tokenizer is not None and weights.is_local and differ_in_tokens(weights.local(), tokenizer):
         reporter.warning(
-            f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to go on "
-            f"with what they learned, set data.tokenizer={weights}"
+            f"the tokenizer of the data has other ids than that of the loaded weights ({weights}): to keep "
+            f"what they learned, set data.tokenizer={weights}"
         )
 
 
@@ -139,12 +138,12 @@ def _stop(run: Run, by: str, reporter: Reporter) -> NoReturn:
     checkpoint = run.folder.checkpoints.root / step_name(step)
     raise StoppedError(
         f"the run was stopped by {by} after step {step:,}; checkpoint: {checkpoint}; the same command with --run-dir "
-        f"{directory.path} goes on"
+        f"{directory.path} continues it"
     )
 
 
 def _finish(run: Run, trainer: Trainer, reporter: Reporter) -> None:
-    """The sample and the results of a run that came to its end."""
+    """Draw the sample and report the results of a run that did all its steps."""
     config, data, progress = run.config, run.data, run.progress
     progress.phase = "generation of the sample"
     sample = draw_sample(config, trainer.model, run.mesh, data, make_stop_check(run.folder.directory))
@@ -165,4 +164,4 @@ def _finish(run: Run, trainer: Trainer, reporter: Reporter) -> None:
     elif sample.stopped_by is not None:
         reporter.message(f"sample: none, as the run was stopped by {sample.stopped_by}; all its steps are saved")
     elif data.tokenizer_path is None and config.log.sample_tokens and config.model.causal:
-        reporter.message("sample: none, as the data hold tokens alone: data.tokenizer names the one that made them")
+        reporter.message("sample: none, as the data hold only tokens: data.tokenizer names the one that made them")

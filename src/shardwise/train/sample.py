@@ -1,4 +1,4 @@
-"""A few generated words, to see what a model has learned."""
+"""A short generated text at the end of a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from shardwise.mesh import Mesh
 from shardwise.models import Stages
 from shardwise.train.saving import agreed_stop
 
-__all__ = ["Generator", "Sample", "continue_text", "draw_sample"]
-
 _PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was drawn at the end of a run.
+    """The outcome of `draw_sample`.
 
     Attributes:
-        text: a prompt and its continuation; None where there is none, and on the ranks of other replicas than 0.
+        text: a prompt and its continuation; None where there is none, and outside of replica 0.
         stopped_by: who asked the run to stop before the text was complete.
     """
 
@@ -38,7 +36,7 @@ def draw_sample(
     """Let the trained model continue a prompt, until any rank is asked to stop; collective over the mesh.
 
     There is no text where `log.sample_tokens` is 0, without a tokenizer, and for a model that gives no logits of the
-    next token. `asked_to_stop`: why this rank thinks that the run shall stop, or None.
+    next token. `asked_to_stop` returns this rank's reason to stop, or None.
     """
     log, stopped_by = config.log, None
     if data.tokenizer_path is None or not log.sample_tokens:
@@ -91,7 +89,7 @@ def continue_text(
         window: tokens that the model reads at most, as in its training; once they are full, it continues from the last
             half of them.
         parallel: how a model in pipeline stages is cut.
-        continues: is asked after each token; after its first False there are no more.
+        continues: called after each token; once it returns False there are no more.
     """
     sampler = Sampler(temperature, seed=seed)
     tokens, kept = list(prompt), window

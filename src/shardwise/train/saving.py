@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -24,70 +25,62 @@ from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
 STREAM = "stream"
-"""What a manifest's `rng` calls the state of a stream."""
+"""The key of a stream's state in a manifest's `rng`."""
 
 
 def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None, bool]:
-    """Why any rank thinks that the run shall stop, and whether any has the flag set; the same on every rank."""
-    heard = torch.tensor([reason is not None, flag], dtype=torch.int32, device=mesh.device)
-    stop, flagged = comm.all_reduce_(heard, mesh.world, op="max").tolist()
+    """The first reason to stop that any rank has, and whether any rank sets `flag`; the same on every rank."""
+    mine = torch.tensor([reason is not None, flag], dtype=torch.int32, device=mesh.device)
+    stop, flagged = comm.all_reduce_(mine, mesh.world, op="max").tolist()
     reasons = comm.all_gather_objects(reason, mesh.world) if stop else []
-    return next((each for each in reasons if each is not None), None), bool(flagged)
+    return next((text for text in reasons if text is not None), None), bool(flagged)
 
 
 def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
-    """A function that says why this rank thinks that the run shall stop, or None.
+    """A function that returns this rank's reason to stop, or None.
 
-    Of each machine one rank looks into the run's folder for a request; the others hear signals alone.
+    On each machine one rank looks for a request in the run's folder; the others notice only signals.
     """
     place = joined()
     folder = directory.path if place is None or place.local_rank == 0 else None
     return lambda: stopping.requested(folder)
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves by steps, by minutes, at the end, and before a stop; reports how each save ended.
 
-    Args:
-        saver: writes the checkpoints.
-        config: of the run.
-        reporter: reports the saves.
+    Attributes:
         mesh: its world exchanges two numbers after each step.
-        asked_to_stop: why this rank thinks that the run shall stop, or None; what one rank heard, all obey.
-        went_back: what the manifests' `schedule` says of how the run last went back.
-        stream: the batches whose state a manifest has, where they have one.
+        asked_to_stop: returns this rank's reason to stop, or None; all ranks obey the reason of one.
+        went_back: how the run last went back, for the manifests' `schedule`.
+        stream: the batches, if they are a stream: its state is saved too.
     """
 
-    def __init__(
-        self,
-        saver: Saver,
-        config: Config,
-        reporter: Reporter,
-        mesh: Mesh,
-        asked_to_stop: Callable[[], str | None],
-        went_back: Mapping[str, Any],
-        stream: StreamBatches | None = None,
-    ) -> None:
-        self._saver, self._config, self._reporter = saver, config, reporter
-        self._mesh, self._asked_to_stop = mesh, asked_to_stop
-        self._went_back, self._stream = went_back, stream
-        self._saved_at = time.monotonic()
+    saver: Saver
+    config: Config
+    reporter: Reporter
+    mesh: Mesh
+    asked_to_stop: Callable[[], str | None]
+    went_back: Mapping[str, Any]
+    stream: StreamBatches | None = None
+    _saved_at: float = field(default_factory=time.monotonic, init=False)
 
     def after_step(self, progress: Progress, last: bool) -> str | None:
-        """Save where a checkpoint is due; returns why the run shall stop now, the same on every rank."""
+        """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank."""
         self._report()
-        every, minutes = self._config.checkpoint.every, self._config.checkpoint.every_minutes
+        every, minutes = self.config.checkpoint.every, self.config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        stopped_by, old = agreed_stop(self._asked_to_stop(), self._mesh, old and self._mesh.world.rank == 0)
+        stopped_by, old = agreed_stop(self.asked_to_stop(), self.mesh, old and self.mesh.world.rank == 0)
         if stopped_by is not None or old or last or (every and progress.step % every == 0):
-            self._saver.save(progress.step, self._described(progress))
+            self.saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
         return stopped_by
 
     def save_again(self, manifest: Manifest) -> None:
-        """Save the checkpoint that was just restored once more, as it was: in place of one that is damaged."""
+        """Save the checkpoint that was just restored once more: it replaces one that is damaged in part."""
         kept = ("samples", "position", "tokens", "schedule", "rng")
-        self._saver.save(manifest.step, {name: getattr(manifest, name) for name in kept})
+        self.saver.save(manifest.step, {name: getattr(manifest, name) for name in kept})
 
     def finish(self) -> None:
         """Wait for the last save.
@@ -96,18 +89,14 @@ class Checkpoints:
             RunError: on every rank, it failed: this run's last steps are lost. LostPeerError: it failed because another
             rank has ended.
         """
-        self._saver.wait()
-        finished = self._saver.finished()
-        if not finished:  # the run that was resumed had taken all its steps
-            return
-        *before, last = finished
-        for saved in before:
-            self._reporter.saved(saved)
-        if last.problem is not None and last.lost_peer:
-            raise LostPeerError(f"{last.problem} while the checkpoint of step {last.step:,} was saved")
-        if last.problem is not None:
-            raise RunError(f"the checkpoint of step {last.step:,} could not be saved: {last.problem}")
-        self._reporter.saved(last)
+        self.saver.wait()
+        finished = self.saver.finished()  # none where the resumed run had done all its steps before
+        for saved in finished:
+            if saved is finished[-1] and saved.problem is not None:
+                if saved.lost_peer:
+                    raise LostPeerError(f"{saved.problem} while the checkpoint of step {saved.step:,} was saved")
+                raise RunError(f"the checkpoint of step {saved.step:,} could not be saved: {saved.problem}")
+            self.reporter.saved(saved)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -115,17 +104,17 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let a save that is under way come to its end, unless somebody wants the run to end at once."""
+        """Wait for a save that has started, unless the user interrupts the run once more."""
         if not isinstance(error, KeyboardInterrupt):
-            self._saver.wait()
+            self.saver.wait()
             self._report(continues=error is None)
 
     def _report(self, *, continues: bool = True) -> None:
-        for saved in self._saver.finished():
-            self._reporter.saved(saved, continues=continues)
+        for saved in self.saver.finished():
+            self.reporter.saved(saved, continues=continues)
 
     def _described(self, progress: Progress) -> dict[str, Any]:
-        config = self._config
+        config = self.config
         return {
             "samples": progress.samples,
             "position": progress.position,
@@ -134,13 +123,13 @@ class Checkpoints:
                 "name": config.optimizer.schedule,
                 "steps": config.train.steps,
                 "lr": learning_rate(config, max(progress.step, 1)),
-                **self._went_back,
+                **self.went_back,
             },
-            # Whatever is drawn is a function of these, of the step and of the sample: there is no other state, but for
-            # where a stream is read.
+            # All random numbers are functions of these, the step and the sample. The only other state is where a
+            # stream is read.
             "rng": {
                 "seed": config.train.seed,
                 "dropout_mode": config.train.dropout_mode,
-                **({} if self._stream is None else {STREAM: self._stream.state(progress.position)}),
+                **({} if self.stream is None else {STREAM: self.stream.state(progress.position)}),
             },
         }

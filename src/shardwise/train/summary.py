@@ -1,6 +1,6 @@
-"""What a run is and costs, as rows of text: by the closed forms of `cost`, in a dry run and at a run's start.
+"""What a run is and costs by the formulas of `cost`, as rows of text: in a dry run and at a run's start.
 
-Imports no torch: a dry run starts without it.
+Imports no torch, which a dry run does without.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _Rows = list[tuple[str, str]]
 def dry_run(
     recipe: str, config: Config, layout: Layout, device: str, accelerator: bool, inputs: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """The resolved configuration as YAML, what follows from it as comments: the whole can be saved as a recipe.
+    """The resolved configuration as YAML, and what follows from it as comments: the text can be saved as a recipe.
 
-    inputs: rows on data and tokenizer.
+    `inputs` are rows about data and tokenizer.
     """
     rows = [
         *_work(config, layout, device, accelerator),
@@ -49,26 +49,24 @@ def dry_run(
 def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Rows:
     train = config.train
     step_tokens = train.global_batch * train.sequence_length
-    parameters, local = parameter_count(config.model), [count for _, count in stages_of_ranks(config, layout) if count]
-    held = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
+    parameters, known = parameter_count(config.model), _UNKNOWN
+    if parameters is not None:
+        most = units.count(max(count or 0 for _, count in stages_of_ranks(config, layout)))
+        held = "held by each rank" if layout.pipeline == 1 else "held by a rank at most"
+        known = f"{units.count(parameters)} ({parameters:,}), {most} {held}"
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
     return [
         (
             "layout",
-            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {_ranks(layout)}, "
+            f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {units.counted(layout.world, 'rank')}, "
             f"sequence parallelism (SP) {'on' if layout.sequence else 'off'}, ZeRO-{config.optimizer.zero}",
         ),
         ("device", f"{device}, as this machine has: precision and memory are those of such ranks"),
-        _batch(config, layout),
+        ("batch", _batch(config, layout)),
         ("steps", f"{train.steps:,}{stop}"),
         ("tokens", f"{step_tokens:,} per step, {step_tokens * train.steps:,} in all"),
-        (
-            "parameters",
-            _UNKNOWN
-            if parameters is None
-            else f"{units.count(parameters)} ({parameters:,}), {units.count(max(local))} {held}",
-        ),
+        ("parameters", known),
         (
             "precision",
             f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
@@ -78,24 +76,18 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
     ]
 
 
-def _batch(config: Config, layout: Layout) -> tuple[str, str]:
+def _batch(config: Config, layout: Layout) -> str:
     train = config.train
     return (
-        "batch",
         f"{train.micro_batch} micro batch × {layout.accumulation(train)} accumulation × {layout.data} DP "
-        f"= {train.global_batch} global batch",
+        f"= {train.global_batch} global batch"
     )
 
 
-def _ranks(layout: Layout) -> str:
-    return f"{layout.world} rank{'s' if layout.world > 1 else ''}"
-
-
 def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
-    """The stages of each pipeline rank, and elements of their parameters, padding included; None if not known."""
-    plan = stage_plan(config, layout)
-    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
-    multiple = config.parallel.vocab_multiple
+    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
+    plan, multiple = stage_plan(config, layout), config.parallel.vocab_multiple
+    by_rank = ([stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline))
     return [
         (stages, local_parameter_count(config.model, layout.tensor, vocab_multiple=multiple, stages=stages))
         for stages in by_rank
@@ -103,26 +95,24 @@ def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], i
 
 
 def _pipeline(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    """The schedule with its bubble, and what each pipeline rank has of the model; nothing without a pipeline."""
+    """The schedule with its bubble, and each pipeline rank's part of the model; no rows without a pipeline."""
     memory = cost.memory_by_rank(config, layout, accelerator)
     if layout.pipeline == 1 or memory is None:
         return []
     shares = compute_shares(config, layout)
     rows = [("pipeline", _schedule(config, layout))]
     for rank, (needed, (stages, count)) in enumerate(zip(memory, stages_of_ranks(config, layout), strict=True)):
-        rows.append(
-            (
-                f"  pp {rank}",
-                f"{layout.ranks_of(rank)}, {_named(stages)}: {units.count(count or 0)} parameters, "
-                f"{sum(shares[stage.index] for stage in stages):.1%} of the compute, "
-                f"{units.size(needed.activations)} of activations, {units.size(needed.total)} in all",
-            )
+        text = (
+            f"{layout.ranks_of(rank)}, {_named(stages)}: {units.count(count or 0)} parameters, "
+            f"{sum(shares[stage.index] for stage in stages):.1%} of the compute, "
+            f"{units.size(needed.activations)} of activations, {units.size(needed.total)} in all"
         )
+        rows.append((f"  pp {rank}", text))
     return rows
 
 
 def _schedule(config: Config, layout: Layout) -> str:
-    """Where no formula gives the bubble, its order of work does."""
+    """The schedule and its bubble, by a formula or, where there is none, by a simulation of the schedule."""
     parallel, micro_batches = config.parallel, layout.accumulation(config.train)
     shown = f"{parallel.schedule}, {layout.stages} stages, {micro_batches} micro-batches: bubble"
     formula = cost.bubble(parallel, micro_batches)
@@ -138,19 +128,25 @@ def _schedule(config: Config, layout: Layout) -> str:
 
 def _named(stages: list[Stage]) -> str:
     """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
-    blocks = (f"{one.layers[0]}-{one.layers[-1]}" if len(one.layers) > 1 else f"{one.layers[0]}" for one in stages)
-    ends = [", embedding"] * any(one.is_first for one in stages) + [", head"] * any(one.is_last for one in stages)
+    embedding = ", embedding" if any(stage.is_first for stage in stages) else ""
+    head = ", head" if any(stage.is_last for stage in stages) else ""
     plural = "s" if len(stages) > 1 else ""
-    numbers = listing(one.index for one in stages)
-    return f"stage{plural} {numbers} (blocks {listing(blocks)}{''.join(ends)})"
+    numbers = listing(stage.index for stage in stages)
+    return f"stage{plural} {numbers} (blocks {listing(map(blocks_of, stages))}{embedding}{head})"
+
+
+def blocks_of(stage: Stage) -> str:
+    """The blocks of a stage: `4-7`, or `4`."""
+    first, last = stage.layers[0], stage.layers[-1]
+    return f"{first}" if first == last else f"{first}-{last}"
 
 
 def _optimizer(config: Config) -> str:
     if config.optimizer.name == "adamw":
         return "AdamW"
     tensors = canonical_tensor_count(config.model)
-    each = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
-    return f"LAMB: the ranks agree on two norms of {each}, whole whatever the layout"
+    which = "each tensor" if tensors is None else f"each of {tensors:,} tensors"
+    return f"LAMB: the ranks agree on two norms of {which}, whole whatever the layout"
 
 
 def _compute(config: Config) -> _Rows:
@@ -161,9 +157,8 @@ def _compute(config: Config) -> _Rows:
     if token_flops is None or again is None:
         return [("compute", _UNKNOWN)]
     tokens = train.global_batch * train.sequence_length * train.steps
-    rows = [
-        ("compute", f"{units.count(token_flops)} FLOPs per token, {units.count(token_flops * tokens)} FLOPs in all"),
-    ]
+    total = units.count(token_flops * tokens)
+    rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {total} FLOPs in all")]
     if train.recompute != "none":
         what = "the attention core" if train.recompute == "selective" else "each block"
         share = again / token_flops
@@ -172,7 +167,7 @@ def _compute(config: Config) -> _Rows:
 
 
 def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    """The price of masks that no layout changes, where there are any."""
+    """The price of dropout masks that do not depend on the layout; no rows where there are none."""
     rank, same = _neediest(config, layout, accelerator)
     masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
     if masks is None:
@@ -180,22 +175,17 @@ def _dropout(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     fast = config.model_copy(update={"train": config.train.model_copy(update={"dropout_mode": "fast"})})
     totals = [cost.expected_memory(chosen, layout, accelerator) for chosen in (config, fast)]
     more = totals[0].total - totals[1].total if totals[0] and totals[1] else 0
+    peak = f"{units.size(more)} above the peak of fast dropout" if more else "at the same peak as fast dropout"
+    held = f"{units.size(masks.bytes_held)} of attention probabilities and masks on {same}"
+    unfused = "; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""
     return [
-        (
-            "dropout",
-            f"layout-invariant: {units.size(masks.bytes_held)} of attention probabilities and masks on {same}, "
-            + (f"{units.size(more)} above the peak of fast dropout" if more else "at the same peak as fast dropout"),
-        ),
-        (
-            "  time",
-            f"{units.count(masks.elements_hashed)} elements of masks hashed by {same} per step"
-            + ("; attention step by step, by no fused kernel" if masks.attends_step_by_step else ""),
-        ),
+        ("dropout", f"layout-invariant: {held}, {peak}"),
+        ("  time", f"{units.count(masks.elements_hashed)} elements of masks hashed by {same} per step{unfused}"),
     ]
 
 
 def _neediest(config: Config, layout: Layout, accelerator: bool) -> tuple[int, str]:
-    """The pipeline rank that needs most memory, and its name."""
+    """The pipeline rank that needs most memory, and how a row names it."""
     rank = cost.neediest_rank(config, layout, accelerator)
     return rank, f"pipeline rank {rank}" if layout.pipeline > 1 else "each rank"
 
@@ -206,7 +196,7 @@ def _memory(total: int, layout: Layout, rank: str) -> str:
 
 
 def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
-    """Memory, disk and communication; in a pipeline those of the ranks that need most memory."""
+    """Memory, disk and communication; in a pipeline those of the pipeline rank that needs most memory."""
     rank, same = _neediest(config, layout, accelerator)
     memory = cost.expected_memory(config, layout, accelerator, pipeline_rank=rank)
     wire = cost.bytes_per_step(config, layout, accelerator, pipeline_rank=rank)
@@ -222,29 +212,29 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
 
 
 def _disk(config: Config, checkpoint: int) -> str:
-    """What checkpoints take where they lie."""
+    """The size of one checkpoint, and of all that exist at once."""
     keep = config.checkpoint.keep
-    each = f"{units.size(checkpoint)} for each checkpoint"
+    size = f"{units.size(checkpoint)} for each checkpoint"
     at_once = _checkpoints_at_once(config)
     if at_once is None:
-        return f"{each}, all of them kept (checkpoint.keep=null)"
+        return f"{size}, all of them kept (checkpoint.keep=null)"
     kept = f"checkpoint.keep={'null' if keep is None else keep}"
-    return f"{each}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
+    return f"{size}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
 
 
 def _checkpoints_at_once(config: Config) -> int | None:
-    """The most checkpoints on disk; None where only time tells. A new one is complete before an old one goes."""
+    """The most checkpoints on disk, or None if not known. A new one is complete before an old one is removed."""
     steps, settings = config.train.steps, config.checkpoint
     every, keep_every = settings.every or steps, settings.keep_every
-    made = steps // every + (steps % every > 0) if settings.every_minutes is None else None
+    saved = steps // every + (steps % every > 0) if settings.every_minutes is None else None
     if settings.keep is None:
-        return made
+        return saved
     stay = 0
     if keep_every is not None:
         ending = steps % keep_every == 0 and steps % every > 0
-        stay = steps // math.lcm(every, keep_every) + ending if made is not None else steps // keep_every
+        stay = steps // math.lcm(every, keep_every) + ending if saved is not None else steps // keep_every
     most = settings.keep + stay + 1
-    return most if made is None else min(made, most)
+    return most if saved is None else min(saved, most)
 
 
 def start_rows(
@@ -261,22 +251,17 @@ def start_rows(
     """What a run prints at its start.
 
     Args:
-        config: of the run.
-        layout: of its ranks.
-        device_name: product name of a rank's device.
-        precision: as resolved.
-        parameters: of the whole model.
-        memory: bytes by kind, expected on the rank that needs most; of a model of the user's own those that stay.
+        parameters: their number in the whole model.
+        memory: expected bytes by kind on the rank that needs most; of a model of the user's own without activations.
         steps: those done by earlier runs, and the last one of this run.
-        run_path: the run's folder.
     """
     train, (before, end) = config.train, steps
     samples = train.steps * train.global_batch
     begin = f", {before:,} of them done" if before else ""
     stop = "" if end == train.steps else f", this run stops at {end:,}"
     sequence = " + sequence" if layout.sequence else ""
-    dtypes = {role: dtype for role, dtype in asdict(precision).items() if dtype != precision.parameter}
-    finer = "".join(f", {role} {dtype}" for role, dtype in dtypes.items())
+    roles = asdict(precision).items()
+    others = "".join(f", {role} {dtype}" for role, dtype in roles if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")
     rank, same = _neediest(config, layout, accelerator)
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
@@ -287,13 +272,13 @@ def start_rows(
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
         ("steps", f"{train.steps:,}{begin}{stop}"),
         ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {samples * train.sequence_length:,} tokens"),
-        _batch(config, layout),
+        ("batch", _batch(config, layout)),
         (
             "layout",
-            f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = {_ranks(layout)}, "
-            f"ZeRO-{config.optimizer.zero}",
+            f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = "
+            f"{units.counted(layout.world, 'rank')}, ZeRO-{config.optimizer.zero}",
         ),
-        ("device", f"{device_name}, {precision.parameter}{finer}"),
+        ("device", f"{device_name}, {precision.parameter}{others}"),
         ("memory", known),
     ]
     masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)

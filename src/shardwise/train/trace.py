@@ -1,4 +1,4 @@
-"""What a rank does in some steps, as a Chrome trace: for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""The work of a rank in some steps as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,47 +14,42 @@ from shardwise.pipeline.clock import message_name
 
 
 class Trace:
-    """Records the steps of `log.trace` by torch's profiler, kernels included where there are any.
+    """Records the steps of `log.trace` with torch's profiler.
 
     Args:
         steps: those to record; None: none.
         path: of the file.
-        pipelined: whether the model is cut into stages; their messages are then named.
+        pipelined: whether the model is cut into stages, whose messages are then named.
     """
 
     def __init__(self, steps: range | None, path: Path, *, pipelined: bool) -> None:
         self._steps, self._path, self._pipelined = steps or range(0), path, pipelined
-        self._running: tuple[profile, ExitStack] | None = None
+        self._recording = ExitStack()
+        self._has_begun = False
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around each step: the first of those to record begins the recording, and the last one ends it."""
+        """A context for each step: the first step to record begins the recording, and the last one ends it."""
         if step not in self._steps:
             yield
             return
-        if self._running is None:
-            self._start()
+        if not self._has_begun:
+            self._begin()
         with record_function(f"step {step}"):
             yield
         if step == self._steps[-1]:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, where nothing is yet written."""
-        if self._running is None:
-            return
-        profiler, named = self._running
-        self._running = None
-        named.close()
-        profiler.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._path))
+        """End the recording and write the file, unless that is done."""
+        self._recording.close()
 
-    def _start(self) -> None:
-        named = ExitStack()
+    def _begin(self) -> None:
+        self._has_begun = True
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else each start and stop prints a line on standard error
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profiler = profile()  # of all devices
+        self._recording.callback(lambda: profiler.export_chrome_trace(str(self._path)))  # once the profiler has stopped
+        self._recording.enter_context(profiler)
         if self._pipelined:
-            named.enter_context(named_messages(message_name))
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or each start and stop is a line on standard error
-        profiler = profile()  # of all that torch can see here
-        profiler.start()
-        self._running = profiler, named
+            self._recording.enter_context(named_messages(message_name))

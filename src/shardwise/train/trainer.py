@@ -1,13 +1,13 @@
-"""The training loop: micro-batches, one update, what is measured, and when to stop."""
+"""The training loop: steps, and the evaluations, comparisons of replicas and checkpoints between them."""
 
 from __future__ import annotations
 
 import math
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from shardwise.train.drift import check_replicas
 from shardwise.train.feed import Feed
 from shardwise.train.record import Progress, StepRecord, end_of_run
 from shardwise.train.report import Reporter
+from shardwise.train.saving import Checkpoints
 from shardwise.train.trace import Trace
 
 if TYPE_CHECKING:
@@ -38,47 +39,33 @@ _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
 
 
-class Saving(Protocol):
-    """What saves a training on its way."""
-
-    def after_step(self, progress: Progress, last: bool) -> str | None:
-        """Save where a checkpoint is due; returns why the run shall stop now, the same on every rank."""
-        ...
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class Trainer:
     """Trains one model on one rank of a mesh; every rank runs the same steps.
 
-    Args:
+    Attributes:
         pipeline: runs the stages of this rank, where the model is cut into stages.
     """
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        layout: Layout,
-        mesh: Mesh,
-        model: nn.Module,
-        optimizer: ZeroRedundancyOptimizer,
-        batches: Batches,
-        evaluation: Batches | None,
-        reporter: Reporter | None = None,
-        progress: Progress | None = None,
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        self.config, self.layout, self.mesh = config, layout, mesh
-        self.model, self.optimizer, self.pipeline = model, optimizer, pipeline
-        self.batches, self.evaluation = batches, evaluation
-        self.feed = Feed(config, mesh, batches, evaluation)
-        self.reporter = reporter
-        self.progress = progress or Progress()
+    config: Config
+    layout: Layout
+    mesh: Mesh
+    model: nn.Module
+    optimizer: ZeroRedundancyOptimizer
+    batches: Batches
+    evaluation: Batches | None
+    progress: Progress
+    reporter: Reporter | None = None
+    pipeline: Pipeline | None = None
 
-    def run(self, saving: Saving | None = None) -> str | None:
-        """Train to the last step, with evaluations, drift checks and checkpoints on the way.
+    def __post_init__(self) -> None:
+        self.feed = Feed(self.config, self.mesh, self.batches, self.evaluation)
+
+    def run(self, checkpoints: Checkpoints | None = None) -> str | None:
+        """Train to the last step, with evaluations, comparisons of replicas and checkpoints.
 
         Returns:
-            why the run was asked to stop before its last step; None where it was not.
+            who asked the run to stop before its last step; None if nobody did.
         """
         first, last = self.progress.step + 1, end_of_run(self.config, self.progress.step)
         with closing(self.feed), closing(self._trace()) as trace:
@@ -87,7 +74,7 @@ class Trainer:
             for step in range(first, last + 1):
                 with trace.step(step):
                     record = self.step()
-                stopped_by = self._after_step(record, saving, is_last=step == last)
+                stopped_by = self._after_step(record, checkpoints, is_last=step == last)
                 if stopped_by is not None and step < last:
                     return stopped_by
         return None
@@ -98,8 +85,8 @@ class Trainer:
             return Trace(None, Path(), pipelined=False)
         return Trace(steps, self.reporter.run.trace(self.mesh.world.rank), pipelined=self.mesh.pp.size > 1)
 
-    def _after_step(self, record: StepRecord, saving: Saving | None, *, is_last: bool) -> str | None:
-        """Report a step, and do what is due after it; returns why the run shall stop."""
+    def _after_step(self, record: StepRecord, checkpoints: Checkpoints | None, *, is_last: bool) -> str | None:
+        """Report a step, and do what is due after it; returns who asked the run to stop."""
         step, eval_every, drift_every = record.step, self.config.train.eval_every, self.config.log.drift_every
         if self.reporter is not None:
             if self.pipeline is not None and self.reporter.is_logged(step):
@@ -111,13 +98,13 @@ class Trainer:
             check_replicas(self.model, self.mesh, step)
         if eval_every and (is_last or step % eval_every == 0):
             self.evaluate()
-        if saving is None:
+        if checkpoints is None:
             return None
         self.progress.phase = "checkpoint"
-        return saving.after_step(self.progress, is_last)
+        return checkpoints.after_step(self.progress, is_last)
 
     def _warn_of_a_mean(self, record: StepRecord) -> None:
-        """Tell the user of a model of their own whose first loss is far below that of a guess."""
+        """Warn that a model of the user's own may return a mean: its first loss is far below that of a guess."""
         model, guess = self.config.model, math.log(self.config.model.vocab_size)
         if self.reporter is not None and isinstance(model, OwnConfig) and record.step == 1 and record.loss < guess / 10:
             self.reporter.warning(
@@ -137,9 +124,9 @@ class Trainer:
         counted_K = self._counted(micro_batches)
         losses_K = self._forward_backward(micro_batches, counted_K)
         self.progress.phase = "gradient reduction"
-        # Of all micro-batches, whichever stage and replica has their losses.
+        # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         global_losses_K = comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
-        # The step's one wait for the device.
+        # The one transfer from the device in a step: the host waits here for all work before.
         gradient_norm, parameter_norm, *by_objective = torch.cat(
             (torch.stack(self.optimizer.norms()), global_losses_K)
         ).tolist()
@@ -168,35 +155,30 @@ class Trainer:
             seconds=time.perf_counter() - start,
             input_seconds=input_seconds,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
-            losses=self._named(by_objective),
+            losses=dict(zip(self.batches.objectives, by_objective, strict=True)) if len(by_objective) > 1 else {},
         )
 
-    def _named(self, by_objective: list[float]) -> dict[str, float]:
-        """Each objective's loss, where there are several."""
-        names = self.batches.objectives
-        return dict(zip(names, by_objective, strict=True)) if len(names) > 1 else {}
-
     def _counted(self, micro_batches: list[MicroBatch]) -> Tensor:
-        """Targets of each objective that count in the whole global batch: what its losses are divided by."""
+        """Counted targets of each objective in the global batch: the divisors of its losses."""
         here_K = torch.stack([batch.counts_K for batch in micro_batches]).sum(dim=0).double()
         return comm.all_reduce_(here_K, self.mesh.dp).clamp(min=1.0)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], counted_K: Tensor, *, last: bool = True) -> Tensor:
-        """Gradients of the global mean loss, accumulated; returns this rank's share of each objective's mean.
+        """Add the gradients of the global mean loss; returns this rank's share of each objective's mean.
 
-        last: the gradients are then complete, and their reduction begins as they are.
+        With `last` the gradients are complete afterwards, and each bucket's reduction starts during the backward pass.
         """
         shares = [torch.zeros_like(counted_K, dtype=torch.float32)]
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
             batch = micro_batches[number]
             dropout = self._dropout_key(batch)
-            # Whatever a model draws beside our layers is a function of step and samples too.
+            # What layers of the user's own draw is a function of step and samples too.
             with dropout.seeded(self.mesh.device, *_WHOLE_MODEL):
-                found = batch.result(part, part(**batch.arguments(part, x, dropout)))
+                out = batch.result(part, part(**batch.arguments(part, x, dropout)))
             if not gives_losses(part):
-                return found
-            losses_K = found / counted_K.float()
+                return out
+            losses_K = out / counted_K.float()
             shares.append(losses_K.detach())
             return losses_K
 
@@ -219,41 +201,46 @@ class Trainer:
         return DropoutKey(train.seed, self.progress.step + 1, samples_B, int(batch.samples[0]), train.dropout_mode)
 
     def evaluate(self) -> tuple[float, float]:
-        """Mean loss and perplexity over the first `eval_batches` global batches held out, on every rank.
+        """Mean loss and perplexity over the first `eval_batches` global batches of the evaluation part, on every rank.
 
-        The loss is the sum of the objectives'; the perplexity is that of the first, which predicts tokens.
+        The loss is the sum over the objectives; the perplexity is that of the first, which predicts tokens.
         """
         if self.evaluation is None:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
         rounds = self.feed.evaluation(self.layout.accumulation(self.config.train))
-        found = evaluate_rounds(self.model, rounds, self.evaluation.objectives, self.mesh, self.config.parallel)
+        result = evaluate_rounds(self.model, rounds, self.evaluation.objectives, self.mesh, self.config.parallel)
         self.model.train()
-        of_tokens, *others = found.losses.values()
+        of_tokens, *others = result.losses.values()
         if self.reporter is not None:
-            shown = found.losses if others else {}
-            self.reporter.evaluation(self.progress.step, found.loss, perplexity(of_tokens), shown)
-        return found.loss, perplexity(of_tokens)
+            losses = result.losses if others else {}
+            self.reporter.evaluation(self.progress.step, result.loss, perplexity(of_tokens), losses)
+        return result.loss, perplexity(of_tokens)
 
     def _stop_non_finite(
         self, step: int, loss: float, gradient_norm: float, micro_batches: list[MicroBatch], counted_K: Tensor
     ) -> None:
-        """Name the rank and parameter at fault: the reduction mixed the ranks, so each looks at its own part again."""
+        """Raise with the rank and parameter at fault.
+
+        The reduction has mixed the ranks' gradients, so each rank computes and examines its own once more.
+        """
         self.optimizer.zero_grad()
         total = float(self._forward_backward(micro_batches, counted_K, last=False).sum())
         faults = comm.all_gather_objects(self._fault(total), self.mesh.world)
-        found = sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)
-        where = f"on rank {found[0][1]}, {found[0][2]}" if found else "each rank's own part is: their sum overflowed"
+        ordered = sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)
+        where = "each rank's own part is: their sum overflowed"
+        if ordered:
+            where = f"on rank {ordered[0][1]}, {ordered[0][2]}"
         raise RunError(
             f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {where}. "
             "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
         )
 
     def _fault(self, loss: float) -> tuple[tuple[int, int, int], str]:
-        """What is not finite on this rank, after how near to the cause that is.
+        """What is not finite on this rank (empty: nothing), and before it a key that sorts the nearest cause first.
 
-        A weight (0) before the loss (1) before a gradient (2); then the earlier in forward's or backward's order, which
-        is that of the stages, and within one that of its parameters.
+        The key has 0 for a weight, 1 for the loss and 2 for a gradient; then stage and parameter in the order of the
+        pass that uses them.
         """
         parts = [(0, self.model)]
         if isinstance(self.model, Stages):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.inference.generation import _Anew
+from shardwise.inference.generation import _Uncached
 
 
 class Places:
@@ -21,4 +21,4 @@ class Places:
 def test_the_text_goes_on_after_its_last_token(length: int) -> None:
     """And not after what fills it up, so that sequence parallelism can cut it evenly."""
     mesh: Any = SimpleNamespace(tp=SimpleNamespace(size=4), device="cpu")
-    assert _Anew(Places(), mesh).next_logits(list(range(length))).tolist() == [float(length - 1)] * 5
+    assert _Uncached(Places(), mesh).next_logits(list(range(length))).tolist() == [float(length - 1)] * 5

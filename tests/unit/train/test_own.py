@@ -8,8 +8,8 @@ from torch import nn
 
 from shardwise import ParallelEmbedding, ParallelLMHead, ZeroRedundancyOptimizer
 from shardwise.config import Layout, config_from
+from shardwise.train.build import count_parameters, state_memory
 from shardwise.train.memory import out_of_memory_text
-from shardwise.train.own import count_parameters, state_memory
 from shardwise.train.trainer import Progress
 from tests.unit.parallel.groups import pretend_group
 
