@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.cli import output
 from shardwise.cli.folder import (
+    ARGUMENTS,
     HELP,
     ModelFolder,
-    argument_named,
     evaluation_config,
+    launch_command,
     open_folder,
     open_tokenizer,
-    split_overrides,
+    parse_overrides,
 )
 from shardwise.config import Config, Layout, check_layout
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, keys_renamed
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.job import check_accelerators, enter_job
-from shardwise.launch.local import launch_without_run
 from shardwise.launch.rank import as_rank
 from shardwise.units import count
 
@@ -65,10 +65,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
-    given = split_overrides(arguments.overrides, _KEYS, "evaluate")
+    values = parse_overrides(arguments.overrides, _KEYS, "evaluate")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
-        return _evaluate(arguments, place, folder, given.values, announce)
+    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        return _evaluate(arguments, place, folder, values, announce)
 
 
 def _evaluate(
@@ -83,32 +83,30 @@ def _evaluate(
     config = evaluation_config(folder, values, max(1, world // degree), part)
     layout = check_layout(config, world)
     if not is_launched():
-        _prepare(config, folder, announce)
+        from shardwise.data import fetch_dataset, prepare
 
+        if config.data.tokenizer is not None:
+            open_tokenizer(config, folder, announce=announce)
+        fetch_dataset(config.data, announce)
+        prepare(config, announce=announce, any_size=True)
     if place is None:
         check_accelerators(world, accelerated)
         if world > 1:
-            return _launch(arguments, folder, part, world)
+            return launch_command("evaluate", arguments, folder, world, part=part)
     leads = place is None or place.rank == 0
     with as_rank(place) as ending:
         from shardwise.inference.jobs import run_evaluation
 
-        with folder, argument_named():
-            found = run_evaluation(
-                config, folder.weights, "train" if part == "all" else part, _progress if leads else None
-            )
+        with folder, keys_renamed(ARGUMENTS):
+            read = "train" if part == "all" else part
+            found = run_evaluation(config, folder.weights, read, _show_progress if leads else None)
         if leads:
             facts = _facts(folder, config, layout, part, found)
-            output.line(json.dumps(facts, ensure_ascii=False) if arguments.json else _text(facts))
+            if arguments.json:
+                output.raw(json.dumps(facts, ensure_ascii=False))
+            else:
+                output.table(_rows(facts))
     return ending.code
-
-
-def _launch(arguments: argparse.Namespace, folder: ModelFolder, part: str, world: int) -> int:
-    """Evaluate on several local ranks, with the folder that was found."""
-    kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
-    command = ["evaluate", folder.location, *kept, "--part", part, "--nproc", str(world)]
-    launch_without_run([*command, *(["--json"] if arguments.json else [])], world)
-    return 0
 
 
 def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> Part | Literal["all"]:
@@ -124,17 +122,7 @@ def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> P
     return chosen or ("eval" if held_out else "all")
 
 
-def _prepare(config: Config, folder: ModelFolder, announce: Any) -> None:
-    from shardwise.data import fetch_dataset, prepare
-
-    if config.data.tokenizer is not None:
-        open_tokenizer(config, folder, announce=announce)
-    fetch_dataset(config.data, announce)
-    prepare(config, announce=announce, any_size=True)
-
-
-def _progress(done: int, samples: int) -> None:
-    """Life, for whoever watches."""
+def _show_progress(done: int, samples: int) -> None:
     if sys.stderr.isatty():
         output.progress(f"{done:,} of {samples:,} sequences")
 
@@ -158,13 +146,7 @@ def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found
         "sequence_length": config.train.sequence_length,
         "seconds": found.seconds,
         "tokens_per_second": found.tokens / found.seconds,
-        "layout": {
-            "ranks": layout.world,
-            "tensor": layout.tensor,
-            "sequence": layout.sequence,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
-        },
+        "layout": layout.facts(),
         "precision": config.precision.resolved(accelerators()[1] > 0).parameter,
     }
 
@@ -178,28 +160,22 @@ _PARTS = {
 _NAMES = {"mlm": "masked tokens", "nsp": "sentence pairs"}
 
 
-def _text(facts: dict[str, Any]) -> str:
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     layout = facts["layout"]
     pipeline = f" × PP {layout['pipeline']}" if layout["pipeline"] > 1 else ""
     cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''}{pipeline} × DP {layout['data']}"
-    rows = [
-        ("model", f"{facts['model']} ({facts['family']}, {facts['precision']}, {cut})"),
-        ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),
-        ("loss", f"{facts['loss']:.6f}"),
-    ]
     if "perplexity" in facts:
-        rows.append(("perplexity", f"{facts['perplexity']:.6g}"))
+        losses = [("perplexity", f"{facts['perplexity']:.6g}")]
     else:
-        rows += [
+        losses = [
             (_NAMES[name], f"loss {loss:.6f}, accuracy {facts[f'{name}_accuracy']:.2%} of {facts['counted'][name]:,}")
             for name, loss in facts["losses"].items()
         ]
-    rows.append(
-        (
-            "tokens",
-            f"{facts['tokens']:,} in {facts['sequences']:,} sequences of {facts['sequence_length']:,}, each once; "
-            f"{count(facts['tokens_per_second'])} tokens/s",
-        )
-    )
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    tokens = f"{facts['tokens']:,} in {facts['sequences']:,} sequences of {facts['sequence_length']:,}, each once"
+    return [
+        ("model", f"{facts['model']} ({facts['family']}, {facts['precision']}, {cut})"),
+        ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),
+        ("loss", f"{facts['loss']:.6f}"),
+        *losses,
+        ("tokens", f"{tokens}; {count(facts['tokens_per_second'])} tokens/s"),
+    ]

@@ -14,26 +14,26 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.cli import output
 from shardwise.cli.folder import (
+    ARGUMENTS,
     HELP,
     ModelFolder,
-    argument_named,
     generation_config,
+    launch_command,
     open_folder,
     open_tokenizer,
-    split_overrides,
+    parse_overrides,
 )
 from shardwise.config import Config, check_layout
 from shardwise.data import Tokenizer
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, keys_renamed
 from shardwise.files import reason_of
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import Rank, is_launched
+from shardwise.launch.environment import is_launched
 from shardwise.launch.job import check_accelerators, enter_job
-from shardwise.launch.local import launch_without_run
 from shardwise.launch.rank import as_rank
 from shardwise.units import count
 
@@ -44,6 +44,11 @@ _KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
     "checkpoint.revision",
 )  # fmt: skip
+_ENDS = {
+    "eos": "ended by the model",
+    "max_tokens": "--max-tokens",
+    "context": "the model's longest sequence is full",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -72,57 +77,44 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
-    given = split_overrides(arguments.overrides, _KEYS, "generate")
+    values = parse_overrides(arguments.overrides, _KEYS, "generate")
     announce = output.progress if place is None or place.local_rank == 0 else None
     text = _prompt_text(arguments)
-    problems = _argument_problems(arguments)
-    if problems:
-        raise ConfigError(problems)
-    with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
-        return _generate(arguments, place, folder, given.values, text, announce)
+    _require_valid(arguments)
+    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        config = generation_config(folder, values)
+        _require_ranks(config, place.world if place is not None else arguments.nproc or config.parallel.ranks)
+        tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+        ids, room = _fit(config, folder, tokenizer, text)
+        if place is None:
+            check_accelerators(config.parallel.ranks, accelerators()[1])
+            if config.parallel.ranks > 1:
+                return launch_command("generate", arguments, folder, config.parallel.ranks)
+        leads = place is None or place.rank == 0
+        with as_rank(place) as ending:
+            from shardwise.inference.jobs import Prompt, run_generation
+
+            wanted, stops = min(arguments.max_tokens, room), folder.stops(tokenizer)
+            prompt = Prompt(tuple(ids), wanted, stops, arguments.temperature, arguments.top_p, arguments.seed)
+            show = _show if leads and not arguments.json else _show_nothing
+            show(text)
+            with folder, keys_renamed(ARGUMENTS):
+                answer = run_generation(config, folder.weights, tokenizer, prompt, show)
+            if leads:
+                stopped = "eos" if answer.ended else "context" if wanted < arguments.max_tokens else "max_tokens"
+                _finish(arguments, folder, text, len(ids), answer, stopped)
+        return ending.code
 
 
-def _generate(
-    arguments: argparse.Namespace,
-    place: Rank | None,
-    folder: ModelFolder,
-    values: dict[str, Any],
-    text: str,
-    announce: Any,
-) -> int:
-    config = generation_config(folder, values)
-    world = config.parallel.ranks
-    ranks = place.world if place is not None else arguments.nproc or world
+def _require_ranks(config: Config, ranks: int) -> None:
+    """Check the layout, whose ranks hold one copy of the model."""
+    world, tensor, pipeline = config.parallel.ranks, config.parallel.tensor, config.parallel.pipeline
     if ranks != world:
-        tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
         keys = f"parallel.tensor ({tensor})"
         if pipeline > 1:
             keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {world})"
         raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
     check_layout(config, world)
-    tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
-    ids, room = _fit(config, folder, tokenizer, text)
-    wanted = min(arguments.max_tokens, room)
-
-    if place is None:
-        check_accelerators(world, accelerators()[1])
-        if world > 1:
-            launch_without_run(_command(arguments, folder, world), world)
-            return 0
-    leads = place is None or place.rank == 0
-    with as_rank(place) as ending:
-        from shardwise.inference.jobs import Prompt, run_generation
-
-        prompt = Prompt(
-            tuple(ids), wanted, folder.stops(tokenizer), arguments.temperature, arguments.top_p, arguments.seed
-        )
-        show = _show if leads and not arguments.json else _nothing
-        show(text)
-        with folder, argument_named():
-            answer = run_generation(config, folder.weights, tokenizer, prompt, show)
-        if leads:
-            _finish(folder, text, len(ids), wanted < arguments.max_tokens, answer, arguments)
-    return ending.code
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -142,7 +134,7 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _argument_problems(arguments: argparse.Namespace) -> list[str]:
+def _require_valid(arguments: argparse.Namespace) -> None:
     problems = []
     if arguments.max_tokens < 1:
         problems.append(f"--max-tokens ({arguments.max_tokens}) must be at least 1")
@@ -152,11 +144,12 @@ def _argument_problems(arguments: argparse.Namespace) -> list[str]:
         problems.append(f"--top-p ({arguments.top_p}) must be above 0 and at most 1; at 1 every token may come")
     if not 0 <= arguments.seed < 2**63:
         problems.append(f"--seed ({arguments.seed}) must be at least 0 and less than 2^63")
-    return problems
+    if problems:
+        raise ConfigError(problems)
 
 
 def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
-    """The prompt's ids, and how many tokens may follow: the last one needs no position, for it is not read."""
+    """The prompt's ids, and how many tokens may follow. The last one needs no position: the model does not read it."""
     model = config.model
     if not model.causal:
         raise ConfigError(
@@ -182,57 +175,35 @@ def _show(piece: str) -> None:
     sys.stdout.flush()
 
 
-def _nothing(_piece: str) -> None:
+def _show_nothing(_piece: str) -> None:
     pass
 
 
 def _finish(
-    folder: ModelFolder, text: str, prompt_tokens: int, cut: bool, answer: Answer, arguments: argparse.Namespace
+    arguments: argparse.Namespace, folder: ModelFolder, text: str, prompt_tokens: int, answer: Answer, stopped: str
 ) -> None:
-    """The end of the answer: one JSON object, or on standard error what it took."""
+    """Print the end of the answer: one JSON object, or on standard error the number of tokens and the speed."""
     new = len(answer.tokens)
-    stopped = "eos" if answer.ended else "context" if cut else "max_tokens"
     prefill = prompt_tokens / answer.prefill_seconds
     decode = (new - 1) / answer.decode_seconds if new > 1 else None
-    facts: dict[str, Any] = {
-        "model": folder.name,
-        "prompt": text,
-        "text": answer.text,
-        "tokens": list(answer.tokens),
-        "prompt_tokens": prompt_tokens,
-        "stopped": stopped,
-        "prefill_tokens_per_second": prefill,
-        "decode_tokens_per_second": decode,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p,
-        "seed": arguments.seed,
-    }
     if arguments.json:
-        output.line(json.dumps(facts, ensure_ascii=False))
+        facts = {
+            "model": folder.name,
+            "prompt": text,
+            "text": answer.text,
+            "tokens": list(answer.tokens),
+            "prompt_tokens": prompt_tokens,
+            "stopped": stopped,
+            "prefill_tokens_per_second": prefill,
+            "decode_tokens_per_second": decode,
+            "temperature": arguments.temperature,
+            "top_p": arguments.top_p,
+            "seed": arguments.seed,
+        }
+        output.raw(json.dumps(facts, ensure_ascii=False))
         return
     output.line()
-    ends = {
-        "eos": "ended by the model",
-        "max_tokens": "--max-tokens",
-        "context": "the model's longest sequence is full",
-    }
     speed = f", then {count(decode)} tokens/s" if decode is not None else ""
     output.progress(
-        f"{new:,} tokens ({ends[stopped]}); prompt of {prompt_tokens:,} at {count(prefill)} tokens/s{speed}"
+        f"{new:,} tokens ({_ENDS[stopped]}); prompt of {prompt_tokens:,} at {count(prefill)} tokens/s{speed}"
     )
-
-
-def _command(arguments: argparse.Namespace, folder: ModelFolder, world: int) -> list[str]:
-    """The same for a rank, with the folder that was found."""
-    kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
-    file = arguments.prompt_file
-    prompt = f"--prompt={arguments.prompt}" if file is None else f"--prompt-file={file}"
-    options = [
-        f"--max-tokens={arguments.max_tokens}",
-        f"--temperature={arguments.temperature}",
-        f"--top-p={arguments.top_p}",
-        f"--seed={arguments.seed}",
-        f"--nproc={world}",
-        *(["--json"] if arguments.json else []),
-    ]
-    return ["generate", folder.location, *kept, prompt, *options]

@@ -23,6 +23,9 @@ from shardwise.launch import stdio
 from shardwise.launch.environment import is_launched, joined
 from shardwise.launch.job import check_accelerators, enter_job
 
+_ANY_TOKENIZER = 512
+"""Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
@@ -78,18 +81,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(recipe: str, config: Config, layout: Layout) -> int:
     """The dry run. What is wrong with the data comes last: the numbers are of use on a machine that has no data."""
-    from shardwise.cli.inputs import look_at_inputs
     from shardwise.train.summary import dry_run
 
-    found, (device, count) = look_at_inputs(config), accelerators()
-    output.line(dry_run(recipe, config, layout, device, count > 0, [] if found is None else found.rows))
-    if found is not None and found.problems:
-        raise ConfigError(found.problems)
+    data, glance = config.data, None
+    is_own = data.path is not None or data.blend is not None or data.is_hub_dataset or data.tokenizer is not None
+    if is_own or config.model.vocab_size < _ANY_TOKENIZER:
+        from shardwise.data import opening
+
+        glance = opening.glance(config)
+    device, count = accelerators()
+    output.raw(dry_run(recipe, config, layout, device, count > 0, [] if glance is None else glance.rows))
+    if glance is not None and glance.problems:
+        raise ConfigError(glance.problems)
     return 0
 
 
 def _check(config: Config, world: int, run_dir: Path | None) -> Layout:
-    """The layout, once everything agrees with it that can be asked before a rank starts."""
+    """The layout, after all checks that can be made before a rank starts."""
     layout = check_layout(config, world, is_new=run_dir is None)
     if isinstance(config.model, OwnConfig):
         from shardwise.models import check_own

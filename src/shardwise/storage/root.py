@@ -307,7 +307,7 @@ class Root:
                 raise
             raise self.failure(error, verb, needed) from None
 
-    def failure(self, error: Exception, verb: str, needed: int | None = None) -> StoreError:
+    def failure(self, error: BaseException, verb: str, needed: int | None = None) -> StoreError:
         """The StoreError for what a filesystem raised, with advice; `verb`: what could not be done with this place."""
         number = error.errno if isinstance(error, OSError) else None
         if number in _OUT_OF_SPACE:

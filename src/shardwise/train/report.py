@@ -322,15 +322,7 @@ class Reporter:
         }
 
     def _layout(self) -> dict[str, Any]:
-        layout = self.layout
-        return {
-            "ranks": layout.world,
-            "tensor": layout.tensor,
-            "sequence": layout.sequence,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
-            "zero": self.config.optimizer.zero,
-        }
+        return {**self.layout.facts(), "zero": self.config.optimizer.zero}
 
     def _time_to_train(self, until: float) -> float | None:
         """Over all runs of this training; None where an earlier one recorded no time."""
