@@ -31,8 +31,7 @@ from shardwise.config import Config, Layout, check_layout
 from shardwise.errors import ConfigError, keys_renamed
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import Rank, is_launched
-from shardwise.launch.job import check_accelerators, enter_job
-from shardwise.launch.rank import as_rank
+from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 from shardwise.units import count
 
 if TYPE_CHECKING:

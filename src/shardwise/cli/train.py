@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
 from shardwise.launch.environment import is_launched, joined
-from shardwise.launch.job import check_accelerators, enter_job
+from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
@@ -70,8 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
         if place is None and world > 1:
             assert run_path is not None
             return _launch(recipe, arguments.overrides, world, run_path)
-        from shardwise.launch.rank import as_rank
-
         with as_rank(place, run_path) as ending:
             from shardwise.train.run import run as train
 

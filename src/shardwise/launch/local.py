@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -45,19 +43,21 @@ class EndedError(LaunchError):
 def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Mapping[str, str] | None = None) -> None:
     """Run `command` on `nproc` local ranks through torchrun's agent, and return when all are done.
 
-    The ranks share this process's terminal output until they redirect it. A signal ends all of them at once as long as
-    no step was taken; later the first asks them to stop with a checkpoint, however long that takes, and a second SIGINT
-    or SIGTERM ends them. Where this process dies, SIGKILL included, so do they, once they have called
-    `guard.die_with_parent`. Call it in the main thread: only there can signals be heard.
+    The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
+    them at once. Later the first signal asks them to stop with a checkpoint, however long that takes, and a second
+    SIGINT or SIGTERM ends them. If this process dies, even by SIGKILL, so do the ranks that have called
+    `guard.die_with_parent`. Call it in the main thread: only there can signals be handled.
 
     Args:
-        run_path: the run directory; `logs/` in it is made, and the launcher's own files in that are replaced.
-        variables: set in the ranks' environment, besides the inherited.
+        command: of one rank.
+        nproc: the number of ranks.
+        run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
+        variables: set in the ranks' environment, besides the inherited ones.
 
     Raises:
         StoppedError: the ranks stopped as they were asked to, with a checkpoint.
-        EndedError: a signal ended the ranks at once; the text names it. LaunchError: with the cause, where a rank
-        failed.
+        EndedError: a signal ended the ranks at once; the text names it.
+        LaunchError: a rank failed; the text says why.
     """
     logs = run_path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -68,15 +68,22 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
     environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid())}
     agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", "--nproc", str(nproc), "--logs", str(logs)]
     stop = _Stop(run_path, logs)
-    with _hearing(stop):
+    handlers = stopping.handle_signals(stop.handle)
+    try:
         agent = subprocess.Popen(
             [*agent_command, "--", *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
         stop.watch(agent)
         code = _wait(agent, error_file.exists)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     stopping.training_mark(logs).unlink(missing_ok=True)
-    if stop_record(logs).exists():
-        raise StoppedError(_taken(stop_record(logs)))
+    record = stop_record(logs)
+    if record.exists():
+        text = json.loads(record.read_text(encoding="utf-8"))["text"]
+        record.unlink()  # of no use once the user has read the text
+        raise StoppedError(text)
     if code == 0:
         return
     if stop.ended_by is not None:
@@ -106,13 +113,6 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
     finally:
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _taken(record: Path) -> str:
-    """The text of a stop; its record is removed, as it is of no use once the text is shown."""
-    text = str(json.loads(record.read_text(encoding="utf-8"))["text"])
-    record.unlink()
-    return text
 
 
 def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int:
@@ -154,18 +154,3 @@ class _Stop:
                 stopping.say(stopping.NOTICE)
             except OSError as error:
                 stopping.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
-
-
-@contextmanager
-def _hearing(stop: _Stop) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # A signal that was ignored on purpose, as nohup does, stays ignored.
-    heard = [number for number in stopping.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, stop.handle) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from shardwise.files import write_atomic
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
@@ -71,7 +72,7 @@ def install() -> None:
     """From here on the first signal asks for a stop after a checkpoint. Call it in the main thread, before training."""
     global _requests
     _requests = Requests()
-    _hear_signals(_note)
+    handle_signals(_note)
     place = joined()
     if is_launched() and place is not None and place.rank == 0:
         training_mark(Path(os.environ[ERROR_FILE]).parent).touch()
@@ -79,14 +80,12 @@ def install() -> None:
 
 def end_at_once() -> None:
     """Have signals raise `Interrupted`: there is nothing to save yet."""
-    _hear_signals(_interrupt)
+    handle_signals(_interrupt)
 
 
 def ignore() -> None:
-    """Ignore all signals from here on: the process is leaving because of one, with all saved."""
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+    """Ignore all signals from here on: the process ends because of one, with all saved."""
+    handle_signals(signal.SIG_IGN)
 
 
 def requested(run_path: Path | str | None) -> str | None:
@@ -131,13 +130,17 @@ def say(text: str) -> None:
         os.write(2, f"{text}\n".encode())
 
 
-def _hear_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> dict[int, Any]:
+    """Set the handler of all signals; only the main thread may, in another this does nothing.
+
+    Returns:
+        the former handlers, by signal.
+    """
     if threading.current_thread() is not threading.main_thread():
-        return
-    for number in SIGNALS:
-        # A signal that was ignored on purpose, as nohup does, stays ignored.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+        return {}
+    # A signal that was ignored on purpose, as nohup does, stays ignored.
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
 
 
 def _note(number: int, _frame: FrameType | None) -> None:
