@@ -1,8 +1,8 @@
-"""Continue a text, token by token, until the model ends it, --max-tokens are there, or its longest sequence is full.
+"""Continue a text, token by token, until the model ends it, or it has --max-tokens or the model's greatest length.
 
-What the model read is kept (keys and values of each rank's own heads), so that a token costs no more than its own pass.
-The same --seed gives the same text, and in float32 at any layout. Before the prompt comes what the model's
-tokenizer puts there, such as <s>. The text goes to standard output, what it took to standard error.
+The keys and values of all tokens so far are cached, so that each new token takes one forward pass of one token. The
+same --seed gives the same text, and in float32 at any layout. The tokenizer may add tokens before the prompt, such as
+<s>. The text goes to standard output, the number of tokens and the speed to standard error.
 
 Read are parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family (which must
 name the class of your own model: its code runs) and checkpoint.revision (of a hub id).
@@ -65,11 +65,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         type=float,
         default=1.0,
-        help="draw from the likeliest tokens that make up P (default: 1)",
+        help="draw from the likeliest tokens that together have probability P (default: 1)",
     )
-    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="what is drawn (default: 1234)")
+    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="of the random draws (default: 1234)")
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="number of local ranks, which parallel.tensor × parallel.pipeline is too"
+        "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
 

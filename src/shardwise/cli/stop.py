@@ -1,6 +1,6 @@
 """Stop a run after the step under way, with a checkpoint.
 
-The run ends with exit code 75; the same `shardwise train` command with --run-dir RUN goes on.
+The run ends with exit code 75; the same `shardwise train` command with --run-dir RUN continues it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Started by itself it starts the local ranks: one per accelerator, rounded down t
 one copy: parallel.tensor × parallel.pipeline ranks. Inside torchrun it joins. Everything that can be wrong is checked
 before any rank starts.
 
-A --run-dir that holds a run goes on with it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
+A --run-dir that holds a run continues it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
 Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the step under way, with a checkpoint (exit code 75).
 """
 
@@ -37,12 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         metavar="DIR",
         type=Path,
-        help="the run's folder, new or to go on in (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
+        help="the run's folder, new or of a run to continue (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print configuration, layout, batch arithmetic, memory and disk needed, look whether data and tokenizer "
+        help="print configuration, layout, batch arithmetic, memory and disk needed, check that data and tokenizer "
         "can be read, and start nothing",
     )
 

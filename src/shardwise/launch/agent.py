@@ -3,9 +3,9 @@
 `python -m shardwise.launch.agent --nproc N --logs DIR -- COMMAND …` runs COMMAND on N local ranks. The only module of
 this package that imports torch, and only inside `main`. What torch prints about ranks that failed goes to
 DIR/launcher.log; the cause goes to the run's error file, which `local.launch` reads. Ranks inherit this process's own
-standard output and error, so rank 0 still writes to the terminal. The launcher alone decides on signals: where SLURM
-sends one to every process of a job, torch would give the ranks 30 s, and a checkpoint may take longer. Only SIGKILL
-ends this process before its ranks.
+standard output and error, so rank 0 still writes to the terminal. This process ignores signals, which the launcher
+handles: SLURM sends a signal to every process of a job, and torch's agent would then kill the ranks after 30 s, though
+a checkpoint may take longer. Only SIGKILL ends this process before its ranks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +22,7 @@ from shardwise.launch import stopping
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID
 from shardwise.launch.failure import read_failure, signal_name, stop_record
 
-# Once a rank has failed, ranks that do not end at SIGTERM get this long; torch would wait 30 s.
+# The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _SHOW_CURSOR = "\x1b[?25h"
@@ -40,7 +40,7 @@ class EndedError(LaunchError):
     """A signal ended the ranks at once: no step since the last checkpoint is saved."""
 
 
-def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Mapping[str, str] | None = None) -> None:
+def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     """Run `command` on `nproc` local ranks through torchrun's agent, and return when all are done.
 
     The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
@@ -52,7 +52,6 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
         command: of one rank.
         nproc: the number of ranks.
         run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
-        variables: set in the ranks' environment, besides the inherited ones.
 
     Raises:
         StoppedError: the ranks stopped as they were asked to, with a checkpoint.
@@ -64,7 +63,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
     error_file = (logs / "error.json").resolve()
     for left_over in (error_file, stop_record(logs), stopping.training_mark(logs)):
         left_over.unlink(missing_ok=True)
-    environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ, **(variables or {})}
+    environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
     environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid())}
     agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", "--nproc", str(nproc), "--logs", str(logs)]
     stop = _Stop(run_path, logs)
@@ -98,7 +97,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
-    """`shardwise ARGUMENTS` on `nproc` local ranks; their logs are kept where the text of a failure names them.
+    """Run `shardwise ARGUMENTS` on `nproc` local ranks. Their logs are kept if the text of a failure names them.
 
     Raises:
         LaunchError: with the cause.
@@ -116,7 +115,7 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
 
 
 def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int:
-    """The agent's exit code. Killing it kills its ranks: each has asked the kernel to die with it."""
+    """The agent's exit code. To kill the agent kills its ranks: each has asked the kernel to end it with its parent."""
     deadline = math.inf
     while True:
         try:
@@ -129,7 +128,7 @@ def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int
 
 
 class _Stop:
-    """Makes the first signal a stop request to the ranks, and ends them where one must not wait for a checkpoint."""
+    """Passes the first signal on to the ranks as a request to stop. Ends them at the second, or if none has trained."""
 
     def __init__(self, run_path: Path, logs: Path) -> None:
         self.ended_by: str | None = None

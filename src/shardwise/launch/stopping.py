@@ -1,8 +1,8 @@
 """Asking a run to stop: by a signal to a process of it, or by a file in its folder.
 
-A stop that is asked for while a run trains waits for the step under way and for a checkpoint. Ranks learn of it from
-`requested`, which they ask after each step: signals set a flag here, the launcher and `shardwise stop` write
-RUN/stop.json. Before `install`, and again at the second SIGINT or SIGTERM, a signal ends a process at once.
+A run that trains stops after the step under way and a checkpoint. Its ranks call `requested` after each step: signals
+set a flag here, the launcher and `shardwise stop` write RUN/stop.json. Before `install`, and at the second SIGINT or
+SIGTERM, a signal ends a process at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)"
 STOP_FILE = "stop.json"
 _END_AT_SECOND = (signal.SIGINT, signal.SIGTERM)
-# `timeout`, SLURM and wrappers around a command may deliver one request twice: to a process and to its group.
+# `timeout`, SLURM and wrappers around a command may send one signal twice: to a process and to its process group.
 _ONE_REQUEST_SECONDS = 1.0
 
 
@@ -89,9 +89,9 @@ def ignore() -> None:
 
 
 def requested(run_path: Path | str | None) -> str | None:
-    """Who asked this run to stop, to be read after "stopped by"; None where nobody did.
+    """Who asked this run to stop, in words that follow "stopped by"; None where nobody did.
 
-    Costs one stat a call; without a `run_path` none, and then only signals are heard.
+    A call takes one `stat` of a file; without a `run_path` it takes none, and only signals count.
     """
     if _requests.by is not None or run_path is None:
         return _requests.by

@@ -1,7 +1,7 @@
 """Copy files from a URL to this machine, once.
 
 URL is a file, a folder or a pattern in quotes ('s3://bucket/wiki_training_*.hdf5') at any place that fsspec
-reads: http, https (one file at a time), s3, gs, a path. What was broken off goes on where it ended. A file that is
+reads: http, https (one file at a time), s3, gs, a path. An interrupted fetch continues where it ended. A file that is
 there as it was fetched is not fetched again, a damaged or truncated one is. Any number of processes may fetch to one
 place at once: one does, the others wait for it.
 """

@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.path, tokenizer=arguments.tokenizer, samples=arguments.samples, text_key=arguments.text_key
         )
     if arguments.json:
-        output.json(_described(found))
+        facts = {**asdict(found), **found.counts}
+        output.json({key: value for key, value in facts.items() if key not in ("rows", "counts")})
     else:
         _show(found)
     return 0
@@ -110,17 +111,3 @@ def _show_lengths(lengths: Lengths) -> None:
         span = f"{low:>{width},}" if low == high else f"{low:>{width},} … {high:,}"
         rows.append((span, f"{number:,}", "█" * max(round(_BAR * number / most), 1 if number else 0)))
     output.table(rows, right=(1,), indent=2)
-
-
-def _described(found: Inspection) -> dict[str, Any]:
-    lengths = None if found.lengths is None else asdict(found.lengths)
-    return {
-        "path": found.path,
-        "format": found.format,
-        "bytes": found.bytes,
-        **found.counts,
-        "lengths": lengths,
-        "samples": [asdict(sample) for sample in found.samples],
-        "manifest": found.manifest,
-        "notes": list(found.notes),
-    }

@@ -3,8 +3,8 @@
 INPUT is a text file, a .jsonl or a .parquet, the first two also packed (.gz); a folder of them, or one that datasets
 saved; a data set on the Hugging Face hub; or built-in text: python, tiny. It may also be raw tokens: a .bin of ids
 alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a manifest that tells what
-it was made of: a run with another tokenizer is refused. A preparation that was cut off leaves nothing that a run would
-read, and the same command goes on from what is finished. What is there already is not made again.
+it was made of: a run with another tokenizer is refused. A preparation that was interrupted leaves nothing that a run
+would read, and the same command continues it. What is there already is not made again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--masked-fraction", metavar="F", type=float, help=f"part that is masked ({MASKED_FRACTION})")
     made.add_argument("--max-predictions", metavar="N", type=int, help="most masked tokens of a pair (⌈F × length⌉)")
     made.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
-    made.add_argument("--dupe-factor", metavar="N", type=int, help="times that each text is there, masked anew (1)")
+    made.add_argument(
+        "--dupe-factor", metavar="N", type=int, help="times that each text is there, masked differently (1)"
+    )
     made.add_argument("--seed", metavar="N", type=int, help="of pairs and masks (0)")
 
 
