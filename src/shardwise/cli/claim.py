@@ -48,8 +48,8 @@ def is_finished(held: ExitStack, config: Config, run_path: Path, place: Rank | N
         return False
     if leads:
         output.line(
-            f"the run in {run_path} is finished: {done:,} of {steps:,} steps, results in {directory.results}; to go "
-            "on, raise train.steps"
+            f"the run in {run_path} is finished: {done:,} of {steps:,} steps, results in {directory.results}; to "
+            "continue it, raise train.steps"
         )
     return True
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,16 +135,14 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
 
 
 def _require_valid(arguments: argparse.Namespace) -> None:
-    problems = []
-    if arguments.max_tokens < 1:
-        problems.append(f"--max-tokens ({arguments.max_tokens}) must be at least 1")
-    if not 0 <= arguments.temperature < float("inf"):
-        problems.append(f"--temperature ({arguments.temperature}) must be at least 0; at 0 nothing is random")
-    if not 0 < arguments.top_p <= 1:
-        problems.append(f"--top-p ({arguments.top_p}) must be above 0 and at most 1; at 1 every token may come")
-    if not 0 <= arguments.seed < 2**63:
-        problems.append(f"--seed ({arguments.seed}) must be at least 0 and less than 2^63")
-    if problems:
+    tokens, temperature, top_p, seed = arguments.max_tokens, arguments.temperature, arguments.top_p, arguments.seed
+    rules = [
+        (tokens >= 1, f"--max-tokens ({tokens}) must be at least 1"),
+        (0 <= temperature < math.inf, f"--temperature ({temperature}) must be at least 0; at 0 nothing is random"),
+        (0 < top_p <= 1, f"--top-p ({top_p}) must be above 0 and at most 1; at 1 every token may come"),
+        (0 <= seed < 2**63, f"--seed ({seed}) must be at least 0 and less than 2^63"),
+    ]
+    if problems := [problem for is_valid, problem in rules if not is_valid]:
         raise ConfigError(problems)
 
 

@@ -19,7 +19,6 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError, RunError
@@ -311,10 +310,7 @@ class Root:
 
 
 class Writing:
-    """A file that is being written. A local one is on the disk once it is closed.
-
-    As a context it closes when all went well, and leaves nothing behind when not.
-    """
+    """A file that is being written, to be closed or, after a failure, abandoned. A closed local file is on the disk."""
 
     def __init__(self, root: Root, size: int | None = None) -> None:
         self._root, self._size = root, size
@@ -352,21 +348,6 @@ class Writing:
                 self._file.close()
         with contextlib.suppress(StoreError):
             self._root.remove()
-
-    def __enter__(self) -> Writing:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-            return
-        try:
-            self.close()
-        except BaseException:
-            self.abandon()
-            raise
 
 
 @functools.cache
