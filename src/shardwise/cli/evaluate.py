@@ -30,7 +30,7 @@ from shardwise.cli.folder import (
 from shardwise.config import Config, Layout, check_layout
 from shardwise.errors import ConfigError, keys_renamed
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import Rank, is_launched
+from shardwise.launch.environment import is_launched
 from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 from shardwise.units import count
 
@@ -67,49 +67,43 @@ def run(arguments: argparse.Namespace) -> int:
     values = parse_overrides(arguments.overrides, _KEYS, "evaluate")
     announce = output.progress if place is None or place.local_rank == 0 else None
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
-        return _evaluate(arguments, place, folder, values, announce)
+        part = _part(arguments.part, values, folder)
+        _, accelerated = accelerators()
+        degree = evaluation_config(folder, values, 1, part).parallel.ranks
+        world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
+        if world < 1:
+            raise ConfigError(f"--nproc ({world}) must be at least 1")
+        config = evaluation_config(folder, values, max(1, world // degree), part)
+        layout = check_layout(config, world)
+        if not is_launched():
+            from shardwise.data import fetch_dataset, prepare
 
+            if config.data.tokenizer is not None:
+                open_tokenizer(config, folder, announce=announce)
+            fetch_dataset(config.data, announce)
+            prepare(config, announce=announce, any_size=True)
+        if place is None:
+            check_accelerators(world, accelerated)
+            if world > 1:
+                return launch_command("evaluate", arguments, folder, world, part=part)
+        leads = place is None or place.rank == 0
+        with as_rank(place) as ending:
+            from shardwise.inference.jobs import run_evaluation
 
-def _evaluate(
-    arguments: argparse.Namespace, place: Rank | None, folder: ModelFolder, values: dict[str, Any], announce: Any
-) -> int:
-    part = _part(arguments.part, values, folder)
-    _, accelerated = accelerators()
-    degree = evaluation_config(folder, values, 1, part).parallel.ranks
-    world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
-    if world < 1:
-        raise ConfigError(f"--nproc ({world}) must be at least 1")
-    config = evaluation_config(folder, values, max(1, world // degree), part)
-    layout = check_layout(config, world)
-    if not is_launched():
-        from shardwise.data import fetch_dataset, prepare
-
-        if config.data.tokenizer is not None:
-            open_tokenizer(config, folder, announce=announce)
-        fetch_dataset(config.data, announce)
-        prepare(config, announce=announce, any_size=True)
-    if place is None:
-        check_accelerators(world, accelerated)
-        if world > 1:
-            return launch_command("evaluate", arguments, folder, world, part=part)
-    leads = place is None or place.rank == 0
-    with as_rank(place) as ending:
-        from shardwise.inference.jobs import run_evaluation
-
-        with folder, keys_renamed(ARGUMENTS):
-            read = "train" if part == "all" else part
-            found = run_evaluation(config, folder.weights, read, _show_progress if leads else None)
-        if leads:
-            facts = _facts(folder, config, layout, part, found)
-            if arguments.json:
-                output.raw(json.dumps(facts, ensure_ascii=False))
-            else:
-                output.table(_rows(facts))
-    return ending.code
+            with folder, keys_renamed(ARGUMENTS):
+                read = "train" if part == "all" else part
+                evaluation = run_evaluation(config, folder.weights, read, _show_progress if leads else None)
+            if leads:
+                facts = _facts(folder, config, layout, part, evaluation)
+                if arguments.json:
+                    output.raw(json.dumps(facts, ensure_ascii=False))
+                else:
+                    output.table(_rows(facts))
+        return ending.code
 
 
 def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> Part | Literal["all"]:
-    """The part of the data that is evaluated, as a user would expect it of what they gave."""
+    """The part to evaluate: the user's choice, else all of the data that the user names without a split."""
     given: dict[str, Any] = values.get("data", {})
     if chosen is None and not {"path", "blend"}.isdisjoint(given) and "split" not in given:
         return "all"
@@ -126,25 +120,22 @@ def _show_progress(done: int, samples: int) -> None:
         output.progress(f"{done:,} of {samples:,} sequences")
 
 
-def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found: Evaluation) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evaluation: Evaluation) -> dict[str, Any]:
+    return {
         "model": folder.name,
         "family": config.model.family,
         "data": config.data.name,
         "part": part,
-        "loss": found.loss,
-    }
-    if found.perplexity is not None:
-        facts["perplexity"] = found.perplexity
-    facts["losses"] = found.losses
-    facts |= {f"{name}_accuracy": value for name, value in found.accuracies.items()}
-    return facts | {
-        "counted": found.counted,
-        "tokens": found.tokens,
-        "sequences": found.sequences,
+        "loss": evaluation.loss,
+        **({} if evaluation.perplexity is None else {"perplexity": evaluation.perplexity}),
+        "losses": evaluation.losses,
+        **{f"{name}_accuracy": value for name, value in evaluation.accuracies.items()},
+        "counted": evaluation.counted,
+        "tokens": evaluation.tokens,
+        "sequences": evaluation.sequences,
         "sequence_length": config.train.sequence_length,
-        "seconds": found.seconds,
-        "tokens_per_second": found.tokens / found.seconds,
+        "seconds": evaluation.seconds,
+        "tokens_per_second": evaluation.tokens / evaluation.seconds,
         "layout": layout.facts(),
         "precision": config.precision.resolved(accelerators()[1] > 0).parameter,
     }

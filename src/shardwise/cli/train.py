@@ -53,7 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(recipe, arguments.overrides)
     place = joined() if arguments.dry_run else enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
-    layout = _check(config, world, run_path)
+    layout = check_layout(config, world, is_new=run_path is None)
+    if isinstance(config.model, OwnConfig):
+        from shardwise.models import check_own
+
+        check_own(config)
     if arguments.dry_run:
         return _show(recipe_name(recipe), config, layout)
     if place is None:
@@ -78,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(recipe: str, config: Config, layout: Layout) -> int:
-    """The dry run. What is wrong with the data comes last: the numbers are of use on a machine that has no data."""
+    """The dry run. Problems of the data are reported last: the numbers are of use on a machine without the data too."""
     from shardwise.train.summary import dry_run
 
     data, glance = config.data, None
@@ -94,22 +98,12 @@ def _show(recipe: str, config: Config, layout: Layout) -> int:
     return 0
 
 
-def _check(config: Config, world: int, run_dir: Path | None) -> Layout:
-    """The layout, after all checks that can be made before a rank starts."""
-    layout = check_layout(config, world, is_new=run_dir is None)
-    if isinstance(config.model, OwnConfig):
-        from shardwise.models import check_own
-
-        check_own(config)
-    return layout
-
-
 def _number_of_ranks(config: Config, nproc: int | None) -> int:
     """`--nproc`; else one rank per accelerator, rounded down to whole copies of the model, or on CPU one copy."""
     if nproc is not None:
         return nproc
     count, tensor, pipeline = accelerators()[1], config.parallel.tensor, config.parallel.pipeline
-    degree = tensor * pipeline
+    degree = config.parallel.ranks
     if count == 0:
         return degree
     if count < degree:

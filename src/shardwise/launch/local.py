@@ -65,13 +65,11 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
         left_over.unlink(missing_ok=True)
     environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
     environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid())}
-    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", "--nproc", str(nproc), "--logs", str(logs)]
+    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
     stop = _Stop(run_path, logs)
     handlers = stopping.handle_signals(stop.handle)
     try:
-        agent = subprocess.Popen(
-            [*agent_command, "--", *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         stop.watch(agent)
         code = _wait(agent, error_file.exists)
     finally:

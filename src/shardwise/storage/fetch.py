@@ -229,10 +229,9 @@ def _present(
         raise ConfigError(f"{target} is a folder, where {remote.root} is to be: name another place")
     if not target.exists():
         return None
-    digest = hashlib.sha256()
     with Root.of(target).store_errors("read"), target.open("rb") as file:
-        _update(digest, file)
-    record, actual = _read_record(target, "fetched.json"), digest.hexdigest()
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    record = _read_record(target, "fetched.json")
     is_ours, is_current = (record.get(key) == value for key, value in _origin(remote).items())
     is_intact = actual == record.get("sha256")
     if actual == sha256 or (sha256 is None and is_ours and is_current and is_intact):
@@ -251,13 +250,13 @@ def _bring(remote: Remote, target: Path, progress: Callable[[int], None], announ
     """Completes the part of the file that lies beside `target`."""
     part, digest, begun = _beside(target, "fetch"), hashlib.sha256(), 0
     with contextlib.ExitStack() as stack:
-        file = None
+        file: BinaryIO | None = None
         if remote.ranges and _read_record(target, "fetch.json") == _origin(remote):
             with contextlib.suppress(OSError):  # it is not there, or it is a link
                 file = stack.enter_context(os.fdopen(open_own(part, os.O_RDWR), "r+b"))
         if file is not None and os.fstat(file.fileno()).st_size <= (remote.size or 0):
-            _update(digest, file)
-            begun = file.tell()
+            digest = hashlib.file_digest(file, "sha256")
+            begun = file.seek(0, os.SEEK_END)
         _require_room(remote, target, begun)
         if file is None or not begun:
             file = stack.enter_context(new_file(part))
@@ -332,11 +331,6 @@ def _range(remote: Remote, start: int, stop: int) -> bytes:
             raise StoreError(f"{error}; from byte {start:,} on: start again, and it continues from there")
         time.sleep(2 ** (attempt - 1) / 4)
         attempt += 1
-
-
-def _update(digest: Any, file: BinaryIO) -> None:
-    while block := file.read(_RANGE):
-        digest.update(block)
 
 
 # ---- files beside

@@ -1,10 +1,10 @@
-"""One place of a filesystem, local or remote: a file or a folder, and what can be done there.
+"""One place of a filesystem, local or remote: a file or a folder, and the operations on it.
 
-Everything goes through `fsspec`, so `runs/x/checkpoints` and `s3://bucket/x` take the same path through the code. On a
-local disk, a file is on the disk once it is closed, and renames are atomic. An object store has neither folders nor
-renames: there, the file that makes a group of files valid must be written last.
+`runs/x/checkpoints` and `s3://bucket/x` have the same operations, most of them by `fsspec`. On a local disk, a file is
+on the disk once it is closed, and renames are atomic. An object store has neither folders nor renames: there, the file
+that makes a group of files valid must be written last.
 
-Every failure becomes a `StoreError`, one sentence with the place, the reason and the way out.
+Every failure becomes a `StoreError`: one sentence with the place, the reason and what to do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ _LOCAL = ("file", "local")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
-"""Schemes where a folder is but a prefix of names."""
+"""Schemes where a folder is only a prefix of names."""
 _S3_ADVICE = {
     r"(?i)bucket (does|is) not|NoSuchBucket|invalid bucket": (
         "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it"
@@ -112,14 +112,10 @@ class Root:
         return _local_filesystem() if self._remote is None else self._remote
 
     def __truediv__(self, name: str) -> Root:
-        """The place called `name` below this one.
-
-        Raises:
-            StoreError: the name leads elsewhere.
-        """
+        """The place called `name` below this one; StoreError where the name leads elsewhere."""
         if problem := name_problem(name, nested=True):
             raise StoreError(f"{self} cannot be left: {problem}")
-        return Root(f"{self.path.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", self.scheme, self._remote)
+        return replace(self, path=f"{self.path.rstrip('/')}/{name}", shown=f"{self.shown.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
         return self.shown

@@ -11,8 +11,8 @@ WINDOW_BYTES = 32 * 2**20
 class WriteBehind:
     """Syncs a growing file window by window, so that at most two windows of 32 MiB are in the page cache.
 
-    A file that is only synced at its end fills the page cache. That displaces pages that others will read again. On a
-    virtual machine whose host provides memory at first use, a fresh page also costs more time than the disk: a
+    A file that is synced only at its end fills the page cache, and displaces pages that other programs will read again.
+    On a virtual machine whose host provides memory at first use, a new page also takes more time than the disk: a
     checkpoint then takes three times as long (`benchmarks/checkpoint.py`).
 
     Args:
