@@ -250,16 +250,15 @@ def _bring(remote: Remote, target: Path, progress: Callable[[int], None], announ
     """Completes the part of the file that lies beside `target`."""
     part, digest, begun = _beside(target, "fetch"), hashlib.sha256(), 0
     with contextlib.ExitStack() as stack:
-        file: BinaryIO | None = None
+        earlier = None
         if remote.ranges and _read_record(target, "fetch.json") == _origin(remote):
             with contextlib.suppress(OSError):  # it is not there, or it is a link
-                file = stack.enter_context(os.fdopen(open_own(part, os.O_RDWR), "r+b"))
-        if file is not None and os.fstat(file.fileno()).st_size <= (remote.size or 0):
-            digest = hashlib.file_digest(file, "sha256")
-            begun = file.seek(0, os.SEEK_END)
+                earlier = stack.enter_context(os.fdopen(open_own(part, os.O_RDWR), "r+b"))
+        if earlier is not None and os.fstat(earlier.fileno()).st_size <= (remote.size or 0):
+            digest = hashlib.file_digest(earlier, "sha256")
+            begun = earlier.seek(0, os.SEEK_END)
         _require_room(remote, target, begun)
-        if file is None or not begun:
-            file = stack.enter_context(new_file(part))
+        file: BinaryIO = earlier if earlier is not None and begun else stack.enter_context(new_file(part))
         _write_record(target, "fetch.json", _origin(remote))
         if begun:
             announce(f"continuing {target.name} after {size_text(begun)}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
 from shardwise.cli.data import arguments_named
-from shardwise.config import DataConfig, data_from
+from shardwise.config import data_from
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.errors import ConfigError, listing
 from shardwise.units import count, counted
@@ -100,7 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
             raw = RawJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
             outcome = convert(raw, force=arguments.force, announce=output.progress)
         else:
-            job = Job(_data(arguments), target, arguments.format, arguments.tokenizer, _options(arguments))
+            named: str = arguments.input
+            # What exists is meant as a path, and so is what cannot be a hub id.
+            is_path = source.exists() or named.startswith((".", "/", "~")) or named.endswith(_PATH_ENDS)
+            keys = {key: getattr(arguments, key) for key in ("config", "split", "text_key")}
+            data = {key: value for key, value in keys.items() if value is not None}
+            config = data_from({"path" if is_path else "dataset": named, **data})
+            job = Job(config, target, arguments.format, arguments.tokenizer, _options(arguments))
             outcome = prepare(job, force=arguments.force, announce=output.progress, bar=output.bar)
     _show(target, outcome)
     return 0
@@ -141,15 +147,6 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     if options.get("max_predictions", 1) is None:
         options["max_predictions"] = math.ceil(options["masked_fraction"] * options["sequence_length"])
     return options
-
-
-def _data(arguments: argparse.Namespace) -> DataConfig:
-    named: str = arguments.input
-    # What exists is meant as a path, and so is what cannot be a hub id.
-    is_path = Path(named).expanduser().exists() or named.startswith((".", "/", "~")) or named.endswith(_PATH_ENDS)
-    values = {"path" if is_path else "dataset": named, "text_key": arguments.text_key}
-    values |= {key: given for key in ("config", "split") if (given := getattr(arguments, key)) is not None}
-    return data_from(values)
 
 
 def _show(target: Path, outcome: Outcome) -> None:
