@@ -34,8 +34,6 @@ ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 # What `config.json` of a user's own model has beside its `model` section.
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
-# Keys that name the data: those of a command replace those of the run.
-_SOURCES = ("dataset", "path", "blend")
 # Keys that describe the run's own data, and no other data.
 _OF_SOURCE = ("config", "streaming", "shuffle_buffer")
 # Keys of a run that its evaluation takes over.
@@ -222,10 +220,8 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if part == "all":
         data["split"] = "1,0"
     chosen = values.get("data", {})
-    named = {key for key in _SOURCES if key in chosen}
-    if named:
-        for key in {"path", "blend"} - named:
-            data[key] = None
+    if not chosen.keys().isdisjoint(("dataset", "path", "blend")):  # other data than the run's
+        data |= {key: None for key in ("path", "blend") if key not in chosen}
         if "format" not in chosen and data.get("format") in ("megatron", "hdf5", "datasets"):
             data["format"] = "auto"
         for key in set(_OF_SOURCE) - set(chosen):
