@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             wanted, stops = min(arguments.max_tokens, room), folder.stops(tokenizer)
             prompt = Prompt(tuple(ids), wanted, stops, arguments.temperature, arguments.top_p, arguments.seed)
-            show = _show if leads and not arguments.json else _show_nothing
+            show = _show if leads and not arguments.json else lambda _: None
             show(text)
             with folder, keys_renamed(ARGUMENTS):
                 answer = run_generation(config, folder.weights, tokenizer, prompt, show)
@@ -171,10 +171,6 @@ def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -
 def _show(piece: str) -> None:
     sys.stdout.write(piece)
     sys.stdout.flush()
-
-
-def _show_nothing(_piece: str) -> None:
-    pass
 
 
 def _finish(

@@ -21,7 +21,6 @@ from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
 from shardwise.launch.environment import is_launched, joined
-from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
@@ -51,7 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     config = load_config(recipe, arguments.overrides)
-    place = joined() if arguments.dry_run else enter_job(arguments.nproc)
+    if arguments.dry_run:
+        place = joined()
+    else:
+        from shardwise.launch.rank import as_rank, check_accelerators, enter_job
+
+        place = enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
     layout = check_layout(config, world, is_new=run_path is None)
     if isinstance(config.model, OwnConfig):

@@ -144,5 +144,7 @@ def _ending(rank: int, code: int, logs: Path) -> str:
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` of 15; real-time signals have numbers alone."""
+    """A signal as a user knows it: `SIGTERM` of 15; real-time signals have numbers alone."""
+    if number == signal.SIGINT:
+        return "Ctrl-C (SIGINT)"
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -142,12 +142,12 @@ class _Stop:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         first = self._requests.is_first()
         if self._requests.hear(number) or not stopping.training_mark(self._logs).exists():
-            self.ended_by = self.ended_by or stopping.called(number)
+            self.ended_by = self.ended_by or signal_name(number)
             if self._agent is not None:
                 self._agent.kill()
         elif first:
             try:
-                stopping.request(self._run_path, stopping.called(number))
+                stopping.request(self._run_path, signal_name(number))
                 stopping.say(stopping.NOTICE)
             except OSError as error:
                 stopping.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseErro
 from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.ending import what_is_saved
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
-from shardwise.launch.failure import Failure, complain, error_text, report_stop, show_failure
+from shardwise.launch.failure import Failure, complain, error_text, report_stop, show_failure, signal_name
 from shardwise.redaction import redacted
 from shardwise.runlog import RunDirectory
 
@@ -107,7 +108,7 @@ def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path |
             _write_traceback(error, log)
         return Failure(rank, error_text(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
-        stopped = f"stopped by {str(error) or 'Ctrl-C (SIGINT)'}"
+        stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         text = stopped if run_path is None else f"the run was {stopped}; {what_is_saved(run_path)}"
     elif isinstance(error, BrokenPipeError) and run_path is None:
         text = "the reader of the output has closed it"

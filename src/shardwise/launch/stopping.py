@@ -57,7 +57,7 @@ class Requests:
     def hear(self, number: int) -> bool:
         """Note a signal. True where it asks to end at once: it is the second SIGINT or SIGTERM."""
         now = time.monotonic()
-        self.by = self.by or called(number)
+        self.by = self.by or signal_name(number)
         if number not in _END_AT_SECOND:
             return False
         if self._since is None:
@@ -119,11 +119,6 @@ def training_mark(logs: Path) -> Path:
     return logs / "training"
 
 
-def called(number: int) -> str:
-    """A signal as a user knows it."""
-    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal_name(number)
-
-
 def say(text: str) -> None:
     """Print on standard error, from inside a signal handler; a terminal that is gone is no error."""
     with contextlib.suppress(OSError):
@@ -148,7 +143,7 @@ def _note(number: int, _frame: FrameType | None) -> None:
         os._exit(1)  # torchrun's agent ends the other ranks by SIGTERM once one has failed, and said why
     first = _requests.is_first()
     if _requests.hear(number):
-        raise Interrupted(called(number))
+        raise Interrupted(signal_name(number))
     place = joined()
     # torchrun, too, ends ranks by SIGTERM when one has failed: only Ctrl-C is surely a person's, who wants an answer.
     if first and (place is None or (number == signal.SIGINT and place.rank == 0 and not is_launched())):
@@ -156,4 +151,4 @@ def _note(number: int, _frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    raise Interrupted(called(number))
+    raise Interrupted(signal_name(number))

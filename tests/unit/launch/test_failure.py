@@ -63,4 +63,5 @@ def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
 
 def test_signal_names() -> None:
     assert signal_name(15) == "SIGTERM"
+    assert signal_name(2) == "Ctrl-C (SIGINT)"
     assert signal_name(35) == "signal 35"

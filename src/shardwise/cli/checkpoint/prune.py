@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as locks:
         if not arguments.dry_run:
             for run in _runs(place, arguments.path):
-                _hold(locks, run)
+                _lock(locks, run)
         going = removable(place.root, keep, every)
         others = [*going.leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
         sizes = [(each.folder, each.bytes) for each in going.checkpoints]
@@ -82,13 +82,13 @@ def _runs(place: Place, given: str) -> list[Path]:
     return list(dict.fromkeys(folder.resolve() for folder in folders if RunDirectory(folder).holds_run))
 
 
-def _hold(locks: ExitStack, run: Path) -> None:
+def _lock(locks: ExitStack, run: Path) -> None:
     try:
         locks.enter_context(RunLock(run))
     except ConfigError:
         if not RunLock.is_held(run):
             raise
         raise ConfigError(
-            f"the run in {run} is under way: wait for its end, or stop it by `shardwise stop {run}`; its own old "
-            "checkpoints it removes by checkpoint.keep"
+            f"the run in {run} is under way: wait for its end, or stop it by `shardwise stop {run}`; it removes its "
+            "old checkpoints itself, by checkpoint.keep"
         ) from None
