@@ -173,7 +173,7 @@ class RunDirectory:
     def finished_steps(self) -> int | None:
         """The steps in results.json; None where no run has reached its end here."""
         steps = _value(self.results, "steps")
-        return None if steps is None else int(steps)
+        return steps if isinstance(steps, int) else None
 
     def events(self, event: str) -> Iterator[dict[str, Any]]:
         """The events of one kind that metrics.jsonl has, in their order; a line that a crash cut short is left out."""
