@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from shardwise.redaction import redacted
 
@@ -56,6 +58,16 @@ class ArgumentError(ConfigError, TypeError):
     """A call has keyword arguments that its function or class does not take; a TypeError, as Python's own error is."""
 
 
+@contextmanager
+def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Makes a ConfigError from inside name what the user gave; `names`: what replaces each key of a recipe."""
+    try:
+        yield
+    except ConfigError as error:
+        pattern = "|".join(map(re.escape, names))
+        raise ConfigError([re.sub(pattern, lambda key: names[key[0]], text) for text in error.problems]) from error
+
+
 def refuse_unknown_arguments(
     owner: str, given: Iterable[str], known: Iterable[str], replaced: Mapping[str, str] | None = None
 ) -> None:
@@ -74,10 +86,8 @@ def refuse_unknown_arguments(
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
-    hints = {}
-    for name in unknown:
-        near = nearest_name(name, known, cutoff=0.75)
-        hints[name] = replaced.get(name) or (f"did you mean {near}?" if near else "")
+    near = {name: nearest_name(name, known, cutoff=0.75) for name in unknown}
+    hints = {name: replaced.get(name) or (f"did you mean {near[name]}?" if near[name] else "") for name in unknown}
     named = listing([f"{name} ({hint})" if hint else name for name, hint in hints.items()], "or")
     takes = "" if all(hints.values()) else f"; it takes {listing(known)}"
     raise ArgumentError(f"{owner} does not take {named}{takes}")

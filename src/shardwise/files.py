@@ -3,9 +3,9 @@
 Crash safety rests on three steps, in this order: a file's bytes are on the disk (`to_disk`), the file gets its name by
 one rename, and the name is on the disk (`sync_folder`). `write_atomic` does all three for a small file.
 
-Our own files beside a user's (locks, parts of what is being fetched, temporary files) have names that are known
-beforehand. In a folder that others can write to, one of these may be a link to a file that only the user may write, so
-links are never followed.
+Our own files beside a user's (locks, parts of a file being fetched, temporary files) have names that can be predicted.
+In a folder that others can write to, someone may have made a link of that name to a file that only the user may write,
+so links are never followed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """An empty file to write and read; what had the name before is removed, a link itself and not what it leads to.
+    """An empty file to write and read. What had the name before is removed; of a link, the link alone.
 
     Raises:
         OSError: it cannot be removed or made.

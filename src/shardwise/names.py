@@ -1,6 +1,6 @@
 """Names that come from outside: keys of an object store, files that an index or a manifest lists.
 
-Whoever wrote them may have meant another place. Each goes through `name_problem` before it is joined to a folder.
+Such a name may lead out of the folder that it belongs to. `name_problem` checks each before it is joined to a folder.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 def name_problem(name: object, *, nested: bool = False) -> str | None:
     """Why `name` must not be joined to a folder; None where the result lies in that folder, whatever the folder is.
 
-    nested: it may lie in a folder of that folder, as `a/b` does.
+    With `nested`, it may also lie in a folder of that folder, as `a/b` does.
     """
     if not isinstance(name, str):
         return f"{name!r} is no text"

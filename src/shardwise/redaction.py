@@ -23,14 +23,14 @@ _SIGNED_BY = (
     r"|(?:[\w-]*[_-])?(?:token|secret|password|credential)|(?:api|access)[_-]?key|hmac"
 )
 _PARAMETER = rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+"""
-# In a host's part nothing but a log-in ends with @. A password may have a slash, as the secret keys of S3 do; what
-# follows a colon and is but digits is a port.
+# In a host's part nothing but a log-in ends with @. A password may have a slash, as the secret keys of S3 do. Digits
+# alone after a colon are a port.
 _LOGIN = r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)"""
 
 # Azure's, which stand beside `sig`.
 _SIGNED_BY_AZURE = r"s[eiprtv]|sip|spr|sk[esvt]|sktid|skoid|sdd"
-# Variables that decide how a run is carried out, how fast and where. Launchers such as SLURM and MPI pass keys by names
-# of the same family, so of those only what is named here is recorded.
+# Variables that decide how, how fast and where a run works. SLURM and MPI pass secret keys in variables with the same
+# prefix as harmless ones, so of theirs only the variables that are named here are recorded.
 _FAMILIES = (
     "CUDA_", "CUBLAS_", "CUDNN_", "NEURON_", "NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_",
     "TORCHINDUCTOR_", "TORCHELASTIC_", "TRITON_", "SHARDWISE_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_",

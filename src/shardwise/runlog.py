@@ -1,7 +1,7 @@
 """A run's folder: its layout on disk and the only code that writes its shared files.
 
     runs/NAME/
-        config.yaml          as resolved; config-0001.yaml is that of before the run first went on
+        config.yaml          as resolved; config-0001.yaml is the first one of a run that was continued
         environment.json     versions, commit, command line, devices; environment-0001.json likewise
         run.json             the run's id, which its checkpoints have too
         metrics.jsonl        one event a line
@@ -10,7 +10,7 @@
         tensorboard/
         checkpoints/step-00000100/
         logs/rank-0000.log
-        results.json         of a run that came to its end; results-0001.json is that of before it went on
+        results.json         of a run that reached its end; results-0001.json is that before it was continued
         stop.json            a request to stop
         .lock                held by the one process that runs here
     runs/latest -> NAME
@@ -21,20 +21,19 @@ Whole files are replaced atomically. JSON has no NaN or Infinity: a non-finite f
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from shardwise.errors import ConfigError
@@ -59,26 +58,21 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
     """
     stamp = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(recipe).name.removesuffix(".yaml").removesuffix(".yml"))
-    attempt = 1
-    while True:
+    with _making(root):
+        root.mkdir(parents=True, exist_ok=True)
+    for attempt in itertools.count(1):
         path = root / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
-        try:
-            with _making(path):
-                root.mkdir(parents=True, exist_ok=True)
-                path.mkdir()
-        except FileExistsError:
-            attempt += 1
-        else:
-            return path
+        with _making(path), contextlib.suppress(FileExistsError):
+            path.mkdir()
+            break
+    return path
 
 
 @contextlib.contextmanager
 def _making(path: Path) -> Iterator[None]:
-    """Turns a failure to make `path` into a sentence for the user; that it exists is the caller's to judge."""
+    """Turns a failure to make `path` into a sentence for the user."""
     try:
         yield
-    except FileExistsError:
-        raise
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be made: {reason_of(error)}; start in a folder that can be written, with --run-dir "
@@ -89,8 +83,8 @@ def _making(path: Path) -> Iterator[None]:
 class JsonLines:
     """An append-only file of JSON objects, one a line; each line reaches the file in one write.
 
-    What finds the disk full waits in memory for the next line: a save that fills the disk for a moment, and is given
-    up, must not end the run that it was to protect.
+    While the disk is full, lines wait in memory: a checkpoint that fills the disk, and is then removed, must not end
+    the run that it was to protect.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,13 +95,13 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._waiting += f"{json_text(record)}\n".encode()
-        self._pass_on()
+        self._flush()
 
     def close(self) -> None:
-        self._pass_on()
+        self._flush()
         self._file.close()
 
-    def _pass_on(self) -> None:
+    def _flush(self) -> None:
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
@@ -118,9 +112,7 @@ class JsonLines:
     def __enter__(self) -> "JsonLines":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
@@ -152,7 +144,7 @@ class RunDirectory:
         return self.config.exists() or self.metrics.exists() or self.results.exists()
 
     def create(self) -> "RunDirectory":
-        """Makes the folders, where a run may go on. ConfigError when the path is no folder or cannot be written."""
+        """Makes the folders that are not there yet. ConfigError when the path is no folder or cannot be written."""
         self.require_folder()
         with _making(self.path):
             for folder in ("ranks", "logs"):
@@ -166,8 +158,8 @@ class RunDirectory:
 
     def stored_id(self) -> str | None:
         """The id of the run that is here; None where it has none yet, or its file is damaged."""
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            return uuid.UUID(str(json.loads(self.identity.read_text(encoding="utf-8"))["id"])).hex
+        with contextlib.suppress(ValueError):
+            return uuid.UUID(str(_value(self.identity, "id"))).hex
         return None
 
     def id(self, rebuilt: str | None = None) -> str:
@@ -179,22 +171,17 @@ class RunDirectory:
         return run
 
     def finished_steps(self) -> int | None:
-        """Steps that results.json tells of, None where no run came to an end here."""
-        try:
-            return int(json.loads(self.results.read_text(encoding="utf-8"))["steps"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
+        """The steps in results.json; None where no run has reached its end here."""
+        steps = _value(self.results, "steps")
+        return steps if isinstance(steps, int) else None
 
     def events(self, event: str) -> Iterator[dict[str, Any]]:
         """The events of one kind that metrics.jsonl has, in their order; a line that a crash cut short is left out."""
-        try:
-            file = self.metrics.open(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
+        if not self.metrics.exists():
             return
-        marked = f'"event": "{event}"'
-        with file:
+        with self.metrics.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                if marked in line:
+                if f'"event": "{event}"' in line:
                     with contextlib.suppress(ValueError):
                         yield json.loads(line)
 
@@ -231,40 +218,67 @@ class RunDirectory:
         cpus: int,
         command_line: Iterable[str] | None = None,
     ) -> None:
-        described = environment(versions, devices, cpus, command_line)
+        """Records where and how this run was started; secrets are redacted, and only listed variables are recorded.
+
+        Args:
+            versions: of the packages that matter.
+            devices: their names.
+            cpus: the number that the process may use.
+            command_line: as the user typed it, where a launcher started this process (default: its own).
+        """
+        facts = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "time_zone": time.strftime("%Z"),
+            "command": redacted_arguments(sys.argv if command_line is None else command_line),
+            "directory": str(Path.cwd()),
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "python": platform.python_version(),
+            "versions": dict(versions),
+            "git": _git_state(Path.cwd()),
+            "cpus": cpus,
+            "devices": list(devices),
+            "variables": recorded_variables(os.environ),
+        }
         _keep_former(self.environment)
-        write_atomic(self.environment, json_text(described, indent=2) + "\n")
+        write_atomic(self.environment, json_text(facts, indent=2) + "\n")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         write_atomic(self.results, json_text(results, indent=2) + "\n")
 
     def set_results_aside(self) -> None:
-        """Keeps the results of a run that now goes on under a number: until it ends again, it has none."""
+        """Keeps the results of a run that is being continued under a number: until it ends again, it has none."""
         if self.results.exists():
             self.results.rename(_numbered(self.results))
 
 
 def _keep_former(path: Path) -> None:
-    """Keeps what `path` has, which is about to be replaced, under the next number: config-0001.yaml, …"""
+    """Keeps a copy of a file that is about to be replaced, under the next number: config-0001.yaml, …"""
     if path.exists():
         shutil.copy2(path, _numbered(path))
 
 
 def _numbered(path: Path) -> Path:
-    number = 1
-    while (kept := path.with_name(f"{path.stem}-{number:04d}{path.suffix}")).exists():
-        number += 1
-    return kept
+    names = (path.with_name(f"{path.stem}-{number:04d}{path.suffix}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def _value(path: Path, key: str) -> Any:
+    """A value of the JSON object in a file; None where the file is not there, or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))[key]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
 
 
 class RunLock:
     """The right to run in a folder: one process of one host has it, until it ends in whatever way.
 
     A context manager. Entering it raises ConfigError, which names the holder, where another process has the lock. The
-    kernel lets go of it with the process; the file stays, because removing it would let two processes lock two files.
+    kernel releases it when the process ends. The file stays: if it were removed, two processes could lock two files.
 
     Attributes:
-        problem: why the file system gives no locks, so that nobody would be refused; None where it does.
+        problem: why the file system gives no locks, so that a second process would not be refused; None where it does.
     """
 
     def __init__(self, run: Path) -> None:
@@ -275,11 +289,16 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         with _making(self._run):
             descriptor = open_own(self._run / _LOCK, os.O_RDWR | os.O_CREAT)
+        is_taken = False
         try:
-            taken = _lock(descriptor)
+            # `is_held` takes the lock for a moment, so a single refusal does not count.
+            for pause in (0, 0.05, 0.1, 0.2):
+                time.sleep(pause)
+                if is_taken := lock(descriptor, wait=False):
+                    break
         except OSError as error:
-            taken, self.problem = True, error.strerror
-        if not taken:
+            is_taken, self.problem = True, error.strerror
+        if not is_taken:
             os.close(descriptor)
             other = self.holder(self._run)
             who = f" (process {other['pid']} on {other['host']}, since {other['started']})" if other else ""
@@ -293,9 +312,7 @@ class RunLock:
         self._descriptor = descriptor
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         assert self._descriptor is not None
         os.truncate(self._descriptor, 0)
         os.close(self._descriptor)
@@ -304,10 +321,10 @@ class RunLock:
     def holder(run: Path) -> dict[str, Any] | None:
         """Host, pid and start time of the process that has the lock, or was killed while it had it."""
         try:
-            found = json.loads((run / _LOCK).read_text(encoding="utf-8"))
+            holder = json.loads((run / _LOCK).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and {"host", "pid", "started"} <= set(found) else None
+        return holder if isinstance(holder, dict) and {"host", "pid", "started"} <= set(holder) else None
 
     @staticmethod
     def is_held(run: Path) -> bool:
@@ -324,41 +341,6 @@ class RunLock:
             os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Whether the lock is taken. Who only asks whether it is held has it for a moment, so one refusal is none yet."""
-    for pause in (0.05, 0.1, 0.2, None):
-        if lock(descriptor, wait=False):
-            return True
-        if pause is not None:
-            time.sleep(pause)
-    return False
-
-
-def environment(
-    versions: Mapping[str, str | None], devices: Iterable[str], cpus: int, command_line: Iterable[str] | None = None
-) -> dict[str, Any]:
-    """Where and how this run was started; secrets are redacted, and only variables that are listed are recorded.
-
-    Args:
-        versions: of the packages that matter. devices: their names. cpus: those that the process may use.
-        command_line: as the user typed it, where a launcher stands between (default: this process's own).
-    """
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "time_zone": time.strftime("%Z"),
-        "command": redacted_arguments(sys.argv if command_line is None else command_line),
-        "directory": str(Path.cwd()),
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": dict(versions),
-        "git": _git_state(Path.cwd()),
-        "cpus": cpus,
-        "devices": list(devices),
-        "variables": recorded_variables(os.environ),
-    }
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
@@ -373,6 +355,7 @@ def _finite(value: Any) -> Any:
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the repository that holds `folder` and whether tracked files differ from it; None outside of one."""
+    import subprocess  # costly to import, for the start of a run alone
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]

@@ -43,15 +43,11 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 24:
-        return f"{hours} h {minutes:02d} min"
-    days, hours = divmod(round(seconds / 3600), 24)
-    return f"{days} d {hours:02d} h"
+    if round(seconds) < 3600:
+        return "{} min {:02d} s".format(*divmod(round(seconds), 60))
+    if round(seconds / 60) < 24 * 60:
+        return "{} h {:02d} min".format(*divmod(round(seconds / 60), 60))
+    return "{} d {:02d} h".format(*divmod(round(seconds / 3600), 24))
 
 
 def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:

@@ -45,6 +45,6 @@ def test_a_killed_fetch_goes_on(tmp_path: Path) -> None:
         site.requests.clear()
         said = shardwise("data", "fetch", site.url, "data.bin", at=tmp_path)
         assert said.code == 0, said.err
-        assert "going on with data.bin after " in said.err
+        assert "continuing data.bin after " in said.err
         assert min(site.gets) == begun, "what had come is fetched again"
     assert target.read_bytes() == content

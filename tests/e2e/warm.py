@@ -39,7 +39,7 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
     "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.prepare",
-    "shardwise.train.run", "shardwise.cli.claim", "shardwise.cli.inputs", "shardwise.launch.rank",
+    "shardwise.train.run", "shardwise.cli.claim", "shardwise.launch.rank",
     *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "data", "recipes")),
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,8 @@ def test_a_folder_that_cannot_be_made_is_the_users_to_change(tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match=r"file/runs.* cannot be made: Not a directory; start in a folder"):
             make()
+    with pytest.raises(ConfigError, match=r"file cannot be made: File exists; start in a folder"):
+        runlog.new_run_path("quickstart", tmp_path / "file")
 
 
 def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
@@ -260,13 +263,18 @@ def test_the_commit_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.Mo
         identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
 
+    def recorded_git() -> Any:
+        run = RunDirectory(tmp_path / "run").create()
+        run.write_environment({}, [], 1)
+        return json.loads(run.environment.read_text())["git"]
+
     (tmp_path / "file").write_text("1")
     git("init", "--quiet")
     git("add", "file")
     git("commit", "--quiet", "--message", "first")
     monkeypatch.chdir(tmp_path)
-    state = runlog.environment({}, [], 1)["git"]
+    state = recorded_git()
     assert len(state["commit"]) == 40
     assert state["modified"] is False
     (tmp_path / "file").write_text("2")
-    assert runlog.environment({}, [], 1)["git"]["modified"] is True
+    assert recorded_git()["modified"] is True

@@ -1,13 +1,14 @@
-"""A run's folder, claimed by the process that runs there, and what the run reads, made ready."""
+"""What the launching process of a training does first: claim the run's folder, and prepare what the run reads."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
 
+from shardwise import data, hub
 from shardwise.checkpoint_format.earlier_run import earlier_run
+from shardwise.checkpoint_format.places import newest_of
 from shardwise.cli import output
-from shardwise.cli.inputs import prepare_inputs
 from shardwise.config import Config
 from shardwise.launch import stopping
 from shardwise.launch.environment import Rank
@@ -47,19 +48,30 @@ def is_finished(held: ExitStack, config: Config, run_path: Path, place: Rank | N
         return False
     if leads:
         output.line(
-            f"the run in {run_path} is finished: {done:,} of {steps:,} steps, results in {directory.results}; to go "
-            "on, raise train.steps"
+            f"the run in {run_path} is finished: {done:,} of {steps:,} steps, results in {directory.results}; to "
+            "continue it, raise train.steps"
         )
     return True
 
 
 def prepare_run(held: ExitStack, config: Config, recipe: str, run_path: Path | None, place: Rank | None) -> Path | None:
-    """Prepare what the run reads, then make and claim its folder where that is new.
+    """Fetch what keys name by a hub id and tokenize the data, each once; then make and claim a new run's folder.
 
     Returns:
         the folder; None where a rank other than 0 does not know it yet.
+
+    Raises:
+        ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
-    prepare_inputs(config, output.progress if place is None or place.local_rank == 0 else None)
+    announce = output.progress if place is None or place.local_rank == 0 else None
+    if config.checkpoint.load is not None:
+        load = newest_of(config.checkpoint.load, announce)
+        if not hub.is_url(load):
+            hub.resolve(load, config.checkpoint.revision, announce=announce)
+    if config.data.tokenizer is not None:
+        hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
+    data.fetch_dataset(config.data, announce)
+    data.prepare(config, announce=announce)
     if place is not None and place.rank != 0:
         return run_path
     is_new = run_path is None or not run_path.is_dir()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import keyword
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from shardwise import __version__
@@ -68,17 +70,31 @@ def _dispatch(arguments: list[str]) -> int:
         _main_parser().parse_args(arguments)
         raise AssertionError(f"argparse accepted {arguments}, which names no command")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # they are looked for in every installed package
-    gc.disable()  # modules are kept: going through them again and again frees nothing, now or later
+    gc.disable()  # an import makes objects that stay: to search them for garbage, now or later, frees nothing
     module = importlib.import_module(f"shardwise.cli.{name}")
     gc.freeze()
     gc.enable()
     parser = _Parser(prog=f"shardwise {name}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    module.configure(parser)
-    # argparse cannot take arguments in any order where a command has actions of its own.
-    parse = parser.parse_args if hasattr(module, "ACTIONS") else parser.parse_intermixed_args
-    code: int = module.run(parse(arguments[1:]))
+    if hasattr(module, "ACTIONS"):
+        _add_actions(parser, module)
+        parsed = parser.parse_args(arguments[1:])  # argparse cannot mix options and positionals beside subcommands
+    else:
+        module.configure(parser)
+        parsed = parser.parse_intermixed_args(arguments[1:], argparse.Namespace(call=module.run))
+    code: int = parsed.call(parsed)
     return code
+
+
+def _add_actions(parser: argparse.ArgumentParser, package: ModuleType) -> None:
+    """Add a command's actions. Each has a module in the command's package; that of `import` is `import_`."""
+    actions = parser.add_subparsers(required=True, title="actions")
+    for name, summary in package.ACTIONS.items():
+        module = importlib.import_module(f"{package.__name__}.{name}{'_' * keyword.iskeyword(name)}")
+        action = actions.add_parser(name, help=summary, description=module.__doc__, allow_abbrev=False)
+        action.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.configure(action)
+        action.set_defaults(call=module.run)
 
 
 def _main_parser() -> argparse.ArgumentParser:

@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.cli import output
 from shardwise.cli.folder import (
+    ARGUMENTS,
     HELP,
     ModelFolder,
-    argument_named,
     evaluation_config,
+    launch_command,
     open_folder,
     open_tokenizer,
-    split_overrides,
+    parse_overrides,
 )
 from shardwise.config import Config, Layout, check_layout
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, keys_renamed
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import Rank, is_launched
-from shardwise.launch.job import check_accelerators, enter_job
-from shardwise.launch.local import launch_without_run
-from shardwise.launch.rank import as_rank
+from shardwise.launch.environment import is_launched
+from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 from shardwise.units import count
 
 if TYPE_CHECKING:
@@ -65,54 +64,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
-    given = split_overrides(arguments.overrides, _KEYS, "evaluate")
+    values = parse_overrides(arguments.overrides, _KEYS, "evaluate")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
-        return _evaluate(arguments, place, folder, given.values, announce)
+    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        part = _part(arguments.part, values, folder)
+        _, accelerated = accelerators()
+        degree = evaluation_config(folder, values, 1, part).parallel.ranks
+        world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
+        if world < 1:
+            raise ConfigError(f"--nproc ({world}) must be at least 1")
+        config = evaluation_config(folder, values, max(1, world // degree), part)
+        layout = check_layout(config, world)
+        if not is_launched():
+            from shardwise.data import fetch_dataset, prepare
 
+            if config.data.tokenizer is not None:
+                open_tokenizer(config, folder, announce=announce)
+            fetch_dataset(config.data, announce)
+            prepare(config, announce=announce, any_size=True)
+        if place is None:
+            check_accelerators(world, accelerated)
+            if world > 1:
+                return launch_command("evaluate", arguments, folder, world, part=part)
+        leads = place is None or place.rank == 0
+        with as_rank(place) as ending:
+            from shardwise.inference.jobs import run_evaluation
 
-def _evaluate(
-    arguments: argparse.Namespace, place: Rank | None, folder: ModelFolder, values: dict[str, Any], announce: Any
-) -> int:
-    part = _part(arguments.part, values, folder)
-    _, accelerated = accelerators()
-    degree = evaluation_config(folder, values, 1, part).parallel.ranks
-    world = place.world if place is not None else arguments.nproc or accelerated // degree * degree or degree
-    if world < 1:
-        raise ConfigError(f"--nproc ({world}) must be at least 1")
-    config = evaluation_config(folder, values, max(1, world // degree), part)
-    layout = check_layout(config, world)
-    if not is_launched():
-        _prepare(config, folder, announce)
-
-    if place is None:
-        check_accelerators(world, accelerated)
-        if world > 1:
-            return _launch(arguments, folder, part, world)
-    leads = place is None or place.rank == 0
-    with as_rank(place) as ending:
-        from shardwise.inference.jobs import run_evaluation
-
-        with folder, argument_named():
-            found = run_evaluation(
-                config, folder.weights, "train" if part == "all" else part, _progress if leads else None
-            )
-        if leads:
-            facts = _facts(folder, config, layout, part, found)
-            output.line(json.dumps(facts, ensure_ascii=False) if arguments.json else _text(facts))
-    return ending.code
-
-
-def _launch(arguments: argparse.Namespace, folder: ModelFolder, part: str, world: int) -> int:
-    """Evaluate on several local ranks, with the folder that was found."""
-    kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
-    command = ["evaluate", folder.location, *kept, "--part", part, "--nproc", str(world)]
-    launch_without_run([*command, *(["--json"] if arguments.json else [])], world)
-    return 0
+            with folder, keys_renamed(ARGUMENTS):
+                read = "train" if part == "all" else part
+                evaluation = run_evaluation(config, folder.weights, read, _show_progress if leads else None)
+            if leads:
+                facts = _facts(folder, config, layout, part, evaluation)
+                if arguments.json:
+                    output.raw(json.dumps(facts, ensure_ascii=False))
+                else:
+                    output.table(_rows(facts))
+        return ending.code
 
 
 def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> Part | Literal["all"]:
-    """The part of the data that is evaluated, as a user would expect it of what they gave."""
+    """The part to evaluate: the user's choice, else all of the data that the user names without a split."""
     given: dict[str, Any] = values.get("data", {})
     if chosen is None and not {"path", "blend"}.isdisjoint(given) and "split" not in given:
         return "all"
@@ -124,47 +115,28 @@ def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> P
     return chosen or ("eval" if held_out else "all")
 
 
-def _prepare(config: Config, folder: ModelFolder, announce: Any) -> None:
-    from shardwise.data import fetch_dataset, prepare
-
-    if config.data.tokenizer is not None:
-        open_tokenizer(config, folder, announce=announce)
-    fetch_dataset(config.data, announce)
-    prepare(config, announce=announce, any_size=True)
-
-
-def _progress(done: int, samples: int) -> None:
-    """Life, for whoever watches."""
+def _show_progress(done: int, samples: int) -> None:
     if sys.stderr.isatty():
         output.progress(f"{done:,} of {samples:,} sequences")
 
 
-def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, found: Evaluation) -> dict[str, Any]:
-    facts: dict[str, Any] = {
+def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evaluation: Evaluation) -> dict[str, Any]:
+    return {
         "model": folder.name,
         "family": config.model.family,
         "data": config.data.name,
         "part": part,
-        "loss": found.loss,
-    }
-    if found.perplexity is not None:
-        facts["perplexity"] = found.perplexity
-    facts["losses"] = found.losses
-    facts |= {f"{name}_accuracy": value for name, value in found.accuracies.items()}
-    return facts | {
-        "counted": found.counted,
-        "tokens": found.tokens,
-        "sequences": found.sequences,
+        "loss": evaluation.loss,
+        **({} if evaluation.perplexity is None else {"perplexity": evaluation.perplexity}),
+        "losses": evaluation.losses,
+        **{f"{name}_accuracy": value for name, value in evaluation.accuracies.items()},
+        "counted": evaluation.counted,
+        "tokens": evaluation.tokens,
+        "sequences": evaluation.sequences,
         "sequence_length": config.train.sequence_length,
-        "seconds": found.seconds,
-        "tokens_per_second": found.tokens / found.seconds,
-        "layout": {
-            "ranks": layout.world,
-            "tensor": layout.tensor,
-            "sequence": layout.sequence,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
-        },
+        "seconds": evaluation.seconds,
+        "tokens_per_second": evaluation.tokens / evaluation.seconds,
+        "layout": layout.facts(),
         "precision": config.precision.resolved(accelerators()[1] > 0).parameter,
     }
 
@@ -178,28 +150,22 @@ _PARTS = {
 _NAMES = {"mlm": "masked tokens", "nsp": "sentence pairs"}
 
 
-def _text(facts: dict[str, Any]) -> str:
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     layout = facts["layout"]
     pipeline = f" × PP {layout['pipeline']}" if layout["pipeline"] > 1 else ""
     cut = f"TP {layout['tensor']}{' with SP' if layout['sequence'] else ''}{pipeline} × DP {layout['data']}"
-    rows = [
-        ("model", f"{facts['model']} ({facts['family']}, {facts['precision']}, {cut})"),
-        ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),
-        ("loss", f"{facts['loss']:.6f}"),
-    ]
     if "perplexity" in facts:
-        rows.append(("perplexity", f"{facts['perplexity']:.6g}"))
+        losses = [("perplexity", f"{facts['perplexity']:.6g}")]
     else:
-        rows += [
+        losses = [
             (_NAMES[name], f"loss {loss:.6f}, accuracy {facts[f'{name}_accuracy']:.2%} of {facts['counted'][name]:,}")
             for name, loss in facts["losses"].items()
         ]
-    rows.append(
-        (
-            "tokens",
-            f"{facts['tokens']:,} in {facts['sequences']:,} sequences of {facts['sequence_length']:,}, each once; "
-            f"{count(facts['tokens_per_second'])} tokens/s",
-        )
-    )
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    tokens = f"{facts['tokens']:,} in {facts['sequences']:,} sequences of {facts['sequence_length']:,}, each once"
+    return [
+        ("model", f"{facts['model']} ({facts['family']}, {facts['precision']}, {cut})"),
+        ("data", f"{facts['data']}, {_PARTS[facts['part']]}"),
+        ("loss", f"{facts['loss']:.6f}"),
+        *losses,
+        ("tokens", f"{tokens}; {count(facts['tokens_per_second'])} tokens/s"),
+    ]

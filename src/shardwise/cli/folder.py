@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import Any
 
 from shardwise import hub
 from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
-from shardwise.cli.checkpoint import places
+from shardwise.checkpoint_format.places import Place, newest_intact
 from shardwise.config import Config, apply_overrides, config_from
-from shardwise.config.hugging_face import parse_hugging_face
+from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.model import OwnConfig
 from shardwise.data import Tokenizer, detect
-from shardwise.errors import ConfigError, listing, nearest_name
+from shardwise.errors import ConfigError, keys_renamed, listing, nearest_name
 from shardwise.files import reason_of
+from shardwise.launch.local import launch_without_run
 from shardwise.storage.chunks import read_whole
 from shardwise.storage.root import Root
 
@@ -28,15 +29,14 @@ HELP = (
     "a checkpoint, a run's folder or a folder of checkpoints (the newest one), a path or a URL (s3://bucket/run); "
     "or a Hugging Face folder or hub id"
 )
-_METAVAR = "CHECKPOINT"
+ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
+"""What errors name instead of the key of a recipe."""
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 # What `config.json` of a user's own model has beside its `model` section.
 _BESIDE = ("torch_dtype", "bos_token_id", "eos_token_id")
-# Keys that name the data: those of a command replace those of the run.
-_SOURCES = ("dataset", "path", "blend")
-# What a run says of its own data, and of no others.
+# Keys that describe the run's own data, and no other data.
 _OF_SOURCE = ("config", "streaming", "shuffle_buffer")
-# Keys of a run that say how its model reads text.
+# Keys of a run that its evaluation takes over.
 _RUN_KEYS = {"train": ("sequence_length", "micro_batch", "seed"), "precision": ("mode",)}
 _LONGEST = 1024
 _MICRO_BATCH = 4
@@ -44,13 +44,16 @@ _MICRO_BATCH = 4
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with weights. As a context it removes the copies that were made for it.
+    """A folder with weights. As a context it removes the copies of files that were made for it.
 
     Attributes:
-        name: for the user. location: the path or URL by which a rank opens it again. weights: the folder itself.
-        path: where its `files`, which describe model and tokenizer, lie on this machine; of a checkpoint they are
-        verified. model: its `model` section. run: the configuration of the run that wrote it; empty where nothing says
-        so.
+        name: for the user.
+        location: the path or URL by which a rank opens it again.
+        weights: the folder itself.
+        path: a folder on this machine that holds its `files`; those of a checkpoint are verified.
+        files: names of the files that describe the model and the tokenizer.
+        model: its `model` section.
+        run: the configuration of the run that wrote it; empty where it is not known.
     """
 
     name: str
@@ -62,18 +65,17 @@ class ModelFolder:
     run: Mapping[str, Any]
 
     @property
-    def tokenizer(self) -> Path | None:
-        """Where its tokenizer lies, as `data.tokenizer` names it."""
-        return self.path if hub.holds_tokenizer(self.files) else None
+    def tokenizer(self) -> str | None:
+        """Its tokenizer as `data.tokenizer` names it; None where it has none."""
+        return str(self.path) if hub.holds_tokenizer(self.files) else None
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document."""
         for name in (_GENERATION, _CONFIG):
-            found = None
             if name in self.files:
-                found = _object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
-            if found is not None:
-                return frozenset(found if isinstance(found, list) else [found])
+                ids = _object((self.path / name).read_bytes(), f"{self.name}/{name}").get("eos_token_id")
+                if ids is not None:
+                    return frozenset(ids if isinstance(ids, list) else [ids])
         return frozenset([tokenizer.end_of_document_id])
 
     def __enter__(self) -> ModelFolder:
@@ -84,28 +86,13 @@ class ModelFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-@contextmanager
-def argument_named() -> Iterator[None]:
-    """Errors on weights name the argument that the user gave; in a recipe it is the key `checkpoint.load`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([text.replace("checkpoint.load", _METAVAR) for text in error.problems]) from error
+def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: str) -> dict[str, Any]:
+    """The sections that the user's `key=value` arguments give.
 
-
-@dataclass(frozen=True)
-class Overrides:
-    """Nested values of `key=value` arguments, and apart from them `checkpoint.revision` and `model.family`."""
-
-    values: dict[str, Any]
-    revision: str | None
-    family: str | None
-
-
-def split_overrides(overrides: Sequence[str], allowed: Sequence[str], command: str) -> Overrides:
-    """What the user's `key=value` arguments say.
-
-    allowed: the keys that the command reads; one that ends in a dot stands for a section.
+    Args:
+        overrides: the arguments.
+        allowed: the keys that the command reads; one that ends in a dot stands for a section.
+        command: its name, for messages.
 
     Raises:
         ConfigError: another key, or no `key=value`.
@@ -121,62 +108,69 @@ def split_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
     problems += apply_overrides(values, overrides)
     if problems:
         raise ConfigError(problems)
-    revision, family = values.pop("checkpoint", {}).get("revision"), values.pop("model", {}).get("family")
-    return Overrides(values, None if revision is None else str(revision), None if family is None else str(family))
+    return values
 
 
 def open_folder(
-    target: str, given: Overrides, *, cached: bool, announce: Callable[[str], None] | None = None
+    target: str, values: Mapping[str, Any], *, cached: bool, announce: Callable[[str], None] | None = None
 ) -> ModelFolder:
     """The folder that `target` names: its newest intact checkpoint, a Hugging Face folder, or a hub id, then fetched.
 
     A folder's own class is code that runs: the user must have named it as `model.family`.
 
+    Args:
+        target: a path, a URL or a hub id.
+        values: the user's, of which `checkpoint.revision` and `model.family` count.
+        cached: open a hub id from the cache, without any request.
+        announce: called with one line on what takes a moment.
+
     Raises:
         ConfigError: there is none, it holds no weights, describes a model that we do not have, or one of a class that
-        the user did not name. StoreError: a checkpoint cannot be read. DamageError: it is not what was written.
+            the user did not name.
+        StoreError: a checkpoint cannot be read.
+        DamageError: a checkpoint is not what was written.
     """
+    revision, family = values.get("checkpoint", {}).get("revision"), values.get("model", {}).get("family")
     if hub.is_url(target) or Path(target).expanduser().is_dir():
-        place = places.newest_intact(target, announce)
+        place = newest_intact(target, announce)
+        if place.single and revision is not None:
+            raise ConfigError(
+                f"checkpoint.revision ({revision}) must be left out: {place.root} is a checkpoint, and only a hub id "
+                "has revisions"
+            )
         if place.single:
-            if given.revision is not None:
-                raise ConfigError(
-                    f"checkpoint.revision ({given.revision}) must be left out: {place.root} is a checkpoint, and only "
-                    "a hub id has revisions"
-                )
-            return _open_checkpoint(place, given.family)
+            return _open_checkpoint(place, family)
         if not place.root.is_local:
             raise ConfigError(
                 f"{place.root} must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a Hugging Face "
                 "folder to this machine first"
             )
         target = str(place.root.local()) if hub.is_url(target) else target
-    with argument_named():
-        path = hub.resolve(target, given.revision, cached=cached, announce=announce)
-    if not (path / _CONFIG).is_file():
-        raise ConfigError(f"the folder {path} holds no {_CONFIG}")
+    with keys_renamed(ARGUMENTS):
+        path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)
     try:
         described = (path / _CONFIG).read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"the folder {path} holds no {_CONFIG}") from None
     except OSError as error:
         raise ConfigError(f"{path / _CONFIG} cannot be read: {reason_of(error)}") from None
-    files = frozenset(each.name for each in path.iterdir() if each.is_file())
-    model = _model_section(described, str(path / _CONFIG), given.family)
+    files = frozenset(file.name for file in path.iterdir() if file.is_file())
+    model = _model_section(described, str(path / _CONFIG), family)
     return ModelFolder(str(path), str(path), Root.of(path), path, files, model, {})
 
 
-def _open_checkpoint(place: places.Place, family: str | None) -> ModelFolder:
+def _open_checkpoint(place: Place, family: str | None) -> ModelFolder:
     """One of our checkpoints: what is read of it was verified; of one behind a URL, small files are copied here."""
     root = place.root
     manifest = Manifest.read(root)
-    kinds = (_CONFIG, *hub.BESIDE_WEIGHTS)
-    entries = {entry.path: entry for entry in manifest.files}
-    if _CONFIG not in entries:
-        raise ConfigError(f"{root} must have a {_CONFIG} that its {MANIFEST} lists, and it has none")
+    patterns = (_CONFIG, *hub.BESIDE_WEIGHTS)
     contents = {
-        path: read_whole(root, entry)
-        for path, entry in entries.items()
-        if "/" not in path and any(fnmatchcase(path, kind) for kind in kinds)
+        entry.path: read_whole(root, entry)
+        for entry in manifest.files
+        if "/" not in entry.path and any(fnmatchcase(entry.path, pattern) for pattern in patterns)
     }
+    if _CONFIG not in contents:
+        raise ConfigError(f"{root} must have a {_CONFIG} that its {MANIFEST} lists, and it has none")
     model = _model_section(contents[_CONFIG], str(root / _CONFIG), family)
     if root.is_local:
         path = root.local()
@@ -187,10 +181,30 @@ def _open_checkpoint(place: places.Place, family: str | None) -> ModelFolder:
     return ModelFolder(str(root), place.location, root, path, frozenset(contents), model, manifest.config)
 
 
+def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFolder, world: int, **options: Any) -> int:
+    """Run a command on `world` local ranks with the user's arguments, on the folder that was found.
+
+    `options` replace options of the user. Returns the exit code.
+    """
+    given = {**vars(arguments), "nproc": world, **options}
+    overrides = [text for text in arguments.overrides if not text.startswith("checkpoint.revision=")]
+    flags = []
+    for name, value in given.items():
+        if name not in ("checkpoint", "overrides", "call") and value is not None and value is not False:
+            flag = f"--{name.replace('_', '-')}"
+            flags.append(flag if value is True else f"{flag}={value}")
+    launch_without_run([command, folder.location, *overrides, *flags], world)
+    return 0
+
+
 def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, part: str) -> Config:
     """What an evaluation reads: the run's own data and sequence length unless `values` say otherwise.
 
-    replicas: the data-parallel degree. part: `all` puts every document into one part, the training one.
+    Args:
+        folder: the model.
+        values: the user's.
+        replicas: the data-parallel degree.
+        part: `all` puts every document into one part, the training one.
 
     Raises:
         ConfigError: with every problem of the values.
@@ -206,16 +220,14 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if part == "all":
         data["split"] = "1,0"
     chosen = values.get("data", {})
-    named = {key for key in _SOURCES if key in chosen}
-    if named:
-        for key in {"path", "blend"} - named:
-            data[key] = None
+    if not chosen.keys().isdisjoint(("dataset", "path", "blend")):  # other data than the run's
+        data |= {key: None for key in ("path", "blend") if key not in chosen}
         if "format" not in chosen and data.get("format") in ("megatron", "hdf5", "datasets"):
             data["format"] = "auto"
         for key in set(_OF_SOURCE) - set(chosen):
             data.pop(key, None)
     if chosen.get("tokenizer") is None:
-        data["tokenizer"] = None if folder.tokenizer is None else str(folder.tokenizer)
+        data["tokenizer"] = folder.tokenizer
     config = config_from(sections)
     if config.data.tokenizer is None and detect(config.data) == "text":
         raise _without_tokenizer(folder)
@@ -230,7 +242,10 @@ def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
     """
     sections = _sections(folder, values)
     sections["train"] |= {"sequence_length": 1, "global_batch": _any_schedule(sections["parallel"]), "micro_batch": 1}
-    sections["data"] = {"tokenizer": values.get("data", {}).get("tokenizer") or _tokenizer(folder)}
+    tokenizer = values.get("data", {}).get("tokenizer") or folder.tokenizer
+    if tokenizer is None:
+        raise _without_tokenizer(folder)
+    sections["data"] = {"tokenizer": tokenizer}
     return config_from(sections)
 
 
@@ -240,13 +255,13 @@ def open_tokenizer(
     """The tokenizer of a configuration made here; a hub id is fetched, or with `cached` opened from the cache.
 
     Raises:
-        ConfigError: it cannot be opened, or has ids that the model has not.
+        ConfigError: it cannot be opened, or has ids that the model lacks.
     """
     path = config.data.tokenizer
     assert path is not None
     tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, cached=cached, announce=announce))
     if tokenizer.vocab_size > config.model.vocab_size:
-        shown = folder.name if Path(path) == folder.tokenizer else path
+        shown = folder.name if path == folder.tokenizer else path
         raise ConfigError(
             f"the vocabulary of the tokenizer {shown} ({tokenizer.vocab_size:,}) must be at most that of the model in "
             f"{folder.name} ({config.model.vocab_size:,}): name its own one by data.tokenizer"
@@ -255,29 +270,20 @@ def open_tokenizer(
 
 
 def _sections(folder: ModelFolder, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A whole configuration's sections: what nothing here reads has any valid value."""
-    run = {
-        section: {key: held[key] for key in keys if key in held}
-        for section, keys in _RUN_KEYS.items()
-        if isinstance(held := folder.run.get(section, {}), dict)
-    }
-    data = folder.run.get("data")
-    base = {"data": data if isinstance(data, dict) else {}, "optimizer": {"lr": 1.0}, "parallel": {}, **run}
-    sections = {name: {**section, **values.get(name, {})} for name, section in base.items()}
+    """All sections of a configuration. Keys that no evaluation or generation reads have any valid value."""
+    run = {name: section if isinstance(section, dict) else {} for name, section in folder.run.items()}
+    sections: dict[str, dict[str, Any]] = {"data": run.get("data", {}), "optimizer": {"lr": 1.0}, "parallel": {}}
+    for name, keys in _RUN_KEYS.items():
+        sections[name] = {key: value for key, value in run.get(name, {}).items() if key in keys}
+    sections = {name: {**section, **values.get(name, {})} for name, section in sections.items()}
     sections["train"]["steps"] = 1
     return {"model": dict(folder.model), **sections}
 
 
 def _any_schedule(parallel: Mapping[str, Any]) -> int:
-    """Micro-batches that suit every schedule of a pipeline: nothing here takes a step, and what is read are others."""
+    """A number of micro-batches that every schedule of a pipeline accepts; without a training step it has no effect."""
     degree = parallel.get("pipeline", 1)
     return 2 * degree if isinstance(degree, int) and degree > 1 else 1
-
-
-def _tokenizer(folder: ModelFolder) -> str:
-    if folder.tokenizer is None:
-        raise _without_tokenizer(folder)
-    return str(folder.tokenizer)
 
 
 def _without_tokenizer(folder: ModelFolder) -> ConfigError:
@@ -288,11 +294,11 @@ def _without_tokenizer(folder: ModelFolder) -> ConfigError:
 
 
 def _model_section(text: bytes, file: str, family: str | None) -> dict[str, Any]:
-    """What the text of a `config.json`, called `file`, describes."""
+    """The `model` section that the text of a `config.json` describes; `file`: its name, for messages."""
     described = _object(text, file)
     own = described.get("family")
     if not isinstance(own, str) or ":" not in own:
-        section = parse_hugging_face(text, file)
+        section = from_hugging_face(described, file)
         if family not in (None, section["family"]):
             raise ConfigError(f"model.family ({family}) must be left out or {section['family']}, as {file} says")
         return section

@@ -1,8 +1,8 @@
-"""Continue a text, token by token, until the model ends it, --max-tokens are there, or its longest sequence is full.
+"""Continue a text, token by token, until the model ends it, or it has --max-tokens or the model's greatest length.
 
-What the model read is kept (keys and values of each rank's own heads), so that a token costs no more than its own pass.
-The same --seed gives the same text, and in float32 at any layout. Before the prompt comes what the model's
-tokenizer puts there, such as <s>. The text goes to standard output, what it took to standard error.
+The keys and values of all tokens so far are cached, so that each new token takes one forward pass of one token. The
+same --seed gives the same text, and in float32 at any layout. The tokenizer may add tokens before the prompt, such as
+<s>. The text goes to standard output, the number of tokens and the speed to standard error.
 
 Read are parallel.tensor, parallel.pipeline, parallel.stages, precision.mode, data.tokenizer, model.family (which must
 name the class of your own model: its code runs) and checkpoint.revision (of a hub id).
@@ -12,29 +12,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardwise.cli import output
 from shardwise.cli.folder import (
+    ARGUMENTS,
     HELP,
     ModelFolder,
-    argument_named,
     generation_config,
+    launch_command,
     open_folder,
     open_tokenizer,
-    split_overrides,
+    parse_overrides,
 )
 from shardwise.config import Config, check_layout
 from shardwise.data import Tokenizer
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, keys_renamed
 from shardwise.files import reason_of
 from shardwise.hardware import accelerators
-from shardwise.launch.environment import Rank, is_launched
-from shardwise.launch.job import check_accelerators, enter_job
-from shardwise.launch.local import launch_without_run
-from shardwise.launch.rank import as_rank
+from shardwise.launch.environment import is_launched
+from shardwise.launch.rank import as_rank, check_accelerators, enter_job
 from shardwise.units import count
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ _KEYS = (
     "parallel.tensor", "parallel.pipeline", "parallel.stages", "precision.mode", "data.tokenizer", "model.family",
     "checkpoint.revision",
 )  # fmt: skip
+_ENDS = {
+    "eos": "ended by the model",
+    "max_tokens": "--max-tokens",
+    "context": "the model's longest sequence is full",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,68 +66,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         type=float,
         default=1.0,
-        help="draw from the likeliest tokens that make up P (default: 1)",
+        help="draw from the likeliest tokens that together have probability P (default: 1)",
     )
-    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="what is drawn (default: 1234)")
+    parser.add_argument("--seed", metavar="S", type=int, default=1234, help="of the random draws (default: 1234)")
     parser.add_argument(
-        "--nproc", metavar="N", type=int, help="number of local ranks, which parallel.tensor × parallel.pipeline is too"
+        "--nproc", metavar="N", type=int, help="number of local ranks: parallel.tensor × parallel.pipeline"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
 
 
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
-    given = split_overrides(arguments.overrides, _KEYS, "generate")
+    values = parse_overrides(arguments.overrides, _KEYS, "generate")
     announce = output.progress if place is None or place.local_rank == 0 else None
     text = _prompt_text(arguments)
-    problems = _argument_problems(arguments)
-    if problems:
-        raise ConfigError(problems)
-    with open_folder(arguments.checkpoint, given, cached=is_launched(), announce=announce) as folder:
-        return _generate(arguments, place, folder, given.values, text, announce)
+    _require_valid(arguments)
+    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        config = generation_config(folder, values)
+        _require_ranks(config, place.world if place is not None else arguments.nproc or config.parallel.ranks)
+        tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+        ids, room = _fit(config, folder, tokenizer, text)
+        if place is None:
+            check_accelerators(config.parallel.ranks, accelerators()[1])
+            if config.parallel.ranks > 1:
+                return launch_command("generate", arguments, folder, config.parallel.ranks)
+        leads = place is None or place.rank == 0
+        with as_rank(place) as ending:
+            from shardwise.inference.jobs import Prompt, run_generation
+
+            wanted, stops = min(arguments.max_tokens, room), folder.stops(tokenizer)
+            prompt = Prompt(tuple(ids), wanted, stops, arguments.temperature, arguments.top_p, arguments.seed)
+            show = _show if leads and not arguments.json else lambda _: None
+            show(text)
+            with folder, keys_renamed(ARGUMENTS):
+                answer = run_generation(config, folder.weights, tokenizer, prompt, show)
+            if leads:
+                stopped = "eos" if answer.ended else "context" if wanted < arguments.max_tokens else "max_tokens"
+                _finish(arguments, folder, text, len(ids), answer, stopped)
+        return ending.code
 
 
-def _generate(
-    arguments: argparse.Namespace,
-    place: Rank | None,
-    folder: ModelFolder,
-    values: dict[str, Any],
-    text: str,
-    announce: Any,
-) -> int:
-    config = generation_config(folder, values)
-    world = config.parallel.ranks
-    ranks = place.world if place is not None else arguments.nproc or world
+def _require_ranks(config: Config, ranks: int) -> None:
+    """Check the layout, whose ranks hold one copy of the model."""
+    world, tensor, pipeline = config.parallel.ranks, config.parallel.tensor, config.parallel.pipeline
     if ranks != world:
-        tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
         keys = f"parallel.tensor ({tensor})"
         if pipeline > 1:
             keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {world})"
         raise ConfigError(f"--nproc ({ranks}) must be {keys}: one copy of the model writes one text")
     check_layout(config, world)
-    tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
-    ids, room = _fit(config, folder, tokenizer, text)
-    wanted = min(arguments.max_tokens, room)
-
-    if place is None:
-        check_accelerators(world, accelerators()[1])
-        if world > 1:
-            launch_without_run(_command(arguments, folder, world), world)
-            return 0
-    leads = place is None or place.rank == 0
-    with as_rank(place) as ending:
-        from shardwise.inference.jobs import Prompt, run_generation
-
-        prompt = Prompt(
-            tuple(ids), wanted, folder.stops(tokenizer), arguments.temperature, arguments.top_p, arguments.seed
-        )
-        show = _show if leads and not arguments.json else _nothing
-        show(text)
-        with folder, argument_named():
-            answer = run_generation(config, folder.weights, tokenizer, prompt, show)
-        if leads:
-            _finish(folder, text, len(ids), wanted < arguments.max_tokens, answer, arguments)
-    return ending.code
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -142,21 +134,20 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _argument_problems(arguments: argparse.Namespace) -> list[str]:
-    problems = []
-    if arguments.max_tokens < 1:
-        problems.append(f"--max-tokens ({arguments.max_tokens}) must be at least 1")
-    if not 0 <= arguments.temperature < float("inf"):
-        problems.append(f"--temperature ({arguments.temperature}) must be at least 0; at 0 nothing is random")
-    if not 0 < arguments.top_p <= 1:
-        problems.append(f"--top-p ({arguments.top_p}) must be above 0 and at most 1; at 1 every token may come")
-    if not 0 <= arguments.seed < 2**63:
-        problems.append(f"--seed ({arguments.seed}) must be at least 0 and less than 2^63")
-    return problems
+def _require_valid(arguments: argparse.Namespace) -> None:
+    tokens, temperature, top_p, seed = arguments.max_tokens, arguments.temperature, arguments.top_p, arguments.seed
+    rules = [
+        (tokens >= 1, f"--max-tokens ({tokens}) must be at least 1"),
+        (0 <= temperature < math.inf, f"--temperature ({temperature}) must be at least 0; at 0 nothing is random"),
+        (0 < top_p <= 1, f"--top-p ({top_p}) must be above 0 and at most 1; at 1 every token may come"),
+        (0 <= seed < 2**63, f"--seed ({seed}) must be at least 0 and less than 2^63"),
+    ]
+    if problems := [problem for is_valid, problem in rules if not is_valid]:
+        raise ConfigError(problems)
 
 
 def _fit(config: Config, folder: ModelFolder, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
-    """The prompt's ids, and how many tokens may follow: the last one needs no position, for it is not read."""
+    """The prompt's ids, and how many tokens may follow. The last one needs no position: the model does not read it."""
     model = config.model
     if not model.causal:
         raise ConfigError(
@@ -182,57 +173,31 @@ def _show(piece: str) -> None:
     sys.stdout.flush()
 
 
-def _nothing(_piece: str) -> None:
-    pass
-
-
 def _finish(
-    folder: ModelFolder, text: str, prompt_tokens: int, cut: bool, answer: Answer, arguments: argparse.Namespace
+    arguments: argparse.Namespace, folder: ModelFolder, text: str, prompt_tokens: int, answer: Answer, stopped: str
 ) -> None:
-    """The end of the answer: one JSON object, or on standard error what it took."""
+    """Print the end of the answer: one JSON object, or on standard error the number of tokens and the speed."""
     new = len(answer.tokens)
-    stopped = "eos" if answer.ended else "context" if cut else "max_tokens"
     prefill = prompt_tokens / answer.prefill_seconds
     decode = (new - 1) / answer.decode_seconds if new > 1 else None
-    facts: dict[str, Any] = {
-        "model": folder.name,
-        "prompt": text,
-        "text": answer.text,
-        "tokens": list(answer.tokens),
-        "prompt_tokens": prompt_tokens,
-        "stopped": stopped,
-        "prefill_tokens_per_second": prefill,
-        "decode_tokens_per_second": decode,
-        "temperature": arguments.temperature,
-        "top_p": arguments.top_p,
-        "seed": arguments.seed,
-    }
     if arguments.json:
-        output.line(json.dumps(facts, ensure_ascii=False))
+        facts = {
+            "model": folder.name,
+            "prompt": text,
+            "text": answer.text,
+            "tokens": list(answer.tokens),
+            "prompt_tokens": prompt_tokens,
+            "stopped": stopped,
+            "prefill_tokens_per_second": prefill,
+            "decode_tokens_per_second": decode,
+            "temperature": arguments.temperature,
+            "top_p": arguments.top_p,
+            "seed": arguments.seed,
+        }
+        output.raw(json.dumps(facts, ensure_ascii=False))
         return
     output.line()
-    ends = {
-        "eos": "ended by the model",
-        "max_tokens": "--max-tokens",
-        "context": "the model's longest sequence is full",
-    }
     speed = f", then {count(decode)} tokens/s" if decode is not None else ""
     output.progress(
-        f"{new:,} tokens ({ends[stopped]}); prompt of {prompt_tokens:,} at {count(prefill)} tokens/s{speed}"
+        f"{new:,} tokens ({_ENDS[stopped]}); prompt of {prompt_tokens:,} at {count(prefill)} tokens/s{speed}"
     )
-
-
-def _command(arguments: argparse.Namespace, folder: ModelFolder, world: int) -> list[str]:
-    """The same for a rank, with the folder that was found."""
-    kept = [override for override in arguments.overrides if not override.startswith("checkpoint.revision=")]
-    file = arguments.prompt_file
-    prompt = f"--prompt={arguments.prompt}" if file is None else f"--prompt-file={file}"
-    options = [
-        f"--max-tokens={arguments.max_tokens}",
-        f"--temperature={arguments.temperature}",
-        f"--top-p={arguments.top_p}",
-        f"--seed={arguments.seed}",
-        f"--nproc={world}",
-        *(["--json"] if arguments.json else []),
-    ]
-    return ["generate", folder.location, *kept, prompt, *options]

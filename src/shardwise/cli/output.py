@@ -1,18 +1,71 @@
-"""What a command prints itself: results on stdout, progress on stderr."""
+"""What a command prints: lines, tables and JSON on stdout, progress on stderr.
+
+What is printed may come from a stranger's file, so a character that a terminal would obey is printed as its code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from shardwise.redaction import redacted
 
 
-def line(text: str = "") -> None:
-    """Print `text` and a line end."""
+def raw(text: str) -> None:
+    """Print `text` as it is, which comes from this package or is encoded, and a line end."""
     sys.stdout.write(f"{text}\n")
 
 
+def json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    from shardwise.runlog import json_text
+
+    raw(json_text(value, indent=2))
+
+
+def printable(text: object) -> str:
+    """`text` with each character that a terminal would obey replaced by its code."""
+    plain = str(text)
+    return plain if plain.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in plain)
+
+
+def line(text: str = "") -> None:
+    raw(printable(text))
+
+
 def progress(text: str) -> None:
-    """Print, on stderr, what takes a moment."""
-    sys.stderr.write(f"{redacted(text)}\n")
+    """Print a line on stderr."""
+    sys.stderr.write(f"{redacted(printable(text))}\n")
     sys.stderr.flush()
+
+
+def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = (), indent: int = 0) -> None:
+    """Print columns as wide as they need; `right`: the numbers of those that are set flush right."""
+    cells = [[printable(cell) for cell in row] for row in (head, *rows) if row]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        fields = (row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths))
+        raw(f"{' ' * indent}{'  '.join(fields)}".rstrip())
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar on stderr, to be advanced by bytes, of `total` where that is known; None where no terminal is."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns: list[Any] = [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(redacted(printable(what)), total=total)
+        yield lambda count: progress.advance(task, count)

@@ -23,13 +23,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--write {target} needs the NAME of the recipe to copy: shardwise recipes NAME --write FILE"
             )
-        width = max(map(len, recipe_names()))
-        for known in recipe_names():
-            output.line(f"{known:<{width}}  {_summary(known)}")
+        output.table([(known, _summary(known)) for known in recipe_names()])
         return 0
     text = recipe_text(name)
     if target is None:
-        output.line(text.removesuffix("\n"))
+        output.raw(text.removesuffix("\n"))
         return 0
     try:
         with target.open("x", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Stop a run after the step under way, with a checkpoint.
 
-The run ends with exit code 75; the same `shardwise train` command with --run-dir RUN goes on.
+The run ends with exit code 75; the same `shardwise train` command with --run-dir RUN continues it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, RunError
 from shardwise.files import reason_of
 from shardwise.launch import stopping
 from shardwise.launch.ending import how_it_ended
-from shardwise.runlog import RUNS, RunDirectory, RunLock
+from shardwise.runlog import RUNS, RunLock
 
 _POLL_SECONDS = 0.2
 
@@ -30,14 +30,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.run
-    directory = RunDirectory(path)
     if not path.is_dir():
         raise ConfigError(f"there is no run {path}: name its folder")
     is_here, holder = RunLock.is_held(path), RunLock.holder(path)
     # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
     is_elsewhere = holder is not None and holder["host"] != platform.node()
     if not is_here and not is_elsewhere:
-        raise ConfigError(f"no run is under way in {path}{how_it_ended(directory)}")
+        raise ConfigError(f"no run is under way in {path}{how_it_ended(path)}")
     try:
         stopping.request(path, "`shardwise stop`")
     except OSError as error:
@@ -50,5 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
         # The run itself asks each step; it may save for as long as it takes.
         while RunLock.is_held(path):
             time.sleep(_POLL_SECONDS)
-        output.line(f"{shown} ended{how_it_ended(directory)}")
+        output.line(f"{shown} ended{how_it_ended(path)}")
     return 0

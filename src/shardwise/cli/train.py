@@ -4,7 +4,7 @@ Started by itself it starts the local ranks: one per accelerator, rounded down t
 one copy: parallel.tensor × parallel.pipeline ranks. Inside torchrun it joins. Everything that can be wrong is checked
 before any rank starts.
 
-A --run-dir that holds a run goes on with it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
+A --run-dir that holds a run continues it: at its newest intact checkpoint, or at that of checkpoint.resume=STEP.
 Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the step under way, with a checkpoint (exit code 75).
 """
 
@@ -21,7 +21,9 @@ from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
 from shardwise.launch.environment import is_launched, joined
-from shardwise.launch.job import check_accelerators, enter_job
+
+_ANY_TOKENIZER = 512
+"""Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +36,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--run-dir",
         metavar="DIR",
         type=Path,
-        help="the run's folder, new or to go on in (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
+        help="the run's folder, new or of a run to continue (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print configuration, layout, batch arithmetic, memory and disk needed, look whether data and tokenizer "
+        help="print configuration, layout, batch arithmetic, memory and disk needed, check that data and tokenizer "
         "can be read, and start nothing",
     )
 
@@ -48,9 +50,18 @@ def run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     config = load_config(recipe, arguments.overrides)
-    place = joined() if arguments.dry_run else enter_job(arguments.nproc)
+    if arguments.dry_run:
+        place = joined()
+    else:
+        from shardwise.launch.rank import as_rank, check_accelerators, enter_job
+
+        place = enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
-    layout = _check(config, world, run_path)
+    layout = check_layout(config, world, is_new=run_path is None)
+    if isinstance(config.model, OwnConfig):
+        from shardwise.models import check_own
+
+        check_own(config)
     if arguments.dry_run:
         return _show(recipe_name(recipe), config, layout)
     if place is None:
@@ -67,8 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         if place is None and world > 1:
             assert run_path is not None
             return _launch(recipe, arguments.overrides, world, run_path)
-        from shardwise.launch.rank import as_rank
-
         with as_rank(place, run_path) as ending:
             from shardwise.train.run import run as train
 
@@ -77,25 +86,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(recipe: str, config: Config, layout: Layout) -> int:
-    """The dry run. What is wrong with the data comes last: the numbers are of use on a machine that has no data."""
-    from shardwise.cli.inputs import look_at_inputs
+    """The dry run. Problems of the data are reported last: the numbers are of use on a machine without the data too."""
     from shardwise.train.summary import dry_run
 
-    found, (device, count) = look_at_inputs(config), accelerators()
-    output.line(dry_run(recipe, config, layout, device, count > 0, [] if found is None else found.rows))
-    if found is not None and found.problems:
-        raise ConfigError(found.problems)
+    data, glance = config.data, None
+    is_own = data.path is not None or data.blend is not None or data.is_hub_dataset or data.tokenizer is not None
+    if is_own or config.model.vocab_size < _ANY_TOKENIZER:
+        from shardwise.data import opening
+
+        glance = opening.glance(config)
+    device, count = accelerators()
+    output.raw(dry_run(recipe, config, layout, device, count > 0, [] if glance is None else glance.rows))
+    if glance is not None and glance.problems:
+        raise ConfigError(glance.problems)
     return 0
-
-
-def _check(config: Config, world: int, run_dir: Path | None) -> Layout:
-    """The layout, once everything agrees with it that can be asked before a rank starts."""
-    layout = check_layout(config, world, is_new=run_dir is None)
-    if isinstance(config.model, OwnConfig):
-        from shardwise.models import check_own
-
-        check_own(config)
-    return layout
 
 
 def _number_of_ranks(config: Config, nproc: int | None) -> int:
@@ -103,7 +107,7 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
     if nproc is not None:
         return nproc
     count, tensor, pipeline = accelerators()[1], config.parallel.tensor, config.parallel.pipeline
-    degree = tensor * pipeline
+    degree = config.parallel.ranks
     if count == 0:
         return degree
     if count < degree:

@@ -53,6 +53,16 @@ class Layout:
         """The number of stages into which the model is cut."""
         return self.pipeline * self.virtual
 
+    def facts(self) -> dict[str, int]:
+        """The degrees, as the files of a run and the results of an evaluation record them."""
+        return {
+            "ranks": self.world,
+            "tensor": self.tensor,
+            "sequence": self.sequence,
+            "pipeline": self.pipeline,
+            "data": self.data,
+        }
+
     def ranks_of(self, pipeline_rank: int) -> str:
         """The global ranks of one pipeline rank, such as `ranks 4-7`."""
         count = self.tensor * self.data

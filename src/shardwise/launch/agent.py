@@ -1,16 +1,15 @@
 """The process between the launcher and its ranks: torchrun's elastic agent, without torchrun's wall of text.
 
-`python -m shardwise.launch.agent --nproc N --logs DIR -- COMMAND …` runs COMMAND on N local ranks. The only module of
+`python -m shardwise.launch.agent N DIR COMMAND …` runs COMMAND on N local ranks. The only module of
 this package that imports torch, and only inside `main`. What torch prints about ranks that failed goes to
 DIR/launcher.log; the cause goes to the run's error file, which `local.launch` reads. Ranks inherit this process's own
-standard output and error, so rank 0 still writes to the terminal. The launcher alone decides on signals: where SLURM
-sends one to every process of a job, torch would give the ranks 30 s, and a checkpoint may take longer. Only SIGKILL
-ends this process before its ranks.
+standard output and error, so rank 0 still writes to the terminal. This process ignores signals, which the launcher
+handles: SLURM sends a signal to every process of a job, and torch's agent would then kill the ranks after 30 s, though
+a checkpoint may take longer. Only SIGKILL ends this process before its ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -33,15 +32,11 @@ def main() -> int:
         # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-    parser = argparse.ArgumentParser(prog="shardwise.launch.agent")
-    parser.add_argument("--nproc", type=int, required=True)
-    parser.add_argument("--logs", type=Path, required=True)
-    parser.add_argument("command", nargs="+")
-    arguments = parser.parse_args()
-    log_path = arguments.logs / "launcher.log"
+    nproc, logs, *command = sys.argv[1:]
+    log_path = Path(logs) / "launcher.log"
     # Never closed: torch's loggers hold it, and what Python prints as it exits belongs there too.
     sys.stdout = sys.stderr = log_path.open("a", encoding="utf-8", buffering=1)
-    code = _run(arguments.command, arguments.nproc, arguments.logs)
+    code = _run(command, int(nproc), Path(logs))
     if log_path.stat().st_size == 0:
         log_path.unlink()
     return code

@@ -10,7 +10,7 @@ ERROR_FILE = "SHARDWISE_ERROR_FILE"
 PARENT_PID = "SHARDWISE_PARENT_PID"
 _RANK_PROCESS = "SHARDWISE_RANK_PROCESS"
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-_MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 # What torchrun sets beside them.
 _OF_TORCHRUN = (
     "LOCAL_WORLD_SIZE",
@@ -31,17 +31,17 @@ class Rank:
 def keep_own(variables: MutableMapping[str, str] = os.environ) -> None:
     """Remove the variables that were set for the rank which started this process; call it before they are read.
 
-    A rank's variables stay in its environment, where torch and the model's code look for them, and whatever it starts
-    inherits them: an evaluation by `shardwise evaluate` must not report to the launcher of the training, nor join its
-    ranks. So a rank writes its process id beside them. A job that was started in between has a meeting point of its
-    own, and keeps its place there.
+    A process inherits the variables of the rank that starts it. But a `shardwise evaluate` that a training starts must
+    not report to the launcher of the training, nor join its ranks. So each rank writes its process id beside its
+    variables, and a process with another id removes them. If a launcher between the two has set a rendezvous of its
+    own, the place in that job is kept.
     """
-    job = ":".join(variables.get(name, "") for name in _MEETING_POINT)
+    job = ":".join(variables.get(name, "") for name in _RENDEZVOUS)
     process, _, inherited = variables.get(_RANK_PROCESS, "").partition(" ")
     if process not in ("", str(os.getpid())):
         foreign = [_RANK_PROCESS, ERROR_FILE, PARENT_PID]
         if inherited == job:
-            foreign += [*_PLACE, *_MEETING_POINT, *_OF_TORCHRUN, *_OTHER_LAUNCHERS.values()]
+            foreign += [*_PLACE, *_RENDEZVOUS, *_OF_TORCHRUN, *_OTHER_LAUNCHERS.values()]
             foreign += [name for name in variables if name.startswith("TORCHELASTIC_")]
         for name in foreign:
             variables.pop(name, None)
@@ -59,7 +59,7 @@ def joined(variables: Mapping[str, str] = os.environ) -> Rank | None:
 
 def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
     """Why this process, one of several that a launcher started, cannot join them; None where it is alone."""
-    names = (*_PLACE, *_MEETING_POINT)
+    names = (*_PLACE, *_RENDEZVOUS)
     missing = [name for name in names if name not in variables]
     if "RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
         return f"{' and '.join(missing)} must be set beside RANK or WORLD_SIZE, as torchrun does" if missing else None

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError, ShardwiseError
@@ -19,7 +19,7 @@ from shardwise.redaction import redacted
 
 _TURN_SECONDS = 2.0
 
-# No error of another rank ends a process by one of these: such a death is the cause, whoever reported first.
+# An error of another rank never ends a process by one of these: such a death is the cause, whoever reported first.
 _OWN_DEATHS: dict[int, str] = {
     signal.SIGKILL: "often: out of memory",
     signal.SIGSEGV: "a crash in native code",
@@ -37,7 +37,7 @@ class Failure:
         rank: the one at fault.
         text: for the user.
         exit_code: of the command.
-        waited: the text says only what this rank was doing when it lost another.
+        waited: this rank lost another one, and the text says only what it was doing then.
     """
 
     rank: int
@@ -54,7 +54,7 @@ def complain(text: str) -> None:
 
 
 def error_text(error: ShardwiseError) -> str:
-    """One problem as it is; several under their number."""
+    """The text of an error; above several problems stands their number."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return f"{len(error.problems)} errors\n{error}"
     return str(error)
@@ -68,35 +68,31 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
     """
     text = failure.text
     if place is not None:
-        if report_failure(place.rank, redacted(text), failure.exit_code, waited=failure.waited):
+        if report_failure(replace(failure, text=redacted(text))):
             return
         if failure.exit_code == ConfigError.exit_code and place.rank != 0:
-            # torchrun ends every rank when the first one exits. Rank 0 speaks for all where it meets the error too;
-            # what only another node meets, its first rank reports, and what only this rank meets is still reported.
+            # torchrun ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks have;
+            # then the first rank of a node, for an error of that node; then the others.
             time.sleep(_TURN_SECONDS * (2 if place.local_rank else 1))
             text = f"rank {place.rank}: {text}"
     complain(text)
 
 
-def report_failure(rank: int, text: str, exit_code: int = 1, *, waited: bool = False) -> bool:
-    """Record why this rank fails, unless another was first.
+def report_failure(failure: Failure) -> bool:
+    """Record why a rank fails, unless another rank was first.
 
     True where a launcher reads the record and shows it; False without one, where the caller must show it itself.
     """
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
-    with contextlib.suppress(FileExistsError):
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        try:
-            os.write(descriptor, json.dumps(asdict(Failure(rank, text, exit_code, waited))).encode())
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(FileExistsError), Path(path).open("xb", buffering=0) as file:
+        file.write(json.dumps(asdict(failure)).encode())
     return True
 
 
 def read_failure(path: Path) -> Failure | None:
-    """The failure that `path` records; None where there is none, or its writer was cut off."""
+    """The failure that `path` records; None where there is none, or its writer was killed before it had finished."""
     try:
         return Failure(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, json.JSONDecodeError):
@@ -114,15 +110,15 @@ def report_stop(rank: int, text: str) -> bool:
 
 
 def stop_record(logs: Path) -> Path:
-    """Where `report_stop` writes; beside the failure, which may be of a rank that only stumbles on its way out."""
+    """Where `report_stop` writes. It is not the file of failures: a rank may still fail while it ends."""
     return logs / "stopped.json"
 
 
 def root_cause(reported: Failure | None, exit_codes: Mapping[int, int], logs: Path) -> Failure:
-    """The failure to show, from what a rank reported and how the failed ranks ended (code, or minus the signal).
+    """The failure to show, from what a rank reported and how the failed ranks ended (exit code, or minus the signal).
 
-    A rank that was killed closes its connections, so another may have reported the consequence before anyone saw the
-    cause. The launcher itself ends ranks by SIGTERM, so a death by SIGKILL or a crash is never its doing.
+    The connections of a rank that was killed close, so another rank may have reported the consequence before the cause
+    was seen. The launcher ends ranks by SIGTERM only, so a death by SIGKILL or a crash is a cause.
     """
     own_deaths = [rank for rank, code in exit_codes.items() if -code in _OWN_DEATHS]
     suspects = own_deaths
@@ -148,5 +144,7 @@ def _ending(rank: int, code: int, logs: Path) -> str:
 
 
 def signal_name(number: int) -> str:
-    """`SIGTERM` of 15; real-time signals have numbers alone."""
+    """A signal as a user knows it: `SIGTERM` of 15; real-time signals have numbers alone."""
+    if number == signal.SIGINT:
+        return "Ctrl-C (SIGINT)"
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

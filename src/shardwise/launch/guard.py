@@ -16,11 +16,11 @@ _POLL_SECONDS = 0.5
 
 
 def die_with_parent() -> None:
-    """Have this process killed as soon as its parent is gone.
+    """Have this process killed as soon as its parent ends.
 
     On Linux the kernel does it; elsewhere a thread watches. The parent is the process that `SHARDWISE_PARENT_PID`
-    names, so that a parent which died before this call is noticed too; without the variable it is the present one.
-    The kernel counts the parent gone when the thread that started this process ends: start children from the main one.
+    names, so that the end of a parent before this call is noticed too; without the variable it is the present parent.
+    For the kernel, the parent ends with the thread that started this process: start children from the main thread.
     """
     parent = int(os.environ.get(PARENT_PID) or os.getppid())
     if sys.platform == "linux":

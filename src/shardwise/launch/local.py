@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +22,7 @@ from shardwise.launch import stopping
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID
 from shardwise.launch.failure import read_failure, signal_name, stop_record
 
-# Once a rank has failed, ranks that do not end at SIGTERM get this long; torch would wait 30 s.
+# The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _SHOW_CURSOR = "\x1b[?25h"
@@ -42,41 +40,47 @@ class EndedError(LaunchError):
     """A signal ended the ranks at once: no step since the last checkpoint is saved."""
 
 
-def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Mapping[str, str] | None = None) -> None:
+def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     """Run `command` on `nproc` local ranks through torchrun's agent, and return when all are done.
 
-    The ranks share this process's terminal output until they redirect it. A signal ends all of them at once as long as
-    no step was taken; later the first asks them to stop with a checkpoint, however long that takes, and a second SIGINT
-    or SIGTERM ends them. Where this process dies, SIGKILL included, so do they, once they have called
-    `guard.die_with_parent`. Call it in the main thread: only there can signals be heard.
+    The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
+    them at once. Later the first signal asks them to stop with a checkpoint, however long that takes, and a second
+    SIGINT or SIGTERM ends them. If this process dies, even by SIGKILL, so do the ranks that have called
+    `guard.die_with_parent`. Call it in the main thread: only there can signals be handled.
 
     Args:
-        run_path: the run directory; `logs/` in it is made, and the launcher's own files in that are replaced.
-        variables: set in the ranks' environment, besides the inherited.
+        command: of one rank.
+        nproc: the number of ranks.
+        run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
 
     Raises:
         StoppedError: the ranks stopped as they were asked to, with a checkpoint.
-        EndedError: a signal ended the ranks at once; the text names it. LaunchError: with the cause, where a rank
-        failed.
+        EndedError: a signal ended the ranks at once; the text names it.
+        LaunchError: a rank failed; the text says why.
     """
     logs = run_path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     error_file = (logs / "error.json").resolve()
     for left_over in (error_file, stop_record(logs), stopping.training_mark(logs)):
         left_over.unlink(missing_ok=True)
-    environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ, **(variables or {})}
+    environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
     environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid())}
-    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", "--nproc", str(nproc), "--logs", str(logs)]
+    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
     stop = _Stop(run_path, logs)
-    with _hearing(stop):
-        agent = subprocess.Popen(
-            [*agent_command, "--", *command], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+    handlers = stopping.handle_signals(stop.handle)
+    try:
+        agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         stop.watch(agent)
         code = _wait(agent, error_file.exists)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     stopping.training_mark(logs).unlink(missing_ok=True)
-    if stop_record(logs).exists():
-        raise StoppedError(_taken(stop_record(logs)))
+    record = stop_record(logs)
+    if record.exists():
+        text = json.loads(record.read_text(encoding="utf-8"))["text"]
+        record.unlink()  # of no use once the user has read the text
+        raise StoppedError(text)
     if code == 0:
         return
     if stop.ended_by is not None:
@@ -91,7 +95,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, *, variables: Map
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
-    """`shardwise ARGUMENTS` on `nproc` local ranks; their logs are kept where the text of a failure names them.
+    """Run `shardwise ARGUMENTS` on `nproc` local ranks. Their logs are kept if the text of a failure names them.
 
     Raises:
         LaunchError: with the cause.
@@ -108,15 +112,8 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _taken(record: Path) -> str:
-    """The text of a stop; its record is removed, as it is of no use once the text is shown."""
-    text = str(json.loads(record.read_text(encoding="utf-8"))["text"])
-    record.unlink()
-    return text
-
-
 def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int:
-    """The agent's exit code. Killing it kills its ranks: each has asked the kernel to die with it."""
+    """The agent's exit code. To kill the agent kills its ranks: each has asked the kernel to end it with its parent."""
     deadline = math.inf
     while True:
         try:
@@ -129,7 +126,7 @@ def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int
 
 
 class _Stop:
-    """Makes the first signal a stop request to the ranks, and ends them where one must not wait for a checkpoint."""
+    """Passes the first signal on to the ranks as a request to stop. Ends them at the second, or if none has trained."""
 
     def __init__(self, run_path: Path, logs: Path) -> None:
         self.ended_by: str | None = None
@@ -145,27 +142,12 @@ class _Stop:
     def handle(self, number: int, _frame: FrameType | None) -> None:
         first = self._requests.is_first()
         if self._requests.hear(number) or not stopping.training_mark(self._logs).exists():
-            self.ended_by = self.ended_by or stopping.called(number)
+            self.ended_by = self.ended_by or signal_name(number)
             if self._agent is not None:
                 self._agent.kill()
         elif first:
             try:
-                stopping.request(self._run_path, stopping.called(number))
+                stopping.request(self._run_path, signal_name(number))
                 stopping.say(stopping.NOTICE)
             except OSError as error:
                 stopping.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
-
-
-@contextmanager
-def _hearing(stop: _Stop) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # A signal that was ignored on purpose, as nohup does, stays ignored.
-    heard = [number for number in stopping.SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, stop.handle) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -1,8 +1,9 @@
-"""One rank's work: whatever ends it becomes a text for the user and an exit code."""
+"""One rank's work: how it joins a job, and how whatever ends it becomes a text for the user and an exit code."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from shardwise.errors import LostPeerError, RunError, ShardwiseError, StoppedError
-from shardwise.launch import stdio, stopping
+from shardwise.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
+from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.ending import what_is_saved
-from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, may_restart
-from shardwise.launch.failure import Failure, complain, error_text, report_stop, show_failure
+from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
+from shardwise.launch.failure import Failure, complain, error_text, report_stop, show_failure, signal_name
 from shardwise.redaction import redacted
 from shardwise.runlog import RunDirectory
 
@@ -31,6 +32,36 @@ class Ending:
     code: int = 0
 
 
+def enter_job(nproc: int | None) -> Rank | None:
+    """The place of this process in a launched job, and from here on it ends with its parent; None where it is alone.
+
+    Args:
+        nproc: the number of ranks that the user gave by `--nproc`, if any.
+
+    Raises:
+        ConfigError: a launcher started several processes that cannot join, or `nproc` is not their number.
+    """
+    place, problem = joined(), unjoined()
+    if problem is not None:
+        raise ConfigError(problem)
+    if place is None:
+        return None
+    if nproc is not None and nproc != place.world:
+        raise ConfigError(f"--nproc ({nproc}) must be left out inside torchrun: the world size is {place.world}")
+    guard.die_with_parent()
+    return place
+
+
+def check_accelerators(nproc: int, accelerators: int) -> None:
+    """Refuse more local ranks than there are accelerators, where there are any.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    if 0 < accelerators < nproc:
+        raise ConfigError(f"--nproc ({nproc}) must be at most the number of accelerators ({accelerators})")
+
+
 @contextmanager
 def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending]:
     """Run the body of the `with` statement as the work of one rank, and catch whatever it raises.
@@ -42,12 +73,16 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
         place: of this process in a launched job; None where it is the only rank.
         run_path: the folder of the run that is trained. Its logs get the traceback of an unexpected error.
     """
-    log = _log(place, run_path)
+    ending, rank = Ending(), 0 if place is None else place.rank
+    log = None
+    if run_path is not None:
+        log = RunDirectory(run_path).log(rank)
+    elif is_launched():
+        log = Path(os.environ[ERROR_FILE]).parent / f"rank-{rank:04d}.log"
     if place is None and run_path is not None:
         stopping.end_at_once()
     if place is not None and log is not None and is_launched():
-        stdio.redirect(place.rank, log)
-    ending, rank = Ending(), 0 if place is None else place.rank
+        stdio.redirect(rank, log)
     try:
         yield ending
     except StoppedError as error:
@@ -65,26 +100,18 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
             _leave(ending.code)  # without waiting for threads that still write
 
 
-def _log(place: Rank | None, run_path: Path | None) -> Path | None:
-    """The file for what a rank prints; None where neither a run nor a launcher has a folder for it."""
-    rank = 0 if place is None else place.rank
-    if run_path is not None:
-        return RunDirectory(run_path).log(rank)
-    return Path(os.environ[ERROR_FILE]).parent / f"rank-{rank:04d}.log" if is_launched() else None
-
-
 def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
-    """What the user reads of an error; of one that no code of ours explains the log gets the traceback."""
+    """What the user reads of an error. The traceback of an error that is not explained goes to the log."""
     if isinstance(error, ShardwiseError):
         waited = isinstance(error, LostPeerError)
         if waited:
             _write_traceback(error, log)
         return Failure(rank, error_text(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
-        stopped = f"stopped by {str(error) or 'Ctrl-C (SIGINT)'}"
+        stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         text = stopped if run_path is None else f"the run was {stopped}; {what_is_saved(run_path)}"
     elif isinstance(error, BrokenPipeError) and run_path is None:
-        text = "nobody reads the output any more"
+        text = "the reader of the output has closed it"
     else:
         where = f"traceback: {log}" if _write_traceback(error, log) else "".join(traceback.format_exception(error))
         text = f"rank {rank} failed: {type(error).__name__}: {error}\n{where}"
@@ -105,7 +132,7 @@ def _report_stop(place: Rank | None, text: str) -> int:
     """Report, once for all ranks, that the run stopped with all saved; returns the exit code of this rank."""
     rank = 0 if place is None else place.rank
     if report_stop(rank, text):
-        return 0  # torchrun's agent takes anything else for a failure; the launcher ends with 75
+        return 0  # torchrun's agent takes anything else for a failure; the exit code of the launcher is 75
     if rank == 0:
         complain(text)
     # torchrun would start a rank that failed once more, and the run that was asked to stop would continue.

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -29,7 +29,13 @@ def redirect(rank: int, log_path: Path) -> None:
 
 def survive_hangup() -> None:
     """Keep stdout and stderr usable when their terminal is closed: a checkpoint may still have to be saved."""
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if os.isatty(descriptor):
+            stream = getattr(sys, name)
+            stream.flush()
+            terminal = io.BufferedWriter(_Terminal(descriptor, "w", closefd=False))
+            lasting = io.TextIOWrapper(terminal, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+            setattr(sys, name, lasting)
 
 
 class _Terminal(io.FileIO):
@@ -40,11 +46,3 @@ class _Terminal(io.FileIO):
             if error.errno != errno.EIO:
                 raise
             return memoryview(data).nbytes
-
-
-def _lasting(stream: TextIO, descriptor: int) -> TextIO:
-    if not os.isatty(descriptor):
-        return stream
-    stream.flush()
-    raw = _Terminal(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)

@@ -1,8 +1,8 @@
 """Asking a run to stop: by a signal to a process of it, or by a file in its folder.
 
-A stop that is asked for while a run trains waits for the step under way and for a checkpoint. Ranks learn of it from
-`requested`, which they ask after each step: signals set a flag here, the launcher and `shardwise stop` write
-RUN/stop.json. Before `install`, and again at the second SIGINT or SIGTERM, a signal ends a process at once.
+A run that trains stops after the step under way and a checkpoint. Its ranks call `requested` after each step: signals
+set a flag here, the launcher and `shardwise stop` write RUN/stop.json. Before `install`, and at the second SIGINT or
+SIGTERM, a signal ends a process at once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from shardwise.files import write_atomic
 from shardwise.launch.environment import ERROR_FILE, is_launched, joined
@@ -29,7 +30,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 NOTICE = "stopping after the current step, with a checkpoint (Ctrl-C again ends at once)"
 STOP_FILE = "stop.json"
 _END_AT_SECOND = (signal.SIGINT, signal.SIGTERM)
-# `timeout`, SLURM and wrappers around a command may deliver one request twice: to a process and to its group.
+# `timeout`, SLURM and wrappers around a command may send one signal twice: to a process and to its process group.
 _ONE_REQUEST_SECONDS = 1.0
 
 
@@ -56,7 +57,7 @@ class Requests:
     def hear(self, number: int) -> bool:
         """Note a signal. True where it asks to end at once: it is the second SIGINT or SIGTERM."""
         now = time.monotonic()
-        self.by = self.by or called(number)
+        self.by = self.by or signal_name(number)
         if number not in _END_AT_SECOND:
             return False
         if self._since is None:
@@ -71,7 +72,7 @@ def install() -> None:
     """From here on the first signal asks for a stop after a checkpoint. Call it in the main thread, before training."""
     global _requests
     _requests = Requests()
-    _hear_signals(_note)
+    handle_signals(_note)
     place = joined()
     if is_launched() and place is not None and place.rank == 0:
         training_mark(Path(os.environ[ERROR_FILE]).parent).touch()
@@ -79,20 +80,18 @@ def install() -> None:
 
 def end_at_once() -> None:
     """Have signals raise `Interrupted`: there is nothing to save yet."""
-    _hear_signals(_interrupt)
+    handle_signals(_interrupt)
 
 
 def ignore() -> None:
-    """Ignore all signals from here on: the process is leaving because of one, with all saved."""
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+    """Ignore all signals from here on: the process ends because of one, with all saved."""
+    handle_signals(signal.SIG_IGN)
 
 
 def requested(run_path: Path | str | None) -> str | None:
-    """Who asked this run to stop, to be read after "stopped by"; None where nobody did.
+    """Who asked this run to stop, in words that follow "stopped by"; None where nobody did.
 
-    Costs one stat a call; without a `run_path` none, and then only signals are heard.
+    A call takes one `stat` of a file; without a `run_path` it takes none, and only signals count.
     """
     if _requests.by is not None or run_path is None:
         return _requests.by
@@ -120,24 +119,23 @@ def training_mark(logs: Path) -> Path:
     return logs / "training"
 
 
-def called(number: int) -> str:
-    """A signal as a user knows it."""
-    return "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal_name(number)
-
-
 def say(text: str) -> None:
     """Print on standard error, from inside a signal handler; a terminal that is gone is no error."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
-def _hear_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> dict[int, Any]:
+    """Set the handler of all signals; only the main thread may, in another this does nothing.
+
+    Returns:
+        the former handlers, by signal.
+    """
     if threading.current_thread() is not threading.main_thread():
-        return
-    for number in SIGNALS:
-        # A signal that was ignored on purpose, as nohup does, stays ignored.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+        return {}
+    # A signal that was ignored on purpose, as nohup does, stays ignored.
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
 
 
 def _note(number: int, _frame: FrameType | None) -> None:
@@ -145,7 +143,7 @@ def _note(number: int, _frame: FrameType | None) -> None:
         os._exit(1)  # torchrun's agent ends the other ranks by SIGTERM once one has failed, and said why
     first = _requests.is_first()
     if _requests.hear(number):
-        raise Interrupted(called(number))
+        raise Interrupted(signal_name(number))
     place = joined()
     # torchrun, too, ends ranks by SIGTERM when one has failed: only Ctrl-C is surely a person's, who wants an answer.
     if first and (place is None or (number == signal.SIGINT and place.rank == 0 and not is_launched())):
@@ -153,4 +151,4 @@ def _note(number: int, _frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
-    raise Interrupted(called(number))
+    raise Interrupted(signal_name(number))

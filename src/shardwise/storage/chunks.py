@@ -47,7 +47,8 @@ class FileEntry:
 def chunk_bytes(size: int) -> int:
     """Length of a chunk in a file of `size` bytes: a power of two from 16 KiB to 16 MiB, about `size` / 8192.
 
-    A checksum takes 8 bytes of the manifest, and to read a part of a chunk is to read all of it.
+    Short chunks take space: each has a checksum of 8 bytes in the manifest. Long ones take time: whoever reads a part
+    of a chunk reads all of it.
     """
     chunk = MIN_CHUNK_BYTES
     while chunk < MAX_CHUNK_BYTES and chunk * _CHUNKS_OF_A_FILE < size:
@@ -140,9 +141,6 @@ class ChunkedReader:
         if start == stop:
             return memoryview(b"")
         first, last = start // entry.chunk_bytes, (stop - 1) // entry.chunk_bytes
-        if self._last is not None and first == last == self._last[0]:
-            base = first * entry.chunk_bytes
-            return self._last[1][start - base : stop - base]
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
         if last - first < at_once:
             base = first * entry.chunk_bytes
@@ -159,6 +157,8 @@ class ChunkedReader:
     def _chunks(self, first: int, end: int) -> memoryview:
         """Chunks `first` to `end`, verified."""
         entry, kept = self._entry, self._last
+        if kept is not None and first == end - 1 == kept[0]:
+            return kept[1]
         begin, stop = first * entry.chunk_bytes, min(end * entry.chunk_bytes, entry.bytes)
         if kept is not None and kept[0] == first:
             fetched = self._fetch(begin + len(kept[1]), stop)

@@ -1,14 +1,14 @@
-"""Copies files from anywhere that fsspec reads to this machine: resumable, checked, once however many ask.
+"""Copies files from anywhere that fsspec reads to this machine: resumable, checked, once however many processes ask.
 
 Beside a file NAME there are, hidden by a dot:
 
-    .NAME.fetch         what has come so far, while it comes
-    .NAME.fetch.json    its source, and the version of it
-    .NAME.fetched.json  of a complete file: its source, its size and its SHA-256
+    .NAME.fetch         the part that has come so far
+    .NAME.fetch.json    the source of that part, and its version
+    .NAME.fetched.json  of a complete file: its source, its version, its size and its SHA-256
     .NAME.lock          one process fetches, the others wait
 
-Where one of these is a link, it is not followed. Of a URL the records have what identifies the file, and nothing of
-what signs it: a presigned URL is another each time.
+Where one of these is a link, it is not followed. The records identify the file of a URL without what signs the URL: a
+presigned URL is a new one each time, and whoever has it can read the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -49,8 +49,6 @@ _PATTERN = frozenset("*?[")
 _SHOWN = 3
 _RECORD = re.compile(r"(.*/)?\.[^/]+\.(fetch|fetch\.json|fetched\.json)")
 
-Progress = Callable[[int], None]
-
 
 @dataclass(frozen=True)
 class Remote:
@@ -73,7 +71,11 @@ class Remote:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A file that is on this machine; `came`: bytes that this call fetched."""
+    """A file on this machine.
+
+    Attributes:
+        came: bytes that this call fetched.
+    """
 
     path: Path
     size: int
@@ -89,9 +91,8 @@ def find(url: str) -> list[Remote]:
         StoreError: the place does not answer.
     """
     root = Root.of(url)
-    pattern = root.scheme not in _WEB and not _PATTERN.isdisjoint(root.path)
     try:
-        return in_time(root, lambda: _matching(root) if pattern else _below(root))
+        return _inside(root, in_time(root, lambda: _listed(root)))
     except StoreError as error:
         if error.missing:
             raise ConfigError(str(error)) from None
@@ -104,15 +105,17 @@ def fetch(
     sha256: str | None = None,
     *,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Fetched:
-    """Brings one file to `target`, unless it is there as it was fetched, or has that SHA-256.
+    """Copies one file to `target`, unless it is there as it was fetched, or has that SHA-256.
 
     The next call continues a fetch that was interrupted, unless the source has changed. Any number of processes may
-    call it at once: one fetches. The file appears when it is complete and on the disk.
+    call it at once: one fetches. The file gets its name when it is complete and on the disk.
 
     Args:
+        remote: the file.
+        target: its path on this machine.
         sha256: what the file's SHA-256 must be; None for any.
         force: replace a file that was not fetched from there.
         progress: called with the number of bytes that came since the last call.
@@ -122,64 +125,52 @@ def fetch(
         ConfigError: another file is at `target`, the disk has no room, or the SHA-256 is not that which was asked for.
         StoreError: the source cannot be read, or `target` cannot be written.
     """
-    here = Root.of(target)
+    here, announce = Root.of(target), announce or _ignore
     with here.store_errors("written"):
         target.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(target, announce):
-        found = _there(remote, target, sha256, force, announce)
-        if found is not None:
-            return found
-        part = _beside(target, "fetch")
+    with _locked(target, announce):
+        present = _present(remote, target, sha256, force, announce)
+        if present is not None:
+            return present
         with here.store_errors("written"):
-            begun, digest = _bring(remote, target, part, progress, announce)
-        if _info(remote.root)[1] != remote.version:
-            part.unlink()
-            raise StoreError(f"{remote.root} changed while it was fetched: start again once it is complete")
-        return _finish(remote, target, part, digest.hexdigest(), sha256, begun)
+            fetched = _bring(remote, target, progress or _ignore, announce)
+            _require_intact(remote, fetched, sha256)
+            facts = {"size": fetched.size, "sha256": fetched.sha256}
+            _write_record(target, "fetched.json", _origin(remote) | facts)
+            _beside(target, "fetch").replace(target)
+            _beside(target, "fetch.json").unlink()
+        Root.of(target.parent).sync()
+        return fetched
 
 
-# ---- what there is
+# ---- at the source
 
 
-def _matching(root: Root) -> list[Remote]:
+def _listed(root: Root) -> list[Remote]:
+    is_pattern = root.scheme not in _WEB and not _PATTERN.isdisjoint(root.path)
+    if not is_pattern and (root.scheme in _WEB or not root.is_folder()):
+        return [_remote(root, _info(root))]
     with root.store_errors("read"):
-        infos = root.fs.glob(root.path, detail=True)
-    files = sorted((path, info) for path, info in infos.items() if info["type"] == "file")
-    found = _sent([_remote(_at(root, path), info) for path, info in files])
-    if not found:
-        raise ConfigError(f"{root} must match a file or more, and it matches none")
-    return _inside(root, found)
-
-
-def _below(root: Root) -> list[Remote]:
-    if root.scheme in _WEB or not root.is_folder():
-        return _inside(root, [_remote(root, _info(root)[0])])
-    with root.store_errors("read"):
-        infos = root.fs.find(root.path, detail=True)
-    above = root.path.rstrip("/") + "/"
-    found = _sent([_remote(_at(root, path), info, path.removeprefix(above)) for path, info in sorted(infos.items())])
-    if not found:
-        raise ConfigError(f"{root} must hold files, and the folder has none")
-    return _inside(root, found)
-
-
-def _sent(found: list[Remote]) -> list[Remote]:
-    """All but the markers of folders that an object store may hold, and what an earlier fetch left beside a file there:
-    here it would be taken for a record of this machine.
-    """
-    return [
-        remote
-        for remote in found
-        if not (remote.root.path.endswith("/") and not remote.size) and not _RECORD.fullmatch(remote.name)
-    ]
+        infos = root.fs.glob(root.path, detail=True) if is_pattern else root.fs.find(root.path, detail=True)
+    remotes = []
+    for path, info in sorted(infos.items()):
+        name = path.rstrip("/").rpartition("/")[2] if is_pattern else path.removeprefix(root.path.rstrip("/") + "/")
+        if is_pattern and info["type"] != "file":
+            continue
+        if path.endswith("/") and not info.get("size"):
+            continue  # the marker of a folder in an object store
+        if _RECORD.fullmatch(name):
+            continue  # of a fetch to that place: here it would be taken for a record of this machine
+        shown = path if root.is_local else f"{root.scheme}://{path}"
+        remotes.append(_remote(replace(root, path=path, shown=shown), info, name))
+    if not remotes:
+        lacks = "match a file or more, and it matches none" if is_pattern else "hold files, and the folder has none"
+        raise ConfigError(f"{root} must {lacks}")
+    return remotes
 
 
 def _inside(root: Root, remotes: list[Remote]) -> list[Remote]:
-    """The files of a place, each with a name that stays in the folder that they are fetched to.
-
-    Raises:
-        ConfigError: the name of one leads elsewhere.
-    """
+    """The files, whose names must stay in the folder that they are fetched to; ConfigError where one does not."""
     if wrong := [problem for remote in remotes if (problem := name_problem(remote.name, nested=True))]:
         raise ConfigError(
             f"{root}: the name of each file ({listing(wrong, most=_SHOWN)}) must lie in the folder that it is "
@@ -188,29 +179,21 @@ def _inside(root: Root, remotes: list[Remote]) -> list[Remote]:
     return remotes
 
 
-def _info(root: Root) -> tuple[dict[str, Any], str]:
-    """What the filesystem reports of a file, and its version."""
+def _info(root: Root) -> dict[str, Any]:
+    """What the filesystem reports of a file."""
     with root.store_errors("read"):
         try:
             info: dict[str, Any] = root.fs.info(root.path)
-            return info, _version(info)
+            return info
         except FileNotFoundError as error:
-            # Of the web fsspec says so whatever the server answered, if it did.
-            if error.__cause__ is None or getattr(error.__cause__, "status", None) in _ABSENT:
+            # For http, fsspec raises this whatever the server answered, and also where no server answered.
+            cause = error.__cause__
+            status = getattr(cause, "status", None)
+            if cause is None or status in _ABSENT:
                 raise FileNotFoundError from None
-            raise root.failure(_plain(error.__cause__), "read") from None
-
-
-def _plain(error: BaseException) -> Exception:
-    status = getattr(error, "status", None)
-    if status is None:
-        return error if isinstance(error, Exception) else RuntimeError(str(error))
-    return RuntimeError(f"its server answers {status} ({getattr(error, 'message', '')})")
-
-
-def _at(root: Root, path: str) -> Root:
-    shown = path if root.is_local else f"{root.scheme}://{path}"
-    return Root(path, shown, root.scheme, root._remote)
+            if status is not None:
+                cause = RuntimeError(f"its server answers {status} ({getattr(cause, 'message', '')})")
+            raise root.failure(cause, "read") from None
 
 
 def _remote(root: Root, info: dict[str, Any], name: str | None = None) -> Remote:
@@ -226,7 +209,7 @@ def _version(info: dict[str, Any]) -> str:
 
 
 def _gives_ranges(url: str) -> bool:
-    """Whether a web server sends a part of a file when asked for one; many do not announce it."""
+    """Whether a web server sends a part of a file when asked for one; many that do so do not announce it."""
     request = urllib.request.Request(url, headers={"Range": "bytes=0-0"})
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
@@ -235,61 +218,58 @@ def _gives_ranges(url: str) -> bool:
         return False
 
 
-# ---- what is here
+# ---- on this machine
 
 
-def _there(
-    remote: Remote, target: Path, sha256: str | None, force: bool, announce: Callable[[str], None] | None
+def _present(
+    remote: Remote, target: Path, sha256: str | None, force: bool, announce: Callable[[str], None]
 ) -> Fetched | None:
-    """The file, where it is here and is what it should be."""
+    """The file at `target` where it is the wanted one; None where it is to be fetched."""
     if target.is_dir():
         raise ConfigError(f"{target} is a folder, where {remote.root} is to be: name another place")
     if not target.exists():
         return None
-    record, digest = _read_record(_beside(target, "fetched.json")), _digest(target)
-    ours = record.get("source") == _source(remote)
-    if digest == (sha256 or (record.get("sha256") if ours and record.get("version") == remote.version else None)):
-        return Fetched(target, target.stat().st_size, digest, 0)
-    if not (ours or force):
+    with Root.of(target).store_errors("read"), target.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    record = _read_record(target, "fetched.json")
+    is_ours, is_current = (record.get(key) == value for key, value in _origin(remote).items())
+    is_intact = actual == record.get("sha256")
+    if actual == sha256 or (sha256 is None and is_ours and is_current and is_intact):
+        return Fetched(target, target.stat().st_size, actual, 0)
+    if not (is_ours or force):
         raise ConfigError(
             f"{target} is there already and was not fetched from {remote.root}: name another place, or replace it by "
             "--force"
         )
-    if announce is not None:
-        same = record.get("version") == remote.version
-        why = "is not as it was fetched" if same and digest != record.get("sha256") else "is there in another version"
-        announce(f"{target} {why}: fetching it again")
+    state = "is not as it was fetched" if is_current and not is_intact else "is there in another version"
+    announce(f"{target} {state}: fetching it again")
     return None
 
 
-def _begun(remote: Remote, part: Path) -> BinaryIO | None:
-    """The part of the file that an earlier call fetched, opened at its beginning; None where the source has changed."""
-    record = _read_record(part.with_name(f"{part.name}.json"))
-    if not remote.ranges or record != {"source": _source(remote), "version": remote.version}:
-        return None
-    with contextlib.suppress(OSError):  # there is none, or a link
-        file = os.fdopen(open_own(part, os.O_RDWR), "r+b")
-        if os.fstat(file.fileno()).st_size <= (remote.size or 0):
-            return file
-        file.close()
-    return None
-
-
-def _source(remote: Remote) -> str:
-    """What identifies the source in records."""
-    return unsigned(remote.root.path) if remote.root.scheme in _WEB else remote.root.shown
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with Root.of(path).store_errors("read"), path.open("rb") as file:
-        _update(digest, file)
-    return str(digest.hexdigest())
-
-
-def _update(digest: Any, file: BinaryIO) -> None:
-    while block := file.read(_RANGE):
-        digest.update(block)
+def _bring(remote: Remote, target: Path, progress: Callable[[int], None], announce: Callable[[str], None]) -> Fetched:
+    """Completes the part of the file that lies beside `target`."""
+    part, digest, begun = _beside(target, "fetch"), hashlib.sha256(), 0
+    with contextlib.ExitStack() as stack:
+        earlier = None
+        if remote.ranges and _read_record(target, "fetch.json") == _origin(remote):
+            with contextlib.suppress(OSError):  # it is not there, or it is a link
+                earlier = stack.enter_context(os.fdopen(open_own(part, os.O_RDWR), "r+b"))
+        if earlier is not None and os.fstat(earlier.fileno()).st_size <= (remote.size or 0):
+            digest = hashlib.file_digest(earlier, "sha256")
+            begun = earlier.seek(0, os.SEEK_END)
+        _require_room(remote, target, begun)
+        file: BinaryIO = earlier if earlier is not None and begun else stack.enter_context(new_file(part))
+        _write_record(target, "fetch.json", _origin(remote))
+        if begun:
+            announce(f"continuing {target.name} after {size_text(begun)}")
+            progress(begun)
+        for block in _blocks(remote, begun):
+            file.write(block)
+            digest.update(block)
+            progress(len(block))
+        to_disk(file)
+        size = file.tell()
+    return Fetched(target, size, digest.hexdigest(), size - begun)
 
 
 def _require_room(remote: Remote, target: Path, begun: int) -> None:
@@ -301,102 +281,55 @@ def _require_room(remote: Remote, target: Path, begun: int) -> None:
         )
 
 
-# ---- what comes
-
-
-def _bring(
-    remote: Remote,
-    target: Path,
-    part: Path,
-    progress: Callable[[int], None] | None,
-    announce: Callable[[str], None] | None,
-) -> tuple[int, Any]:
-    """Fills `part`; returns its bytes of before, and the digest of all."""
-    digest, begun = hashlib.sha256(), 0
-    with contextlib.ExitStack() as held:
-        file = _begun(remote, part)
-        if file is not None:
-            held.enter_context(file)
-            _update(digest, file)
-            begun = file.tell()
-        _require_room(remote, target, begun)
-        if file is None:
-            file = held.enter_context(new_file(part))
-        _record(_beside(target, "fetch.json"), {"source": _source(remote), "version": remote.version})
-        if begun and announce is not None:
-            announce(f"going on with {target.name} after {size_text(begun)}")
-        if begun and progress is not None:
-            progress(begun)
-        for block in _blocks(remote, begun):
-            file.write(block)
-            digest.update(block)
-            if progress is not None:
-                progress(len(block))
-        to_disk(file)
-    return begun, digest
+def _require_intact(remote: Remote, fetched: Fetched, sha256: str | None) -> None:
+    """Refuse, and remove, a file that came while its source changed, or is not the one that was asked for."""
+    part, problem = _beside(fetched.path, "fetch"), None
+    if _version(_info(remote.root)) != remote.version:
+        part.unlink()
+        raise StoreError(f"{remote.root} changed while it was fetched: start again once it is complete")
+    if remote.size is not None and fetched.size != remote.size:
+        problem = f"its size ({fetched.size:,} bytes) must be that which its server reports ({remote.size:,})"
+    elif sha256 is not None and fetched.sha256 != sha256:
+        problem = f"its SHA-256 ({fetched.sha256}) must be that which was asked for ({sha256})"
+    if problem is not None:
+        part.unlink()
+        _beside(fetched.path, "fetch.json").unlink()
+        raise ConfigError(f"{remote.root}: {problem}: the file there is another one, or it was changed on its way")
 
 
 def _blocks(remote: Remote, begun: int) -> Iterator[bytes]:
-    """The bytes after the first `begun` ones, in order."""
+    """The bytes after the first `begun` ones, in order; where the server sends ranges, several are requested ahead."""
     if not remote.ranges:
-        yield from _stream(remote.root)
+        with remote.root.store_errors("read"), remote.root.fs.open(remote.root.path, "rb") as file:
+            while block := file.read(_RANGE):
+                yield block
         return
     assert remote.size is not None
-    starts = iter(range(begun, remote.size, _RANGE))
+    requested: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(_RANGES_AT_ONCE, thread_name_prefix="fetch") as threads:
-        coming: deque[Future[bytes]] = deque()
-        try:
-            for start in starts:
-                coming.append(threads.submit(_range, remote, start, min(start + _RANGE, remote.size)))
-                if len(coming) == _RANGES_AT_ONCE:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
-        finally:
-            for each in coming:
-                each.cancel()
+        for start in range(begun, remote.size, _RANGE):
+            requested.append(threads.submit(_range, remote, start, min(start + _RANGE, remote.size)))
+            if len(requested) == _RANGES_AT_ONCE:
+                yield requested.popleft().result()
+        while requested:
+            yield requested.popleft().result()
 
 
 def _range(remote: Remote, start: int, stop: int) -> bytes:
-    for attempt in range(1, _ATTEMPTS + 1):
+    """Bytes `start` to `stop`, requested again after a failure, with longer and longer pauses."""
+    attempt = 1
+    while True:
         try:
-            found = remote.root.read(start, stop)
-            if len(found) == stop - start:
-                return found
-            error = remote.root.failure(EOFError(f"{len(found):,} of {stop - start:,} bytes came"), "read")
+            block = remote.root.read(start, stop)
+            if len(block) == stop - start:
+                return block
+            error = remote.root.failure(EOFError(f"{len(block):,} of {stop - start:,} bytes came"), "read")
         except StoreError as failure:
             error = failure
         if error.missing or attempt == _ATTEMPTS:
             raise StoreError(f"{error}; from byte {start:,} on: start again, and it continues from there")
         time.sleep(2 ** (attempt - 1) / 4)
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _stream(root: Root) -> Iterator[bytes]:
-    with root.store_errors("read"), root.fs.open(root.path, "rb") as file:
-        while block := file.read(_RANGE):
-            yield block
-
-
-def _finish(remote: Remote, target: Path, part: Path, found: str, sha256: str | None, begun: int) -> Fetched:
-    size = part.stat().st_size
-    wrong = None
-    if remote.size is not None and size != remote.size:
-        wrong = f"its size ({size:,} bytes) must be that which its server reports ({remote.size:,})"
-    elif sha256 is not None and found != sha256:
-        wrong = f"its SHA-256 ({found}) must be that which was asked for ({sha256})"
-    record = part.with_name(f"{part.name}.json")
-    with Root.of(target).store_errors("written"):
-        if wrong is not None:
-            part.unlink()
-            record.unlink()
-            raise ConfigError(f"{remote.root}: {wrong}: the file there is another one, or it was changed on its way")
-        facts = {"source": _source(remote), "version": remote.version, "size": size, "sha256": found}
-        _record(_beside(target, "fetched.json"), facts)
-        part.replace(target)
-        record.unlink()
-    Root.of(target.parent).sync()
-    return Fetched(target, size, found, size - begun)
+        attempt += 1
 
 
 # ---- files beside
@@ -406,29 +339,38 @@ def _beside(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}")
 
 
-def _record(path: Path, facts: dict[str, Any]) -> None:
-    Root.of(path).write(json.dumps(facts, indent=2).encode() + b"\n")
+def _origin(remote: Remote) -> dict[str, str]:
+    """What records say of a file's origin."""
+    root = remote.root
+    return {"source": unsigned(root.path) if root.scheme in _WEB else root.shown, "version": remote.version}
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _write_record(target: Path, kind: str, facts: dict[str, Any]) -> None:
+    Root.of(_beside(target, kind)).write(json.dumps(facts, indent=2).encode() + b"\n")
+
+
+def _read_record(target: Path, kind: str) -> dict[str, Any]:
+    """A record; empty where there is none, or none that can be used."""
     try:
-        with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
-            found = json.loads(file.read())
+        with os.fdopen(open_own(_beside(target, kind), os.O_RDONLY), "rb") as file:
+            record = json.loads(file.read())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 @contextlib.contextmanager
-def _alone(target: Path, announce: Callable[[str], None] | None) -> Iterator[None]:
-    """Holds the only lock on `target`, where the file system supports locks."""
-    path = _beside(target, "lock")
+def _locked(target: Path, announce: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of `target`, where the file system supports locks."""
     with Root.of(target).store_errors("written"):
-        file = open_lock(path)
+        file = open_lock(_beside(target, "lock"))
     with file:
         with contextlib.suppress(NoLocksError):
             if not lock(file, wait=False):
-                if announce is not None:
-                    announce(f"waiting for another process that fetches {target.name}")
+                announce(f"waiting for another process that fetches {target.name}")
                 lock(file, wait=True)
         yield
+
+
+def _ignore(_: object) -> None:
+    pass

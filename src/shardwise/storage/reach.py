@@ -1,4 +1,4 @@
-"""Whether a place answers and can be written to, checked before work starts whose result is to go there."""
+"""Whether a place answers and can be written to, checked before the work whose result is to be written there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 from shardwise.storage.root import Root
 
 PATIENCE_SECONDS = 20.0
-"""Longest wait for the first answer of a remote place. Its client would retry for minutes, which only helps later."""
+"""Longest wait for the first answer of a remote place. Clients retry for minutes, which helps only after an answer."""
 
 _T = TypeVar("_T")
 

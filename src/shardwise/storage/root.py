@@ -1,10 +1,10 @@
-"""One place of a filesystem, local or remote: a file or a folder, and what can be done there.
+"""One place of a filesystem, local or remote: a file or a folder, and the operations on it.
 
-Everything goes through `fsspec`, so `runs/x/checkpoints` and `s3://bucket/x` take the same path through the code. On a
-local disk, a file is on the disk once it is closed, and renames are atomic. An object store has neither folders nor
-renames: there, the file that makes a group of files valid must be written last.
+`runs/x/checkpoints` and `s3://bucket/x` have the same operations, most of them by `fsspec`. On a local disk, a file is
+on the disk once it is closed, and renames are atomic. An object store has neither folders nor renames: there, the file
+that makes a group of files valid must be written last.
 
-Every failure becomes a `StoreError`, one sentence with the place, the reason and the way out.
+Every failure becomes a `StoreError`: one sentence with the place, the reason and what to do.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError, RunError
@@ -34,26 +33,18 @@ _LOCAL = ("file", "local")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
-"""Schemes where a folder is but a prefix of names."""
-_ADVICE = {
-    "s3": (
-        (
-            re.compile(r"bucket (does|is) not|NoSuchBucket|invalid bucket", re.IGNORECASE),
-            "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it",
-        ),
-        (
-            re.compile(r"endpoint|connect|answer", re.IGNORECASE),
-            "set AWS_ENDPOINT_URL to the address of a server that answers here",
-        ),
-        (
-            re.compile(r""),
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an account that may do this, and "
-            "AWS_ENDPOINT_URL to the address of a server that is not Amazon's",
-        ),
+"""Schemes where a folder is only a prefix of names."""
+_S3_ADVICE = {
+    r"(?i)bucket (does|is) not|NoSuchBucket|invalid bucket": (
+        "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it"
+    ),
+    r"(?i)endpoint|connect|answer": "set AWS_ENDPOINT_URL to the address of a server that answers here",
+    "": (
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to an account that may do this, and "
+        "AWS_ENDPOINT_URL to the address of a server that is not Amazon's"
     ),
 }
-"""Extra → (pattern, advice): the advice of the first pattern that fits the reason of a failure."""
-_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Pattern → advice: that of the first pattern that occurs in the reason of a failure."""
 
 
 class StoreError(RunError):
@@ -121,14 +112,10 @@ class Root:
         return _local_filesystem() if self._remote is None else self._remote
 
     def __truediv__(self, name: str) -> Root:
-        """The place called `name` below this one.
-
-        Raises:
-            StoreError: the name leads elsewhere.
-        """
+        """The place called `name` below this one; StoreError where the name leads elsewhere."""
         if problem := name_problem(name, nested=True):
             raise StoreError(f"{self} cannot be left: {problem}")
-        return Root(f"{self.path.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", self.scheme, self._remote)
+        return replace(self, path=f"{self.path.rstrip('/')}/{name}", shown=f"{self.shown.rstrip('/')}/{name}")
 
     def __str__(self) -> str:
         return self.shown
@@ -167,21 +154,17 @@ class Root:
             raise StoreError(f"{self} cannot be read: it is no file")
         return int(info["size"] or 0)
 
-    def modified(self) -> float | None:
-        """When a file was last written, in seconds since 1970; None where the store does not report it."""
-        info = self._info() or {}
-        when = info.get("mtime") or info.get("LastModified") or info.get("created")
-        return when if isinstance(when, float | int | None) else float(when.timestamp())
-
     def names(self) -> list[str]:
         """Names of the files and folders in a folder, sorted; empty where there is no folder."""
         with self.store_errors("read"):
             try:
-                found = list(self.local().iterdir()) if self.is_local else self.fs.ls(self.path, detail=False)
+                if self.is_local:
+                    return sorted(path.name for path in self.local().iterdir())
+                paths = {path.rstrip("/") for path in self.fs.ls(self.path, detail=False)}
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        own = self.path.rstrip("/")
-        names = {str(each).rstrip("/").rpartition("/")[2] for each in found if str(each).rstrip("/") != own}
+        # An object store also lists the marker of the folder itself, and names that are no names on a disk.
+        names = {path.rpartition("/")[2] for path in paths - {self.path.rstrip("/")}}
         return sorted(names - {"", ".", ".."})
 
     def files(self) -> dict[str, int]:
@@ -189,9 +172,9 @@ class Root:
         with self.store_errors("read"):
             if self.is_local:
                 return dict(sorted(_local_files(self.local())))
-            found: dict[str, Any] = self.fs.find(self.path, detail=True)
+            infos: dict[str, Any] = self.fs.find(self.path, detail=True)
         prefix = self.path.rstrip("/") + "/"
-        inside = {path.removeprefix(prefix): info for path, info in found.items() if path.startswith(prefix)}
+        inside = {path.removeprefix(prefix): info for path, info in infos.items() if path.startswith(prefix)}
         return {path: int(info["size"] or 0) for path, info in sorted(inside.items()) if path}
 
     # ---- reading and writing
@@ -209,15 +192,14 @@ class Root:
 
     def write(self, data: bytes) -> None:
         """Replaces the file: a reader or a crash sees the old one or the new one, never a part."""
-        if not self.is_local:
-            with self.store_errors("written", len(data)):
-                self.fs.pipe_file(self.path, data)
-            return
         with self.store_errors("written", len(data)):
-            write_atomic(self.local(), data)
+            if self.is_local:
+                write_atomic(self.local(), data)
+            else:
+                self.fs.pipe_file(self.path, data)
 
     def make(self) -> None:
-        """The folder and those above it; an object store has none."""
+        """Makes the folder and those above it, where the filesystem has folders."""
         if self.scheme not in _OBJECT_STORES:
             with self.store_errors("made"):
                 if self.is_local:
@@ -234,7 +216,7 @@ class Root:
             if self.is_local and other.is_local:
                 self.local().rename(other.path)
             elif self.scheme in _OBJECT_STORES:
-                # One by one: `mv` would take * and [ in a name for patterns.
+                # One by one: `mv` and `rm` would take * and [ in a name for patterns.
                 for name in sorted(self.files() or [""], key=lambda name: name == last):
                     self.fs.cp_file(f"{self.path}/{name}".rstrip("/"), f"{other.path}/{name}".rstrip("/"))
                 if last is not None:
@@ -244,28 +226,28 @@ class Root:
                 self.fs.mv(self.path, other.path, recursive=self.is_folder())
 
     def remove(self) -> None:
-        """A file, or a folder with all below; nothing where there is nothing. Links are removed, not followed."""
+        """Removes a file, or a folder and all that it holds, if it exists. A link is removed, not what it leads to."""
         with self.store_errors("removed"), contextlib.suppress(FileNotFoundError):
             if self.is_local:
                 path = self.local()
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
-                elif os.path.lexists(path):  # a disk that is read-only says so even of what is not there
+                elif os.path.lexists(path):  # a read-only disk refuses to remove even a file that does not exist
                     path.unlink()
             elif self.scheme in _OBJECT_STORES:
-                for each in self.fs.find(self.path):  # one by one: `rm` would take * and [ in a name for patterns
-                    self.fs.rm_file(each)
+                for path_of_file in self.fs.find(self.path):  # one by one, for the same reason as in `rename`
+                    self.fs.rm_file(path_of_file)
             else:
                 self.fs.rm(self.path, recursive=True)
 
     def sync(self) -> None:
-        """Wait until a local folder's names are on the disk."""
+        """Waits until the names in a local folder are on the disk."""
         if self.is_local:
             with self.store_errors("written"):
                 sync_folder(self.local())
 
     def free_bytes(self) -> int | None:
-        """Of the disk under this place, which need not exist yet; None on an object store."""
+        """Free space of the disk under this place, which need not exist yet; None on another machine."""
         if not self.is_local:
             return None
         with self.store_errors("read"):
@@ -273,15 +255,13 @@ class Root:
 
     # ---- inside
 
-    def _sibling(self, name: str) -> Root:
-        parent = self.path.rpartition("/")[0]
-        return Root(f"{parent}/{name}", self.shown, self.scheme, self._remote)
-
     def _info(self) -> dict[str, Any] | None:
         with self.store_errors("read"):
             try:
                 if self.is_local:
-                    return _local_info(self.local().stat())
+                    status = self.local().stat()
+                    types = {stat.S_IFDIR: "directory", stat.S_IFREG: "file"}
+                    return {"type": types.get(stat.S_IFMT(status.st_mode), "other"), "size": status.st_size}
                 info: dict[str, Any] = self.fs.info(self.path)
                 return info
             except (FileNotFoundError, NotADirectoryError):
@@ -289,7 +269,7 @@ class Root:
 
     @contextlib.contextmanager
     def store_errors(self, verb: str, needed: int | None = None) -> Iterator[None]:
-        """Whatever the filesystem raises inside becomes a StoreError.
+        """Turns whatever the filesystem raises inside into a StoreError.
 
         Args:
             verb: what is done with this place, such as `read`.
@@ -297,20 +277,16 @@ class Root:
         """
         try:
             yield
-        except RunError:
-            raise
-        except OSError as error:
-            raise self.failure(error, verb, needed) from None
         except Exception as error:
-            # A client has exceptions of its own (botocore, aiohttp, google): whatever it is, the user reads a sentence.
-            if self.is_local:
+            # A client of a remote place has exceptions of its own (botocore, aiohttp, google).
+            if isinstance(error, RunError) or (self.is_local and not isinstance(error, OSError)):
                 raise
             raise self.failure(error, verb, needed) from None
 
-    def failure(self, error: Exception, verb: str, needed: int | None = None) -> StoreError:
+    def failure(self, error: BaseException, verb: str, needed: int | None = None) -> StoreError:
         """The StoreError for what a filesystem raised, with advice; `verb`: what could not be done with this place."""
         number = error.errno if isinstance(error, OSError) else None
-        if number in _OUT_OF_SPACE:
+        if number in (errno.ENOSPC, errno.EDQUOT):
             free = None
             with contextlib.suppress(StoreError):
                 free = self.free_bytes()
@@ -323,16 +299,14 @@ class Root:
             return StoreError(f"{self} cannot be {verb}: there is no such file or folder", missing=True)
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         reason = redacted(" ".join(reason.split())).rstrip(".")
-        advice = [text for fits, text in _ADVICE.get(_EXTRAS.get(self.scheme, self.scheme), ()) if fits.search(reason)]
-        text = "; ".join([f"{self} cannot be {verb}: {reason}", *advice[:1]])
+        text = f"{self} cannot be {verb}: {reason}"
+        if _EXTRAS.get(self.scheme) == "s3":
+            text += "; " + next(advice for pattern, advice in _S3_ADVICE.items() if re.search(pattern, reason))
         return StoreError(text, missing=isinstance(error, FileNotFoundError))
 
 
 class Writing:
-    """A file that is being written. A local one is on the disk once it is closed.
-
-    As a context it closes when all went well, and leaves nothing behind when not.
-    """
+    """A file that is being written, to be closed or, after a failure, abandoned. A closed local file is on the disk."""
 
     def __init__(self, root: Root, size: int | None = None) -> None:
         self._root, self._size = root, size
@@ -358,33 +332,18 @@ class Writing:
             self._file.close()
 
     def abandon(self) -> None:
-        """Remove what was written. Failures on the way are dropped: the error that led here is the one to report."""
+        """Removes what was written. Failures on the way are ignored: the user is to read the error that led here."""
         with contextlib.suppress(Exception):
             if self._behind is not None:
                 with contextlib.suppress(OSError):
                     self._behind.finish()
             if hasattr(self._file, "discard") and not self._root.is_local:
-                self._file.discard()  # the parts that an object store has already
+                self._file.discard()  # removes the parts that an object store has received
                 self._file.closed = True
             else:
                 self._file.close()
         with contextlib.suppress(StoreError):
             self._root.remove()
-
-    def __enter__(self) -> Writing:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-            return
-        try:
-            self.close()
-        except BaseException:
-            self.abandon()
-            raise
 
 
 @functools.cache
@@ -392,11 +351,6 @@ def _local_filesystem() -> Any:
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
     return LocalFileSystem()
-
-
-def _local_info(found: os.stat_result) -> dict[str, Any]:
-    kind = "directory" if stat.S_ISDIR(found.st_mode) else "file" if stat.S_ISREG(found.st_mode) else "other"
-    return {"type": kind, "size": found.st_size, "mtime": found.st_mtime}
 
 
 def _local_files(folder: Path) -> Iterator[tuple[str, int]]:

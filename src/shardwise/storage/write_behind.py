@@ -11,8 +11,8 @@ WINDOW_BYTES = 32 * 2**20
 class WriteBehind:
     """Syncs a growing file window by window, so that at most two windows of 32 MiB are in the page cache.
 
-    A file that is only synced at its end fills the page cache. That displaces pages that others will read again. On a
-    virtual machine whose host provides memory at first use, a fresh page also costs more time than the disk: a
+    A file that is synced only at its end fills the page cache, and displaces pages that other programs will read again.
+    On a virtual machine whose host provides memory at first use, a new page also takes more time than the disk: a
     checkpoint then takes three times as long (`benchmarks/checkpoint.py`).
 
     Args:
@@ -22,7 +22,7 @@ class WriteBehind:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._start = self._end = 0
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "write-behind")
         self._pending: Future[None] | None = None
 
     def wrote(self, count: int) -> None:
@@ -36,18 +36,13 @@ class WriteBehind:
         if length < WINDOW_BYTES:
             return
         self._wait()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "write-behind")
         self._pending = self._thread.submit(_let_go, self._descriptor, self._start, length)
         self._start = self._end
 
     def finish(self) -> None:
         """Wait until the last window is synced; raises as `wrote`."""
-        try:
+        with self._thread:
             self._wait()
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None

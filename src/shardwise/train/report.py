@@ -310,14 +310,7 @@ class Reporter:
 
     def _facts(self) -> dict[str, Any]:
         """What the first record of a run and its results both have."""
-        layout = {
-            "ranks": self.layout.world,
-            "tensor": self.layout.tensor,
-            "sequence": self.layout.sequence,
-            "pipeline": self.layout.pipeline,
-            "data": self.layout.data,
-            "zero": self.config.optimizer.zero,
-        }
+        layout = {**self.layout.facts(), "zero": self.config.optimizer.zero}
         precision = asdict(self.precision)
         return {"parameters": self.parameters, "layout": layout, "device": self.device_name, "precision": precision}
 

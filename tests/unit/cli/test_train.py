@@ -193,7 +193,8 @@ def test_a_finished_run_says_so(
     assert main(["train", "llama2-tiny", "--run-dir", "old"]) == 0
     out, err = capsys.readouterr()
     assert out == (
-        f"the run in {run} is finished: 20 of 20 steps, results in {run}/results.json; to go on, raise train.steps\n"
+        f"the run in {run} is finished: 20 of 20 steps, results in {run}/results.json; to continue it, "
+        "raise train.steps\n"
     )
     assert not err
     assert not started

@@ -13,14 +13,14 @@ def test_the_first_report_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     path = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(path))
     assert read_failure(path) is None
-    assert report_failure(3, "the cause: α", 2)
-    assert report_failure(0, "a consequence")
+    assert report_failure(Failure(3, "the cause: α", 2))
+    assert report_failure(Failure(0, "a consequence", 1))
     assert read_failure(path) == Failure(3, "the cause: α", 2)
 
 
 def test_without_a_launcher_nobody_else_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ERROR_FILE, raising=False)
-    assert not report_failure(0, "text")
+    assert not report_failure(Failure(0, "text", 1))
 
 
 def test_a_report_that_was_cut_off_is_none(tmp_path: Path) -> None:
@@ -63,4 +63,5 @@ def test_the_log_is_named_where_there_is_one(tmp_path: Path) -> None:
 
 def test_signal_names() -> None:
     assert signal_name(15) == "SIGTERM"
+    assert signal_name(2) == "Ctrl-C (SIGINT)"
     assert signal_name(35) == "signal 35"

@@ -21,7 +21,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from shardwise.launch import guard
-from shardwise.launch.failure import report_failure
+from shardwise.launch.failure import Failure, report_failure
 guard.die_with_parent()
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
 (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -71,12 +71,13 @@ def pids(folder: Path) -> list[int]:
 
 def test_ranks_know_their_places_and_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("EXTRA", "yes")
     body = """
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")
 (folder / f"out-{rank}").write_text(" ".join(os.environ[name] for name in names))
 assert os.environ["MASTER_ADDR"] and os.environ["MASTER_PORT"]
 """
-    launch(command(tmp_path, body), 2, tmp_path, variables={"EXTRA": "yes"})
+    launch(command(tmp_path, body), 2, tmp_path)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [(tmp_path / f"out-{rank}").read_text() for rank in (0, 1)] == [
         f"{rank} {rank} 2 {threads} yes" for rank in (0, 1)
@@ -87,11 +88,11 @@ assert os.environ["MASTER_ADDR"] and os.environ["MASTER_PORT"]
 def test_the_first_error_is_shown_and_ends_the_others(tmp_path: Path) -> None:
     body = f"""
 if rank == 1:
-    report_failure(1, "rank 1: the cause", 2)
+    report_failure(Failure(1, "rank 1: the cause", 2))
     (folder / "failed").write_text(str(time.time()))
     sys.exit(2)
 while not (folder / "failed").exists(): time.sleep(0.02)
-report_failure(0, "rank 0: a consequence")
+report_failure(Failure(0, "rank 0: a consequence", 1))
 {HANG}
 """
     assert failure(tmp_path, command(tmp_path, body)) == "2: rank 1: the cause\n"
@@ -106,7 +107,7 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while not (folder / "pid-1").exists(): time.sleep(0.02)
 time.sleep(0.05)
-report_failure(0, "connection closed by peer")
+report_failure(Failure(0, "connection closed by peer", 1))
 sys.exit(1)
 """
     log = tmp_path / "logs" / "rank-0001.log"
@@ -122,7 +123,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 while len(list(folder.glob("ready-*"))) < 2: time.sleep(0.02)
 if rank == 0:
     (folder / "failed").write_text(str(time.time()))
-    report_failure(0, "rank 0: the cause")
+    report_failure(Failure(0, "rank 0: the cause", 1))
     sys.exit(1)
 {HANG}
 """
@@ -213,7 +214,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path: Path) -> None:
 def test_a_save_that_fails_is_a_failure_and_ends_soon(tmp_path: Path) -> None:
     ending = f"""
 if rank == 1:
-    report_failure(1, "the checkpoint could not be written")
+    report_failure(Failure(1, "the checkpoint could not be written", 1))
     os._exit(1)
 {HANG}
 """

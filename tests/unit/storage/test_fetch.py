@@ -65,7 +65,7 @@ def test_what_was_broken_off_goes_on(server: Server, tmp_path: Path) -> None:
     assert target.read_bytes() == CONTENT
     assert min(server.gets) == 6 * RANGE, "what had come is fetched again"
     assert found.came == len(CONTENT) - 6 * RANGE
-    assert told == ["going on with data.bin after 1.5 MiB"]
+    assert told == ["continuing data.bin after 1.5 MiB"]
 
 
 def test_a_few_failures_are_no_failure(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

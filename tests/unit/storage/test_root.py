@@ -30,9 +30,10 @@ def test_a_folder_and_its_files(root: Root) -> None:
     assert root.is_folder()
     (root / "b").write(b"hello")
     (root / "a").make()
-    with (root / "a/c").open(3) as file:
-        file.write(b"wor")
-        file.write(memoryview(bytearray(b"ld")))
+    file = (root / "a/c").open(3)
+    file.write(b"wor")
+    file.write(memoryview(bytearray(b"ld")))
+    file.close()
     assert root.names() == ["a", "b"]
     assert root.files() == {"a/c": 5, "b": 5}
     assert (root / "b").read() == b"hello"
@@ -64,14 +65,9 @@ def test_renames_and_removals(root: Root) -> None:
 
 def test_what_failed_leaves_nothing_behind(root: Root) -> None:
     root.make()
-
-    def fail() -> None:
-        with (root / "a").open() as file:
-            file.write(b"part")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
+    file = (root / "a").open()
+    file.write(b"part")
+    file.abandon()
     assert root.names() == []
 
 
@@ -127,8 +123,11 @@ def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError) as caught, (Root.of(tmp_path) / "a").open(3 * 2**20) as file:
-        file.write(b"x")
+    file = (Root.of(tmp_path) / "a").open(3 * 2**20)
+    file.write(b"x")
+    with pytest.raises(StoreError) as caught:
+        file.close()
+    file.abandon()
     assert caught.value.out_of_space
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}/a cannot be written: the disk is full; it needs 3.0 MiB (3,145,728 bytes)")
@@ -141,9 +140,10 @@ def test_a_long_file_reaches_the_disk_window_by_window(tmp_path: Path, monkeypat
     monkeypatch.setattr(behind, "WINDOW_BYTES", 1000)
     monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, __: gone.append((start, length)), raising=False)
     data = bytes(range(256)) * 10
-    with (Root.of(tmp_path) / "a").open() as file:
-        for start in range(0, len(data), 300):
-            file.write(data[start : start + 300])
+    file = (Root.of(tmp_path) / "a").open()
+    for start in range(0, len(data), 300):
+        file.write(data[start : start + 300])
+    file.close()
     assert (tmp_path / "a").read_bytes() == data
     assert gone == [(0, 1200), (1200, 1200)]
 
@@ -210,8 +210,9 @@ def test_what_is_complete_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
     """A file with all of its bytes once it is closed, a folder's names once it is synced."""
     flushed: dict[int, int] = {}
     monkeypatch.setattr(os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
-    with (Root.of(tmp_path) / "a").open() as file:
-        file.write(b"abc")
+    file = (Root.of(tmp_path) / "a").open()
+    file.write(b"abc")
+    file.close()
     assert flushed == {(tmp_path / "a").stat().st_ino: 3}
     Root.of(tmp_path).sync()
     assert tmp_path.stat().st_ino in flushed

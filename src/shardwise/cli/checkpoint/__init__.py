@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import keyword
+
+from shardwise.checkpoint_format.places import LATEST
 
 ACTIONS = {
     "inspect": "show what a checkpoint holds, or list a run's checkpoints",
@@ -14,24 +14,16 @@ ACTIONS = {
     "prune": "remove old checkpoints of a run",
     "diff": "compare two checkpoints or Hugging Face folders, tensor by tensor",
 }
-"""Each has a module of its name in this package, with an underscore behind a name that Python keeps for itself."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(required=True, title="actions")
-    for name, summary in ACTIONS.items():
-        module = importlib.import_module(f"{__name__}.{name}{'_' * keyword.iskeyword(name)}")
-        action = actions.add_parser(
-            name,
-            help=summary,
-            description=module.__doc__,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.configure(action)
-        action.set_defaults(call=module.run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    code: int = arguments.call(arguments)
-    return code
+def add_path(parser: argparse.ArgumentParser, name: str = "PATH") -> None:
+    """Add the argument for a checkpoint (of PATH alone) or a place of checkpoints."""
+    kinds = "a run's folder, or a folder of checkpoints"
+    parser.add_argument(
+        "path",
+        metavar=name,
+        nargs="?",
+        default=LATEST,
+        help=f"{'a checkpoint, ' if name == 'PATH' else ''}{kinds}; a path, or a URL such as s3://bucket/run "
+        f"(default: {LATEST})",
+    )

@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from shardwise.cli import output, text
-from shardwise.cli.checkpoint import places
+from shardwise.checkpoint_format.places import newest_intact
+from shardwise.cli import output
 from shardwise.errors import ConfigError
+from shardwise.units import counted
 
 if TYPE_CHECKING:
     from shardwise.checkpoint_format.diff import Difference, TensorDifference
-    from shardwise.storage.root import Root
 
 _MOST = 20
 
@@ -37,63 +37,60 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.storage.root import StoreError
 
     try:
-        a, b = (places.newest_intact(each, text.progress).root for each in (arguments.a, arguments.b))
-        with text.bar("comparing", sum(a.files().values())) as progress:
-            found = diff(a, b, progress)
+        a, b = (newest_intact(location, output.progress).root for location in (arguments.a, arguments.b))
+        with output.bar("comparing", sum(a.files().values())) as progress:
+            difference = diff(a, b, progress)
     except StoreError as error:
         raise ConfigError(str(error)) from None  # exit code 1 would say that they differ
     if arguments.json:
-        from shardwise.runlog import json_text
-
-        output.line(json_text({"a": str(a), "b": str(b), "equal": found.equal, **asdict(found)}, indent=2))
-    else:
-        _tell(a, b, found, None if arguments.all else _MOST)
-    return 0 if found.equal else 1
-
-
-def _tell(a: Root, b: Root, found: Difference, most: int | None) -> None:
-    text.rows([("A", str(a)), ("B", str(b))])
-    text.line()
-    keys = text.of(len(found.config), "key")
-    text.line(f"configuration: {keys} with other values" if found.config else "configuration: equal")
-    if found.config:
-        text.table(["key", "A", "B"], [[key, _value(x), _value(y)] for key, x, y in found.config], indent=2)
-    compared = [(each.state, each.name) for each in found.tensors]
-    odd = [(state, name) for state, name, _, _ in found.shapes]
-    for state in dict.fromkeys(state for state, _ in (*compared, *odd, *found.only_a, *found.only_b)):
-        _tell_state(state, found, most)
-    text.line()
-    text.line("equal: the same tensors to the bit" if found.equal else "different")
+        output.json({"a": str(a), "b": str(b), "equal": difference.equal, **asdict(difference)})
+        return 0 if difference.equal else 1
+    output.table([("A", str(a)), ("B", str(b))])
+    output.line()
+    _show(difference, None if arguments.all else _MOST)
+    output.line()
+    output.line("equal: the same tensors to the bit" if difference.equal else "different")
+    return 0 if difference.equal else 1
 
 
-def _tell_state(state: str, found: Difference, most: int | None) -> None:
-    tensors = [each for each in found.tensors if each.state == state]
-    changed = [each for each in tensors if not each.equal]
-    lines = [f"{name} is {list(x)} in A and {list(y)} in B" for each, name, x, y in found.shapes if each == state]
-    lines += [f"{name} is only in A" for each, name in found.only_a if each == state]
-    lines += [f"{name} is only in B" for each, name in found.only_b if each == state]
-    text.line(f"{state}: {len(tensors) - len(changed):,} of {text.of(len(tensors) + len(lines), 'tensor')} equal")
-    for each in lines[:most]:
-        text.line(f"  {each}")
-    _tell_more(len(lines), most)
-    if changed:
-        body = [_row(each) for each in changed[:most]]
-        text.table(["tensor", "shape", "dtype", "max |B − A|", "‖B − A‖ / ‖A‖"], body, right=(3, 4), indent=2)
-        _tell_more(len(changed), most)
-
-
-def _tell_more(number: int, most: int | None) -> None:
-    if most is not None and number > most:
-        text.line(f"  and {number - most:,} more: --all lists them")
-
-
-def _row(each: TensorDifference) -> list[str]:
-    a, b = each.dtypes
-    values = ("" if value is None else f"{value:.3g}" for value in (each.largest, each.relative))
-    return [each.name, str(list(each.shape)), a if a == b else f"{a} / {b}", *values]
-
-
-def _value(value: Any) -> str:
+def _show(difference: Difference, most: int | None) -> None:
     from shardwise.checkpoint_format.diff import ABSENT
 
-    return ABSENT if value is ABSENT else json.dumps(value)
+    keys = [
+        [key, *(ABSENT if value is ABSENT else json.dumps(value) for value in values)]
+        for key, *values in difference.config
+    ]
+    output.line(f"configuration: {counted(len(keys), 'key')} with other values" if keys else "configuration: equal")
+    if keys:
+        output.table(keys, ["key", "A", "B"], indent=2)
+    unmatched = [(state, f"{name} is {list(a)} in A and {list(b)} in B") for state, name, a, b in difference.shapes]
+    unmatched += [(state, f"{name} is only in A") for state, name in difference.only_a]
+    unmatched += [(state, f"{name} is only in B") for state, name in difference.only_b]
+    for state in dict.fromkeys([*(tensor.state for tensor in difference.tensors), *(state for state, _ in unmatched)]):
+        tensors = [tensor for tensor in difference.tensors if tensor.state == state]
+        _show_state(state, tensors, [line for of, line in unmatched if of == state], most)
+
+
+def _show_state(state: str, tensors: list[TensorDifference], unmatched: list[str], most: int | None) -> None:
+    """Show one state's tensors: those that both have, and a line for each that A and B do not share."""
+    changed = [tensor for tensor in tensors if not tensor.equal]
+    total = counted(len(tensors) + len(unmatched), "tensor")
+    output.line(f"{state}: {len(tensors) - len(changed):,} of {total} equal")
+    for line in unmatched[:most]:
+        output.line(f"  {line}")
+    _show_rest(len(unmatched), most)
+    if changed:
+        head = ["tensor", "shape", "dtype", "max |B − A|", "‖B − A‖ / ‖A‖"]
+        output.table([_row(tensor) for tensor in changed[:most]], head, right=(3, 4), indent=2)
+        _show_rest(len(changed), most)
+
+
+def _show_rest(number: int, most: int | None) -> None:
+    if most is not None and number > most:
+        output.line(f"  and {number - most:,} more: --all lists them")
+
+
+def _row(tensor: TensorDifference) -> list[str]:
+    a, b = tensor.dtypes
+    values = ("" if value is None else f"{value:.3g}" for value in (tensor.largest, tensor.relative))
+    return [tensor.name, str(list(tensor.shape)), a if a == b else f"{a} / {b}", *values]

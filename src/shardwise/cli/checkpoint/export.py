@@ -10,10 +10,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli import text
-from shardwise.cli.checkpoint import places
+from shardwise.checkpoint_format.places import newest_intact, reached
+from shardwise.cli import output
 from shardwise.errors import ConfigError
-from shardwise.units import parse_size, size
+from shardwise.units import counted, parse_size, size
 
 if TYPE_CHECKING:
     from shardwise.storage.root import Root
@@ -48,17 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.checkpoint_format.to_hugging_face import Export
 
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    export = Export(places.newest_intact(arguments.checkpoint, text.progress).root, arguments.dtype)
+    export = Export(newest_intact(arguments.checkpoint, output.progress).root, arguments.dtype)
     parent, name = split(arguments.dest)
-    with text.bar(f"exporting to {name}", export.nbytes) as progress:
+    with output.bar(f"exporting to {name}", export.nbytes) as progress:
         done = export.write(parent, name, max_shard_bytes, progress)
     formats = " and ".join(sorted(done.dtypes))
     source = {0: "", done.tensors: ", from the float32 masters"}.get(
         done.masters, f", {done.masters:,} of them from the float32 masters"
     )
-    text.line(
-        f"{done.folder}: step {done.step:,}, {text.of(done.tensors, 'tensor')} in {formats}{source}; "
-        f"{text.of(done.files, 'file')}, {size(done.nbytes)} of weights"
+    output.line(
+        f"{done.folder}: step {done.step:,}, {counted(done.tensors, 'tensor')} in {formats}{source}; "
+        f"{counted(done.files, 'file')}, {size(done.nbytes)} of weights"
     )
     return 0
 
@@ -78,4 +78,4 @@ def split(location: str) -> tuple[Root, str]:
     else:
         path = Path(location).expanduser().absolute()
         parent, name = str(path.parent), path.name
-    return places.reached(parent), name
+    return reached(parent), name

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli import output, text
-from shardwise.cli.checkpoint import places
+from shardwise import hub
+from shardwise.checkpoint_format.places import reached
+from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
-from shardwise.errors import ConfigError
-from shardwise.units import count, size
+from shardwise.errors import ConfigError, keys_renamed
+from shardwise.units import count, counted, size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.importing import ForeignModel
-    from shardwise.storage.root import Root
 
 _HUB, _MEGATRON, _NEURONX = "hugging-face", "megatron", "neuronx-distributed"
 _OPTIONS = {
@@ -66,18 +66,20 @@ def run(arguments: argparse.Namespace) -> int:
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     from shardwise.checkpoint.importing import write_checkpoint
 
-    root = _checkpoints(arguments.dest)
+    root = reached(arguments.dest if "://" in arguments.dest else Path(arguments.dest).expanduser())
+    if (root / "checkpoints").is_folder():
+        root = root / "checkpoints"  # DEST is a run's folder
     opened = _open(arguments)
     for note in opened.notes:
-        text.progress(f"note: {note}")
-    with text.bar("importing", opened.nbytes) as progress:
+        output.progress(f"note: {note}")
+    with output.bar("importing", opened.nbytes) as progress:
         done = write_checkpoint(opened, root, max_shard_bytes, progress)
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
-    text.line(
+    output.line(
         f"{done.folder}: {opened.config.family}, {count(opened.parameters)} parameters in {opened.dtype}{cut}; "
-        f"{text.of(done.files, 'file')}, {size(done.bytes)}"
+        f"{counted(done.files, 'file')}, {size(done.bytes)}"
     )
-    text.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
+    output.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
     return 0
 
 
@@ -97,17 +99,16 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _checkpoints(dest: str) -> Root:
-    """Where a run has its checkpoints, or the folder itself."""
-    root = places.reached(dest if "://" in dest else Path(dest).expanduser())
-    return root / "checkpoints" if (root / "checkpoints").is_folder() else root
-
-
 def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint import importing
+    from shardwise.storage.root import Root
 
     if arguments.kind == _HUB:
-        return importing.open_hugging_face(_hugging_face(arguments.source, arguments.revision))
+        if hub.is_url(arguments.source):
+            return importing.open_hugging_face(reached(arguments.source))
+        with keys_renamed({"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision"}):
+            folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
+        return importing.open_hugging_face(Root.of(folder))
     source = Path(arguments.source).expanduser()
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
     if arguments.kind == _MEGATRON:
@@ -121,36 +122,15 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     return replace(opened, beside=files, tokens=tokens) if files else opened
 
 
-def _hugging_face(source: str, revision: str | None) -> Root:
-    from shardwise import hub
-    from shardwise.storage.root import Root
-
-    if hub.is_url(source):
-        return places.reached(source)
-    try:
-        return Root.of(hub.resolve(source, revision, announce=output.progress))
-    except ConfigError as error:
-        named = [
-            each.replace("checkpoint.load", "SOURCE").replace("checkpoint.revision", "--revision")
-            for each in error.problems
-        ]
-        raise ConfigError(named) from error
-
-
 def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str, int | None]]:
-    """The size of its vocabulary, its files, and the ids that `config.json` names."""
+    """The size of a tokenizer's vocabulary, its files, and the ids that `config.json` names."""
     if path is None:
         return None, {}, {}
-    from shardwise import hub
     from shardwise.data import Tokenizer, special_token_ids
     from shardwise.data.tokens.tokenizer import export_user_tokenizer
 
-    try:
+    with keys_renamed({"data.tokenizer": "--tokenizer"}), tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer.load(hub.resolve_tokenizer(path, announce=output.progress))
-        with tempfile.TemporaryDirectory() as folder:
-            export_user_tokenizer(path, tokenizer, Path(folder))
-            files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
-            tokens = special_token_ids(Path(folder))
-    except ConfigError as error:
-        raise ConfigError([each.replace("data.tokenizer", "--tokenizer") for each in error.problems]) from error
-    return tokenizer.vocab_size, files, tokens
+        export_user_tokenizer(path, tokenizer, Path(folder))
+        files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+        return tokenizer.vocab_size, files, special_token_ids(Path(folder))

@@ -8,93 +8,97 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import output, text
-from shardwise.cli.checkpoint import places
+from shardwise.checkpoint_format.places import all_of, locate
+from shardwise.cli import output
+from shardwise.cli.checkpoint import add_path
 from shardwise.errors import ConfigError
-from shardwise.units import count, size
+from shardwise.units import count, counted, duration, size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint_format.folders import Found
-    from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
+    from shardwise.checkpoint_format.manifest import Manifest
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    places.add_path(parser)
+    add_path(parser)
     parser.add_argument("--tensors", action="store_true", help="also list the tensors of the checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object, of several checkpoints a list")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    place = places.locate(arguments.path)
-    found = places.all_of(place)
+    from shardwise.checkpoint_format.folders import abandoned
+
+    place = locate(arguments.path)
+    found = all_of(place)
     if arguments.tensors and not place.single:
         raise ConfigError(f"--tensors needs one checkpoint, and {place.root} is a folder of them: name one in it")
     if arguments.json:
-        from shardwise.runlog import json_text
-
         described = [_described(each, arguments.tensors) for each in found]
-        output.line(json_text(described[0] if place.single else described, indent=2))
-    elif not place.single:
-        _list(place, found)
-    else:
+        output.json(described[0] if place.single else described)
+    elif place.single:
         _show(found[0], arguments.tensors)
+    else:
+        output.line(f"{place.root}: {counted(len(found), 'checkpoint')}")
+        if found:
+            rows = [[f"{each.step:,}", size(each.bytes), _age(each), each.problem or "complete"] for each in found]
+            output.table(rows, ["step", "size", "age", "state"], right=(0, 1, 2))
+        if aside := abandoned(place.root):
+            output.line(f"set aside: {', '.join(folder.name for folder in aside)}")
     return 0
 
 
-def _list(place: places.Place, found: list[Found]) -> None:
-    from shardwise.checkpoint_format.folders import abandoned
-
-    text.line(f"{place.root}: {text.of(len(found), 'checkpoint')}")
-    if found:
-        body = [[f"{each.step:,}", size(each.bytes), text.age(each), each.problem or "complete"] for each in found]
-        text.table(["step", "size", "age", "state"], body, right=(0, 1, 2))
-    if aside := abandoned(place.root):
-        text.line(f"set aside: {', '.join(each.name for each in aside)}")
+def _age(found: Found) -> str:
+    """How long ago a checkpoint was made; empty where its manifest does not tell."""
+    try:
+        created = datetime.fromisoformat(found.manifest.created) if found.manifest is not None else None
+        return "" if created is None else duration(max((datetime.now(UTC) - created).total_seconds(), 0.0))
+    except (ValueError, TypeError):
+        return ""
 
 
 def _show(found: Found, tensors: bool) -> None:
+    from shardwise.checkpoint_format.tensors import ordered_names
+
     manifest = found.manifest
     if manifest is None:
         raise ConfigError(str(found.problem))
-    written = f"{manifest.created} ({text.age(found)} ago)" if text.age(found) else manifest.created
+    age = _age(found)
+    train, states = manifest.config.get("train"), _states(manifest)
+    planned = train.get("steps") if isinstance(train, dict) else None
     versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()) if version)
-    text.rows(
+    output.table(
         [
-            ("checkpoint", f"{found.folder}: {size(found.bytes)} in {text.of(len(manifest.files), 'file')}"),
+            ("checkpoint", f"{found.folder}: {size(found.bytes)} in {counted(len(manifest.files), 'file')}"),
             ("state", found.problem or "complete (`shardwise checkpoint verify` reads the checksums)"),
-            ("written", written),
+            ("written", f"{manifest.created} ({age} ago)" if age else manifest.created),
             ("versions", versions),
-            ("step", _step(manifest)),
+            ("step", f"{manifest.step:,} of {planned:,}" if isinstance(planned, int) else f"{manifest.step:,}"),
             ("samples", f"{manifest.samples:,}; next of the data is sample {manifest.position:,}"),
             ("tokens", f"{manifest.tokens:,}"),
             ("model", _model(manifest)),
             ("layout", _layout(manifest.layout)),
             ("optimizer", _optimizer(manifest)),
-            ("dtypes", "; ".join(f"{state} {_dtypes(manifest, state)}" for state in _states(manifest))),
+            ("dtypes", "; ".join(f"{state} {', '.join(_dtypes(manifest, state))}" for state in states)),
             ("data", _flat(manifest.data)),
             ("schedule", _flat(manifest.schedule)),
             ("randomness", _flat(manifest.rng)),
         ]
     )
-    text.line()
+    output.line()
     files = [[entry.path, size(entry.bytes), size(entry.chunk_bytes)] for entry in manifest.files]
-    text.table(["file", "size", "checksum per"], files, right=(1, 2))
+    output.table(files, ["file", "size", "checksum per"], right=(1, 2))
     if tensors:
-        text.line()
-        _show_tensors(manifest)
-
-
-def _show_tensors(manifest: Manifest) -> None:
-    from shardwise.checkpoint_format.tensors import ordered_names
-
-    body = [
-        [state, name, str(list(entry.shape)), entry.dtype, str(len(entry.pieces))]
-        for state in _states(manifest)
-        for name, entry in ((name, manifest.tensors[state][name]) for name in ordered_names(manifest.tensors[state]))
-    ]
-    text.table(["state", "tensor", "shape", "dtype", "pieces"], body, right=(4,))
+        output.line()
+        rows = [
+            [state, name, str(list(entry.shape)), entry.dtype, str(len(entry.pieces))]
+            for state in states
+            for name in ordered_names(manifest.tensors[state])
+            for entry in [manifest.tensors[state][name]]
+        ]
+        output.table(rows, ["state", "tensor", "shape", "dtype", "pieces"], right=(4,))
 
 
 def _described(found: Found, tensors: bool) -> dict[str, Any]:
@@ -114,19 +118,18 @@ def _described(found: Found, tensors: bool) -> dict[str, Any]:
     described |= {
         "model": manifest.config.get("model"),
         "parameters": _parameters(manifest),
-        "dtypes": {state: sorted({t.dtype for t in manifest.tensors[state].values()}) for state in _states(manifest)},
+        "dtypes": {state: _dtypes(manifest, state) for state in _states(manifest)},
         "files": [{"path": entry.path, "bytes": entry.bytes} for entry in manifest.files],
     }
     if tensors:
         described["tensors"] = {
-            state: {name: _described_tensor(entry) for name, entry in manifest.tensors[state].items()}
+            state: {
+                name: {"shape": entry.shape, "dtype": entry.dtype, "pieces": len(entry.pieces)}
+                for name, entry in manifest.tensors[state].items()
+            }
             for state in _states(manifest)
         }
     return described
-
-
-def _described_tensor(entry: TensorEntry) -> dict[str, Any]:
-    return {"shape": entry.shape, "dtype": entry.dtype, "pieces": len(entry.pieces)}
 
 
 def _states(manifest: Manifest) -> list[str]:
@@ -137,12 +140,6 @@ def _states(manifest: Manifest) -> list[str]:
 
 def _parameters(manifest: Manifest) -> int:
     return sum(math.prod(entry.shape) for entry in manifest.tensors.get("model", {}).values())
-
-
-def _step(manifest: Manifest) -> str:
-    train = manifest.config.get("train")
-    planned = train.get("steps") if isinstance(train, dict) else None
-    return f"{manifest.step:,} of {planned:,}" if isinstance(planned, int) else f"{manifest.step:,}"
 
 
 def _model(manifest: Manifest) -> str:
@@ -158,7 +155,7 @@ def _layout(layout: Mapping[str, Any]) -> str:
         return _flat(layout)
     tensor, pipeline, data, world = (layout[key] for key in keys)
     rest = _flat({key: value for key, value in layout.items() if key not in keys})
-    return f"TP {tensor} × PP {pipeline} × DP {data} = {text.of(world, 'rank')}{'; ' if rest else ''}{rest}"
+    return f"TP {tensor} × PP {pipeline} × DP {data} = {counted(world, 'rank')}{'; ' if rest else ''}{rest}"
 
 
 def _optimizer(manifest: Manifest) -> str:
@@ -169,8 +166,8 @@ def _optimizer(manifest: Manifest) -> str:
     return f"{optimizer.get('name')} after {optimizer.get('steps')} updates: {', '.join(states) or 'no states'}"
 
 
-def _dtypes(manifest: Manifest, state: str) -> str:
-    return ", ".join(sorted({entry.dtype for entry in manifest.tensors[state].values()}))
+def _dtypes(manifest: Manifest, state: str) -> list[str]:
+    return sorted({entry.dtype for entry in manifest.tensors[state].values()})
 
 
 def _flat(values: Mapping[str, Any]) -> str:

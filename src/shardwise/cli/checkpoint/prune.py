@@ -10,15 +10,16 @@ import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.cli import text
-from shardwise.cli.checkpoint import places
+from shardwise.checkpoint_format.places import Place, locate
+from shardwise.cli import output
+from shardwise.cli.checkpoint import add_path
 from shardwise.errors import ConfigError
 from shardwise.runlog import RunDirectory, RunLock
-from shardwise.units import size
+from shardwise.units import counted, size
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    places.add_path(parser, "RUN")
+    add_path(parser, "RUN")
     parser.add_argument(
         "--keep", metavar="N", type=int, required=True, help="the newest intact ones that stay (from 1)"
     )
@@ -44,13 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if problems:
         raise ConfigError(problems)
-    place = places.locate(arguments.path)
+    place = locate(arguments.path)
     if place.single:
         raise ConfigError(f"RUN ({place.root}) must be a run's folder or a folder of checkpoints: it is one checkpoint")
     with ExitStack() as locks:
         if not arguments.dry_run:
             for run in _runs(place, arguments.path):
-                _hold(locks, run)
+                _lock(locks, run)
         going = removable(place.root, keep, every)
         others = [*going.leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
         sizes = [(each.folder, each.bytes) for each in going.checkpoints]
@@ -61,14 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
                 folder.remove()
     verb = "would remove" if arguments.dry_run else "removed"
     for folder, held in sizes:
-        text.line(f"{verb} {folder} ({size(held)})")
+        output.line(f"{verb} {folder} ({size(held)})")
     total = size(sum(held for _, held in sizes))
     freed = f"{total} would be freed" if arguments.dry_run else f"{total} freed"
-    text.line(f"{text.of(len(sizes), 'folder')}, {freed}" if sizes else "nothing to remove")
+    output.line(f"{counted(len(sizes), 'folder')}, {freed}" if sizes else "nothing to remove")
     return 0
 
 
-def _runs(place: places.Place, given: str) -> list[Path]:
+def _runs(place: Place, given: str) -> list[Path]:
     """The folders on this machine of runs that may save there."""
     from shardwise.checkpoint_format.owner import owner
 
@@ -81,13 +82,13 @@ def _runs(place: places.Place, given: str) -> list[Path]:
     return list(dict.fromkeys(folder.resolve() for folder in folders if RunDirectory(folder).holds_run))
 
 
-def _hold(locks: ExitStack, run: Path) -> None:
+def _lock(locks: ExitStack, run: Path) -> None:
     try:
         locks.enter_context(RunLock(run))
     except ConfigError:
         if not RunLock.is_held(run):
             raise
         raise ConfigError(
-            f"the run in {run} is under way: wait for its end, or stop it by `shardwise stop {run}`; its own old "
-            "checkpoints it removes by checkpoint.keep"
+            f"the run in {run} is under way: wait for its end, or stop it by `shardwise stop {run}`; it removes its "
+            "old checkpoints itself, by checkpoint.keep"
         ) from None

@@ -1,7 +1,7 @@
 """Copy files from a URL to this machine, once.
 
 URL is a file, a folder or a pattern in quotes ('s3://bucket/wiki_training_*.hdf5') at any place that fsspec
-reads: http, https (one file at a time), s3, gs, a path. What was broken off goes on where it ended. A file that is
+reads: http, https (one file at a time), s3, gs, a path. An interrupted fetch continues where it ended. A file that is
 there as it was fetched is not fetched again, a damaged or truncated one is. Any number of processes may fetch to one
 place at once: one does, the others wait for it.
 """
@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.cli import text
+from shardwise.cli import output
 from shardwise.errors import ConfigError
 from shardwise.units import size
 
@@ -40,10 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
     one = len(remotes) == 1 and "/" not in remotes[0].name
     into = dest.is_dir() or arguments.dest.endswith("/") or not one
     total = sum(remote.size or 0 for remote in remotes)
-    with text.bar(f"fetching {arguments.url}", total) as progress:
+    with output.bar(f"fetching {arguments.url}", total) as progress:
         for remote in remotes:
             target = dest / remote.name if into else dest
-            found = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=text.progress)
+            found = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=output.progress)
             done = f"{size(found.came)} came" if found.came or not found.size else "was there already"
-            text.line(f"{found.path}: {size(found.size)}, SHA-256 {found.sha256}, {done}")
+            output.line(f"{found.path}: {size(found.size)}, SHA-256 {found.sha256}, {done}")
     return 0

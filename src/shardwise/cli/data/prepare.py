@@ -3,8 +3,8 @@
 INPUT is a text file, a .jsonl or a .parquet, the first two also packed (.gz); a folder of them, or one that datasets
 saved; a data set on the Hugging Face hub; or built-in text: python, tiny. It may also be raw tokens: a .bin of ids
 alone, as nanoGPT writes it, which becomes Megatron's .bin and .idx. With OUTPUT lies a manifest that tells what
-it was made of: a run with another tokenizer is refused. A preparation that was cut off leaves nothing that a run would
-read, and the same command goes on from what is finished. What is there already is not made again.
+it was made of: a run with another tokenizer is refused. A preparation that was interrupted leaves nothing that a run
+would read, and the same command continues it. What is there already is not made again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import text
+from shardwise.cli import output
 from shardwise.cli.data import arguments_named
-from shardwise.config import DataConfig, data_from
+from shardwise.config import data_from
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.errors import ConfigError, listing
-from shardwise.units import count
+from shardwise.units import count, counted
 
 if TYPE_CHECKING:
     from shardwise.prepare import Outcome
@@ -40,6 +40,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 """The options of each format."""
+_OPTIONS = {name for options in _DEFAULTS.values() for name in options}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--masked-fraction", metavar="F", type=float, help=f"part that is masked ({MASKED_FRACTION})")
     made.add_argument("--max-predictions", metavar="N", type=int, help="most masked tokens of a pair (⌈F × length⌉)")
     made.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
-    made.add_argument("--dupe-factor", metavar="N", type=int, help="times that each text is there, masked anew (1)")
+    made.add_argument(
+        "--dupe-factor", metavar="N", type=int, help="times that each text is there, masked differently (1)"
+    )
     made.add_argument("--seed", metavar="N", type=int, help="of pairs and masks (0)")
 
 
@@ -85,94 +88,78 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.reading.detect import is_raw_tokens
     from shardwise.data.reading.megatron import prefix_of
     from shardwise.prepare import Job, prepare
-
-    output = Path(arguments.output).expanduser()
-    if arguments.token_dtype is not None or is_raw_tokens(Path(arguments.input).expanduser()):
-        return _convert(arguments, prefix_of(output))
-    if arguments.eod_token is not None:
-        raise ConfigError("--eod-token must be left out with text: it belongs to raw tokens")
-    if arguments.tokenizer is None:
-        raise ConfigError("--tokenizer is missing: text becomes tokens by one")
-    options = _options(arguments)
-    with arguments_named("INPUT"):
-        data = _data(arguments)
-    job = Job(
-        data,
-        prefix_of(output) if arguments.format == "megatron" else output,
-        arguments.format,
-        arguments.tokenizer,
-        options,
-    )
-    with arguments_named("INPUT"):
-        outcome = prepare(job, force=arguments.force, announce=text.progress, bar=text.bar)
-    _tell(job.output, outcome)
-    return 0
-
-
-def _convert(arguments: argparse.Namespace, output: Path) -> int:
-    """Raw tokens to Megatron's files."""
     from shardwise.prepare.raw import RawJob, convert
 
-    path = Path(arguments.input).expanduser()
-    problems = [] if path.is_file() else [f"INPUT ({path}) must be a file of raw tokens"]
-    if arguments.format != "megatron":
-        problems.append(f"--format ({arguments.format}) must be megatron, which raw tokens become")
-    given = {name for each in _DEFAULTS.values() for name in each if getattr(arguments, name) is not None}
-    given |= {name for name in ("config", "split") if getattr(arguments, name) is not None}
-    problems += [f"--{name.replace('_', '-')} must be left out with raw tokens" for name in sorted(given)]
-    if arguments.eod_token is not None and arguments.eod_token < 0:
-        problems.append(f"--eod-token ({arguments.eod_token}) must be at least 0")
+    source, target = (Path(path).expanduser() for path in (arguments.input, arguments.output))
+    is_raw = arguments.token_dtype is not None or is_raw_tokens(source)
+    _require_fitting(arguments, source, is_raw)
+    if arguments.format == "megatron":
+        target = prefix_of(target)
+    with arguments_named("INPUT"):
+        if is_raw:
+            raw = RawJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
+            outcome = convert(raw, force=arguments.force, announce=output.progress)
+        else:
+            named: str = arguments.input
+            # What exists is meant as a path, and so is what cannot be a hub id.
+            is_path = source.exists() or named.startswith((".", "/", "~")) or named.endswith(_PATH_ENDS)
+            keys = {key: getattr(arguments, key) for key in ("config", "split", "text_key")}
+            data = {key: value for key, value in keys.items() if value is not None}
+            config = data_from({"path" if is_path else "dataset": named, **data})
+            job = Job(config, target, arguments.format, arguments.tokenizer, _options(arguments))
+            outcome = prepare(job, force=arguments.force, announce=output.progress, bar=output.bar)
+    _show(target, outcome)
+    return 0
+
+
+def _require_fitting(arguments: argparse.Namespace, source: Path, is_raw: bool) -> None:
+    """Refuse the options that do not fit the input or the format, and ask for those that are missing."""
+    problems = []
+    given = {name for name in (*_OPTIONS, "config", "split") if getattr(arguments, name) is not None}
+    if is_raw:
+        if not source.is_file():
+            problems.append(f"INPUT ({source}) must be a file of raw tokens")
+        if arguments.format != "megatron":
+            problems.append(f"--format ({arguments.format}) must be megatron, which raw tokens become")
+        problems += [f"{_flag(name)} must be left out with raw tokens" for name in sorted(given)]
+        if arguments.eod_token is not None and arguments.eod_token < 0:
+            problems.append(f"--eod-token ({arguments.eod_token}) must be at least 0")
+    elif arguments.eod_token is not None:
+        problems.append("--eod-token must be left out with text: it belongs to raw tokens")
+    elif arguments.tokenizer is None:
+        problems.append("--tokenizer is missing: text becomes tokens by one")
+    else:
+        for name in sorted(given & _OPTIONS - _DEFAULTS[arguments.format].keys()):
+            formats = listing([each for each in FORMATS if name in _DEFAULTS[each]], "or")
+            problems.append(f"{_flag(name)} must be left out with --format {arguments.format}: it belongs to {formats}")
     if problems:
         raise ConfigError(problems)
-    job = RawJob(path, output, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
-    with arguments_named("INPUT"):
-        outcome = convert(job, force=arguments.force, announce=text.progress)
-    _tell(output, outcome)
-    return 0
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The format's own options; one of another format is an error."""
-    defaults = _DEFAULTS[arguments.format]
-    problems = []
-    for name in sorted({name for each in _DEFAULTS.values() for name in each} - defaults.keys()):
-        if getattr(arguments, name) is not None:
-            formats = listing([each for each in FORMATS if name in _DEFAULTS[each]], "or")
-            flag = name.replace("_", "-")
-            problems.append(f"--{flag} must be left out with --format {arguments.format}: it belongs to {formats}")
-    if problems:
-        raise ConfigError(problems)
-    given = {name: getattr(arguments, name) for name in defaults}
-    found = {name: defaults[name] if value is None else value for name, value in given.items()}
-    if found.get("max_predictions", 1) is None:
-        found["max_predictions"] = math.ceil(found["masked_fraction"] * found["sequence_length"])
-    return found
+    """The format's own options."""
+    options = dict(_DEFAULTS[arguments.format])
+    options |= {name: value for name in options if (value := getattr(arguments, name)) is not None}
+    if options.get("max_predictions", 1) is None:
+        options["max_predictions"] = math.ceil(options["masked_fraction"] * options["sequence_length"])
+    return options
 
 
-def _data(arguments: argparse.Namespace) -> DataConfig:
-    named: str = arguments.input
-    values = {"path" if _is_path(named) else "dataset": named, "text_key": arguments.text_key}
-    values |= {key: given for key in ("config", "split") if (given := getattr(arguments, key)) is not None}
-    return data_from(values)
-
-
-def _is_path(named: str) -> bool:
-    """Whether it is meant as a path: what exists, or reads as no hub id does."""
-    return Path(named).expanduser().exists() or named.startswith((".", "/", "~")) or named.endswith(_PATH_ENDS)
-
-
-def _tell(output: Path, outcome: Outcome) -> None:
+def _show(target: Path, outcome: Outcome) -> None:
     made = outcome.manifest
     names = {
-        "megatron": f"{output}.bin and {output}.idx",
-        "arrow": f"{output}: {text.of(made['sequences'], 'block')}",
-        "hdf5": f"{output}: {text.of(made.get('shards', 0), 'shard')}, {text.of(made['sequences'], 'sample')}",
+        "megatron": f"{target}.bin and {target}.idx",
+        "arrow": f"{target}: {counted(made['sequences'], 'block')}",
+        "hdf5": f"{target}: {counted(made.get('shards', 0), 'shard')}, {counted(made['sequences'], 'sample')}",
     }
-    shown = names[made["format"]]
     state = " (there already)" if outcome.was_there else ""
-    held = f"{text.of(made['documents'], 'document')}, {count(made['tokens'])} tokens"
     if "token_dtype" in made["options"]:
-        text.line(f"{shown}{state}; {held}, of ids in {made['options']['token_dtype']}")
-        return
-    each = made["source"]["bytes"] / max(made["tokens"], 1)
-    text.line(f"{shown}{state}; {held}, {each:.2f} bytes of text a token")
+        origin = f"of ids in {made['options']['token_dtype']}"
+    else:
+        origin = f"{made['source']['bytes'] / max(made['tokens'], 1):.2f} bytes of text a token"
+    held = f"{counted(made['documents'], 'document')}, {count(made['tokens'])} tokens"
+    output.line(f"{names[made['format']]}{state}; {held}, {origin}")

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli import output, text
+from shardwise.cli import output
 from shardwise.cli.data import arguments_named
 from shardwise.errors import ConfigError
-from shardwise.units import size
+from shardwise.units import counted, size
 
 if TYPE_CHECKING:
     from shardwise.data.formats.inspection import Inspection, Lengths
@@ -43,37 +43,38 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.path, tokenizer=arguments.tokenizer, samples=arguments.samples, text_key=arguments.text_key
         )
     if arguments.json:
-        from shardwise.runlog import json_text
-
-        output.line(json_text(_described(found), indent=2))
+        facts = {**asdict(found), **found.counts}
+        output.json({key: value for key, value in facts.items() if key not in ("rows", "counts")})
     else:
         _show(found)
     return 0
 
 
 def _show(found: Inspection) -> None:
-    text.line(f"{found.path}: {found.format}, {size(found.bytes)}")
+    output.line(f"{found.path}: {found.format}, {size(found.bytes)}")
     rows = [*found.rows, *_made(found.manifest), *(("note", note) for note in found.notes)]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         _wrapped(f"{name:<{width}}  ", value)
     if found.lengths is not None and found.lengths.counted > 1:
-        text.line()
+        output.line()
         _show_lengths(found.lengths)
     if found.samples:
-        text.line()
+        output.line()
         for sample in found.samples:
             shown = " ".join(map(str, sample.ids or ())) if sample.text is None else sample.text
             _wrapped(f"{sample.number + 1:>3}  ", shown, lines=_SAMPLE_LINES)
 
 
 def _wrapped(lead: str, value: str, lines: int | None = None) -> None:
-    """The words of a text beside `lead`, in a terminal's width; `lines` at most, if it is given."""
-    room = _WIDTH - len(lead)
-    flat = text.shown(" ".join(value.split()))
-    found = textwrap.wrap(flat, room, max_lines=lines, placeholder=" …", break_on_hyphens=False) or [""]
-    for number, each in enumerate(found):
-        text.line(f"{' ' * len(lead) if number else lead}{each}".rstrip())
+    """Print the words of a text beside `lead`, as wide as a terminal is; `lines`: the most lines that it takes."""
+    words, indent = output.printable(" ".join(value.split())), " " * len(lead)
+    wrapped = textwrap.wrap(
+        words, _WIDTH, initial_indent=lead, subsequent_indent=indent, max_lines=lines, placeholder=" …",
+        break_on_hyphens=False,
+    )  # fmt: skip
+    for line in wrapped or [lead]:
+        output.line(line.rstrip())
 
 
 def _made(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -85,7 +86,7 @@ def _made(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     held = [source.get("documents"), source.get("bytes")]
     number, read = (each if isinstance(each, int) else 0 for each in held)
     return [
-        ("made of", f"{source.get('name')}, {text.of(number, 'document')}, {size(read)}"),
+        ("made of", f"{source.get('name')}, {counted(number, 'document')}, {size(read)}"),
         ("tokenizer", f"{tokenizer.get('name') or 'not named'}, vocabulary {_shown(tokenizer.get('vocab_size'))}"),
         ("options", options),
     ]
@@ -100,27 +101,13 @@ def _shown(value: object) -> str:
 def _show_lengths(lengths: Lengths) -> None:
     of = "" if lengths.counted == lengths.number else f"; {lengths.counted:,} were looked at"
     if lengths.least == lengths.most:
-        text.line(f"{lengths.what}: {lengths.most:,} each{of}")
+        output.line(f"{lengths.what}: {lengths.most:,} each{of}")
         return
-    text.line(f"{lengths.what}: median {lengths.median:,.0f}, mean {lengths.mean:,.1f}{of}")
+    output.line(f"{lengths.what}: median {lengths.median:,.0f}, mean {lengths.mean:,.1f}{of}")
     most = max(number for _, _, number in lengths.bins)
-    body = [(f"{low:,}", "" if low == high else f"… {high:,}", f"{n:,}", n) for low, high, n in lengths.bins]
-    columns = zip(*(row[:3] for row in body), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    for low, high, shown, number in body:
-        bar = "█" * max(round(_BAR * number / most), 1 if number else 0)
-        text.line(f"  {low:>{widths[0]}} {high:<{widths[1]}}  {shown:>{widths[2]}}  {bar}".rstrip())
-
-
-def _described(found: Inspection) -> dict[str, Any]:
-    lengths = None if found.lengths is None else asdict(found.lengths)
-    return {
-        "path": found.path,
-        "format": found.format,
-        "bytes": found.bytes,
-        **found.counts,
-        "lengths": lengths,
-        "samples": [asdict(sample) for sample in found.samples],
-        "manifest": found.manifest,
-        "notes": list(found.notes),
-    }
+    width = max(len(f"{low:,}") for low, _, _ in lengths.bins)
+    rows = []
+    for low, high, number in lengths.bins:
+        span = f"{low:>{width},}" if low == high else f"{low:>{width},} … {high:,}"
+        rows.append((span, f"{number:,}", "█" * max(round(_BAR * number / most), 1 if number else 0)))
+    output.table(rows, right=(1,), indent=2)
