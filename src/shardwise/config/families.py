@@ -61,7 +61,7 @@ class TransformerConfig(Section):
     norm_place: ClassVar[NormPlace] = "input"
     """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x)). `output`: x + norm(f(x))."""
     query_key_norm: ClassVar[NormedWidth | None] = None
-    """What RMSNorm of q and k, before they are rotated, spans: each head, or all heads at once; None: there is no norm."""
+    """RMSNorm of q and k before they are rotated: over each head, or over all heads at once. None: neither is done."""
     attention_output_bias: ClassVar[bool] = True
     """Whether the output projection has a bias where Q, K and V have one."""
     gated: ClassVar[bool] = False

@@ -219,7 +219,7 @@ def test_another_model_or_data_is_refused_with_every_difference(
     ]
     assert main(["train", "quickstart", *changed]) == 2
     assert capsys.readouterr().err == (
-        "shardwise: the run in this folder goes on only with the model and data that it began with:\n"
+        "shardwise: the run in this folder can be resumed only with the model and data that it began with:\n"
         "  model.num_hidden_layers (2) must be 4\n"
         "  train.seed (7) must be 1234\n"
         "  data.dataset (tiny) must be python\n"
