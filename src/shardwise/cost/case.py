@@ -105,8 +105,23 @@ class Case:
 
     @property
     def tokens_between(self) -> int:
-        """T/s: of the residual stream, between the cut layers."""
+        """T/s: tokens that one rank has between the cut layers."""
         return self.tokens // self.layout.tensor if self.layout.sequence else self.tokens
+
+    @property
+    def x_elements(self) -> int:
+        """T/s·H: elements of the residual stream x between the cut layers."""
+        return self.tokens_between * self.model.hidden_size
+
+    @property
+    def x_bytes(self) -> int:
+        """a·T/s·H."""
+        return self.a * self.x_elements
+
+    @property
+    def gathered_bytes(self) -> int:
+        """a·T·H: x after it is gathered over sequence parallelism."""
+        return self.a * self.tokens * self.model.hidden_size
 
     @property
     def probabilities(self) -> int:

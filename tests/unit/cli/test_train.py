@@ -55,7 +55,9 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert rows["disk"].startswith(
         f"{units.size(cost.checkpoint_bytes(config))} for each checkpoint, at most 4 at once"
     )
-    assert rows["communication"].startswith(units.size(sum(cost.bytes_per_step(config, layout).values())))
+    assert rows["communication"].startswith(
+        units.size(sum(cost.wire_bytes(cost.step_transfers(config, layout)).values()))
+    )
     assert config_from(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
 
