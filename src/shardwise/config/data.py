@@ -14,6 +14,12 @@ MASKED_FRACTION = 0.15
 SHUFFLE_BUFFER = 10_000
 BUILT_IN_TEXTS = ("python", "tiny")
 """Values of `data.dataset` that are texts of this package, not data sets of the hub."""
+_NEEDS = {
+    "megatron": "data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]",
+    "hdf5": "data.path: a shard, a folder of *_training_*.hdf5 or a glob",
+    "datasets": "data.path, a folder that save_to_disk wrote: a data set of the hub is named by data.dataset alone",
+}
+"""What a run must name, by `data.format`."""
 _SPLIT_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 
@@ -111,7 +117,7 @@ class DataConfig(Section):
     @field_validator("blend", mode="before")
     @classmethod
     def _blend_goes_by_turns(cls, value: object) -> object:
-        """Refuse with one text for each wrong place, where pydantic has two for the parts of a union."""
+        """Refuse with one message for each wrong value; pydantic would give two, one for each type of the union."""
         if value is None:
             return value
         if not isinstance(value, list | tuple) or not value or len(value) % 2:
@@ -129,7 +135,14 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        problems = self._split_problems() + self._dataset_problems() + self._streaming_problems()
+        problems = self._split_problems() + self._streaming_problems()
+        if self.config is not None and not self.is_hub_dataset:
+            problems.append(
+                f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
+                "hub has configurations"
+            )
+        if self.format in _NEEDS and self.path is None and (self.blend is None or self.format == "datasets"):
+            problems.append(f"data.format ({self.format}) needs {_NEEDS[self.format]}")
         if self.blend is not None and self.path is not None:
             problems.append(
                 f"data.path ({self.path}) must be left out with data.blend ({self.name}): name the data by one of "
@@ -140,10 +153,6 @@ class DataConfig(Section):
                 f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: other data "
                 "come by data.path"
             )
-        if self.format == "megatron" and self.path is None and self.blend is None:
-            problems.append("data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]")
-        if self.format == "hdf5" and self.path is None and self.blend is None:
-            problems.append("data.format (hdf5) needs data.path: a shard, a folder of *_training_*.hdf5 or a glob")
         reject(problems)
         return self
 
@@ -166,20 +175,6 @@ class DataConfig(Section):
             ]
         return []
 
-    def _dataset_problems(self) -> list[str]:
-        problems = []
-        if self.config is not None and not self.is_hub_dataset:
-            problems.append(
-                f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
-                "hub has configurations"
-            )
-        if self.format == "datasets" and self.path is None:
-            problems.append(
-                "data.format (datasets) needs data.path, a folder that save_to_disk wrote: a data set of the hub is "
-                "named by data.dataset alone"
-            )
-        return problems
-
     def _streaming_problems(self) -> list[str]:
         if not self.streaming:
             if self.shuffle_buffer == SHUFFLE_BUFFER:
@@ -198,7 +193,7 @@ class DataConfig(Section):
 
     @property
     def name(self) -> str:
-        """The name of the data in messages."""
+        """What messages call the data."""
         if self.blend is not None:
             return " + ".join(prefix for _, prefix in self.weighted_prefixes)
         return self.path or self.dataset
@@ -212,7 +207,7 @@ class DataConfig(Section):
 
     @property
     def is_hub_dataset(self) -> bool:
-        """Whether `dataset` is used, and is the name of a data set on the hub."""
+        """Whether the data are a data set of the hub, which `dataset` names."""
         return self.path is None and self.blend is None and self.dataset not in BUILT_IN_TEXTS
 
     @property
@@ -224,7 +219,7 @@ class DataConfig(Section):
 
     @property
     def document_options(self) -> list[str]:
-        """Those of the keys for document ends that are true."""
+        """The keys for document ends that are true."""
         names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return [f"data.{name}" for name in names if getattr(self, name)]
 
@@ -241,10 +236,7 @@ class DataConfig(Section):
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        """Weights of the training, the evaluation and the test part; the last is 0 if only two are given.
-
-        Named splits have weight 1.
-        """
+        """Weights of the training, evaluation and test parts; 0 for a part that is absent, 1 for a named split."""
         if names := self.split_names:
             return 1.0, float(len(names) > 1), float(len(names) > 2)
         train, evaluation, *test = map(float, self.split.split(","))

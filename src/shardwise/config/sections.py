@@ -1,4 +1,4 @@
-"""The sections beside `model` and `data`: how it is cut, trained, updated, stored, started from and logged."""
+"""The sections other than `model` and `data`: parallel, train, optimizer, precision, checkpoint and log."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "z
 SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules in which rank r holds stages r and 2p-1-r of 2p: one as far from the end as the other from the start."""
+"""Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
-# The part of a URL between a name and `@`. A colon with digits is a port, no password; passwords may contain a slash,
-# as the secret keys of S3 do.
+# The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
+# contain a slash, as the secret keys of S3 do.
 _PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
 
 
@@ -119,8 +119,9 @@ class OptimizerConfig(Section):
     @field_validator("zero", mode="before")
     @classmethod
     def _zero_is_a_stage(cls, value: object) -> object:
-        """Refuse `true`: to Python it equals 1, but it is no stage of ZeRO."""
-        reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"] if isinstance(value, bool) else [])
+        """Refuse `true`: Python takes it for 1, but it is no stage of ZeRO."""
+        if isinstance(value, bool):
+            reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"])
         return value
 
     @model_validator(mode="after")
@@ -141,7 +142,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class Precision:
-    """Resolved dtype names: of parameters (and compute), accumulated gradients, their reduction, optimizer state."""
+    """Resolved dtypes: of parameters and computation, of gradients, of their reduction, and of optimizer state."""
 
     parameter: DtypeName
     gradient: DtypeName
@@ -207,14 +208,11 @@ class CheckpointConfig(Section):
     @field_validator("resume", mode="before")
     @classmethod
     def _resume_is_auto_or_a_step(cls, value: object) -> object:
-        """Refuse with one sentence, where pydantic has two for the parts of a union; `true` is a number to Python."""
-        step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value).lower()
-        reject(
-            []
-            if step or value == "auto"
-            else [f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"]
-        )
+        """Refuse with one message; pydantic would give two, and accept `true`, which is a number to Python."""
+        is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if value != "auto" and not is_step:
+            shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value).lower()
+            reject([f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"])
         return value
 
     @model_validator(mode="after")
@@ -252,11 +250,11 @@ class LogConfig(Section):
     @field_validator("trace", mode="before")
     @classmethod
     def _trace_is_a_range_of_steps(cls, value: object) -> object:
-        """Refuse what is no text with the same sentence: YAML reads `5` as a number."""
-        needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
-        shown = repr(value) if isinstance(value, str) else str(value).lower()
-        is_range = isinstance(value, str) and _steps_of(value) is not None
-        reject([] if value is None or is_range else [f"log.trace ({shown}) {needs}"])
+        """Refuse every other value with one message; YAML reads `5` as a number."""
+        if value is not None and not (isinstance(value, str) and _steps_of(value)):
+            shown = repr(value) if isinstance(value, str) else str(value).lower()
+            needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
+            reject([f"log.trace ({shown}) {needs}"])
         return value
 
     @property
@@ -266,7 +264,7 @@ class LogConfig(Section):
 
 
 def _steps_of(trace: str) -> range | None:
-    """The steps that `START:STOP` names; None for other texts."""
+    """The steps that `START:STOP` names; None for another text."""
     match = re.fullmatch(r"(\d+):(\d+)", trace)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None

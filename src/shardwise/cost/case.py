@@ -99,7 +99,7 @@ class Case:
         return DTYPE_BYTES[self.precision.parameter]
 
     def gradient_bytes(self, elements: int) -> int:
-        """Bytes of a weight's gradient before it is accumulated: as computed, and a copy if gradients have another dtype."""
+        """Bytes of a weight's new gradient: as computed, and a copy in the gradients' dtype if that is another one."""
         cast = DTYPE_BYTES[self.precision.gradient]
         return elements * (self.a + (cast if cast != self.a else 0))
 

@@ -227,7 +227,7 @@ def _loss(case: Case) -> int:
 
 
 def _loss_gradients(case: Case) -> int:
-    """The gradients of the head's weight in float32, [V/t, H], and of its input: the loss makes both in its forward pass."""
+    """What the loss's forward pass keeps: the gradients of the head's weight, [V/t, H] in float32, and of its input."""
     tokens = case.predicted if isinstance(case.model, BertConfig) else case.tokens_between
     return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
 

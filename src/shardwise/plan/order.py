@@ -53,7 +53,7 @@ def in_one_pass(order: Iterable[Action]) -> tuple[Action, ...]:
 
 
 def rounds(degree: int, micro_batches: int) -> int:
-    """Rounds of an interleaved schedule: the micro-batches of a round go through all stages of a rank, then the next's."""
+    """Rounds of an interleaved schedule. A round takes its micro-batches through all stages of a rank, one by one."""
     return max(1, micro_batches // degree)
 
 
