@@ -46,18 +46,18 @@ class DataConfig(Section):
     blend: tuple[float | str, ...] | None = Field(
         default=None,
         strict=False,
-        description="weights and prefixes of several Megatron data sets by turns: [0.7, PREFIX, 0.3, PREFIX2]",
+        description="weights and prefixes of several Megatron data sets, in turn: [0.7, PREFIX, 0.3, PREFIX2]",
     )
     format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5"] = Field(
         default="auto",
-        description="of path; auto goes by the names of files: PREFIX.idx, .hdf5 and .h5, .jsonl, .parquet, "
-        "state.json and dataset_dict.json (datasets), else text; what ends in .gz is unpacked",
+        description="the format of path; auto detects it from file names: PREFIX.idx, .hdf5 and .h5, .jsonl, .parquet, "
+        "state.json and dataset_dict.json (datasets), else text; files that end with .gz are unpacked",
     )
     text_key: str = Field(
         default="text",
         min_length=1,
-        description="the field of a .jsonl, or column of a .parquet or data set, that holds the text; a column of "
-        "lists of integers holds tokens, and is input_ids where there is no text",
+        description="the field of a .jsonl, or the column of a .parquet or data set, that holds the text; a column of "
+        "lists of integers holds tokens; without a column of text, it is input_ids",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -73,20 +73,19 @@ class DataConfig(Section):
     )
     streaming: bool = Field(
         default=False,
-        description="text is tokenized while it is trained on, for data too large to prepare: text files, .jsonl, "
-        ".parquet, save_to_disk or a hub data set, with a tokenizer",
+        description="tokenize text during training, for data too large to prepare: text files, .jsonl, .parquet, "
+        "save_to_disk or a hub data set, with a tokenizer",
     )
     shuffle_buffer: int = Field(
         default=SHUFFLE_BUFFER,
         gt=0,
-        description="documents of a stream that are read, shuffled and in memory at once; evaluations read at most as "
-        "many",
+        description="documents of a stream that are in memory and shuffled at once; evaluations read at most these",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
         gt=0,
         le=1,
-        description="part of a sequence's tokens that BERT predicts; shards of HDF5 are masked already",
+        description="part of a sequence's tokens that BERT predicts; HDF5 shards are masked already",
     )
     max_predictions: int | None = Field(
         default=None,
@@ -97,7 +96,7 @@ class DataConfig(Section):
         default=False, description="the token after the end of a document is not predicted (causal models)"
     )
     reset_position_ids: bool = Field(
-        default=False, description="positions begin with 0 again after the end of a document (causal models)"
+        default=False, description="positions start at 0 again after the end of a document (causal models)"
     )
     reset_attention_mask: bool = Field(
         default=False, description="tokens do not attend to documents before their own (causal models)"

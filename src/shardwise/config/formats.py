@@ -32,7 +32,7 @@ class Format:
         defaults: our key → Hugging Face's default, where the family's class has none or another one.
         names: our key → Hugging Face's field, where they differ.
         spellings: another spelling that Hugging Face reads → field.
-        only: field → its one supported value.
+        only: field → its one supported value, beside `ONLY`; these count before `INERT`.
         absent: field → what its absence means to transformers; our files say null there.
         inert: fields of this family, beside `INERT`, that change nothing that is trained.
         writes_derived_heads: whether a file states `head_dim` where it follows from other fields.
@@ -92,7 +92,7 @@ INERT = frozenset({
     # where the file comes from, and how it is stored and run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "model_type", "architectures",
     "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss", "low_cpu_mem_usage",
-    "use_cache", "output_past", "chunk_size_feed_forward", "gradient_checkpointing",
+    "is_decoder", "use_cache", "output_past", "chunk_size_feed_forward", "gradient_checkpointing",
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
     # neuronx-distributed's; here parallel.sequence and train.recompute say it
     "sequence_parallel_enabled", "selective_checkpoint_enabled", "move_model_to_device",
@@ -121,14 +121,9 @@ _SIZES_OF_LLAMA = {
     "num_attention_heads": 32,
 }
 _SIZES_OF_QWEN = _SIZES_OF_LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
-_SIZES_OF_BERT = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-}
-_DECODER = frozenset({"is_decoder"})
+_SIZES_OF_BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 # What a file says of windows means nothing while use_sliding_window is false, which is all that is supported.
-_UNUSED_WINDOW = _DECODER | {"sliding_window", "max_window_layers"}
+_UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 _SPELLINGS_OF_GPT2 = {
     "hidden_size": "n_embd",
     "num_hidden_layers": "n_layer",
@@ -142,14 +137,12 @@ FORMATS = {
         "LlamaForCausalLM",
         defaults=_SIZES_OF_LLAMA | {"rms_norm_eps": 1e-6},
         only={"pretraining_tp": 1, "rope_interleaved": False},
-        inert=_DECODER,
     ),
     "mistral": Format(
         MistralConfig,
         "MistralForCausalLM",
         defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8},
         absent={"sliding_window": 4096},
-        inert=_DECODER,
     ),
     "qwen2": Format(
         Qwen2Config,
@@ -170,7 +163,6 @@ FORMATS = {
         "Olmo2ForCausalLM",
         defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
         absent={"pad_token_id": 1},
-        inert=_DECODER,
         writes_derived_heads=False,
     ),
     "smollm3": Format(
@@ -195,14 +187,15 @@ FORMATS = {
         names=_SPELLINGS_OF_GPT2 | {"intermediate_size": "n_inner"},
         spellings=_SPELLINGS_OF_GPT2 | {"n_ctx": "n_positions"},
         only={"reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
-        inert=_DECODER
-        | {
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_proj_to_labels",
-            "summary_first_dropout",
-        },
+        inert=frozenset(
+            {
+                "summary_type",
+                "summary_use_proj",
+                "summary_activation",
+                "summary_proj_to_labels",
+                "summary_first_dropout",
+            }
+        ),
     ),
     "gpt_neox": Format(
         GPTNeoXConfig,
@@ -216,7 +209,6 @@ FORMATS = {
         },
         # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
         only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
-        inert=_DECODER,
     ),
     "bert": Format(
         BertConfig,

@@ -227,14 +227,14 @@ def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | No
 
 def _leftover(given: Mapping[str, Any], form: Format) -> list[str]:
     """An error for each field that is not translated, lacks its one supported value and is not known to be inert."""
-    only = {**ONLY, **form.only}
+    only, inert = {**ONLY, **form.only}, (INERT | form.inert) - form.only.keys()
     problems = [
         f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
         for name, value in form.absent.items()
         if name not in given and name in only
     ]
     for name, value in given.items():
-        if value is None or name in INERT or name in form.inert:
+        if value is None or name in inert:
             continue
         if name not in only:
             problems.append(f"{name} ({_shown(value)}) is not supported")

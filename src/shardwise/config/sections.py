@@ -31,11 +31,11 @@ class ParallelConfig(Section):
 
     tensor: int = Field(default=1, gt=0, description="tensor-parallel degree (TP)")
     sequence: bool = Field(
-        default=False, description="sequence parallelism between the tensor-parallel regions; no effect at TP 1"
+        default=False, description="sequence parallelism between the tensor-parallel layers; no effect with TP 1"
     )
     pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP): the blocks are cut into stages")
     schedule: Schedule = Field(
-        default="1f1b", description="in which order stages work on micro-batches; no effect at PP 1"
+        default="1f1b", description="the order in which stages work on micro-batches; no effect with PP 1"
     )
     virtual_stages: int | None = Field(
         default=None,
@@ -46,14 +46,14 @@ class ParallelConfig(Section):
         default=None,
         strict=False,
         examples=[[7, 7, 7, 7]],
-        description="blocks of each stage, first to last; null = cut by what they cost, or into equal parts where the "
-        "schedule has several stages on a rank",
+        description="blocks of each stage, first to last; null = balanced by work, or equal parts if the schedule has "
+        "several stages on a rank",
     )
     vocab_multiple: int = Field(
         default=1,
         gt=0,
-        description="a rank's rows of embedding and output head are a multiple of this; padding is no parameter and "
-        "gets neither probability nor gradient",
+        description="a rank's rows of embedding and output head are padded to a multiple of this; padding is no "
+        "parameter and has neither probability nor gradient",
     )
 
     @property
@@ -74,12 +74,12 @@ class TrainConfig(Section):
 
     steps: int = Field(gt=0, description="optimizer steps of the whole schedule")
     stop_after: int | None = Field(
-        default=None, gt=0, description="end after this many steps of this run; the schedule stays that of steps"
+        default=None, gt=0, description="this run ends after this many steps; the schedule still has train.steps"
     )
     skip_batches: int = Field(
         default=0,
         ge=0,
-        description="global batches left out right after checkpoint.resume=STEP, to get past a loss spike",
+        description="global batches that are skipped right after checkpoint.resume=STEP, to avoid a loss spike",
     )
     global_batch: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
@@ -87,11 +87,12 @@ class TrainConfig(Section):
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
     recompute: Recompute = Field(
         default="none",
-        description="what the backward pass computes again: selective = the attention core, full = each block",
+        description="what the backward pass recomputes: selective = the attention core, full = each block",
     )
     dropout_mode: DropoutMode = Field(
         default="fast",
-        description="fast = masks from each rank's generator; invariant = masks that no layout changes, at a price",
+        description="fast = masks from each rank's generator; invariant = the same masks in every layout, which takes "
+        "more time and memory",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -174,28 +175,30 @@ class CheckpointConfig(Section):
 
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = none by steps")
     every_minutes: float | None = Field(
-        default=30.0, gt=0, description="also a checkpoint where the last is this many minutes old; null = never"
+        default=30.0,
+        gt=0,
+        description="also save a checkpoint when the last one is this many minutes old; null = never",
     )
-    keep: int | None = Field(default=3, ge=1, description="newest checkpoints that stay; null = all")
+    keep: int | None = Field(default=3, ge=1, description="how many of the newest checkpoints are kept; null = all")
     keep_every: int | None = Field(
-        default=None, gt=0, description="every checkpoint whose step is a multiple of this stays too; null = none"
+        default=None, gt=0, description="checkpoints whose step is a multiple of this are kept too; null = none"
     )
     resume: Literal["auto"] | int = Field(
         default="auto",
-        description="where a run whose folder is given again goes on: auto = its newest intact checkpoint, or the STEP "
-        "of one",
+        description="where a run resumes when its folder is given again: auto = its newest intact checkpoint, or the "
+        "STEP of one",
     )
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="where checkpoints lie: a folder or a URL such as s3://bucket/run; null = checkpoints in the run's "
-        "folder",
+        description="where checkpoints are stored: a folder or a URL such as s3://bucket/run; null = checkpoints in "
+        "the run's folder",
     )
     buffer_mib: float | None = Field(
         default=None,
         gt=0,
-        description="host memory in MiB into which each rank copies what it saves, while training waits; less makes it "
-        "wait longer; null = room for the whole",
+        description="host memory in MiB into which each rank copies what it saves, while training waits; with less "
+        "memory it waits longer; null = enough for all",
     )
     load: str | None = Field(
         default=None,
