@@ -6,7 +6,7 @@ from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig, OwnConfig
 from shardwise.config.pipeline import pipeline_problems
-from shardwise.config.root import Config
+from shardwise.config.sections import Config
 from shardwise.errors import ConfigError, listing
 
 

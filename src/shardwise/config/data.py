@@ -79,7 +79,7 @@ class DataConfig(Section):
     shuffle_buffer: int = Field(
         default=SHUFFLE_BUFFER,
         gt=0,
-        description="documents of a stream that are in memory and shuffled at once; evaluations read at most these",
+        description="documents of a stream that are in memory and shuffled at once; evaluations read at most this many",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
@@ -120,7 +120,7 @@ class DataConfig(Section):
         if value is None:
             return value
         if not isinstance(value, list | tuple) or not value or len(value) % 2:
-            reject([f"data.blend ({value!r}) must hold weights and prefixes by turns: [0.7, PREFIX, 0.3, PREFIX2]"])
+            reject([f"data.blend ({value!r}) must hold weights and prefixes in turn: [0.7, PREFIX, 0.3, PREFIX2]"])
             return value
         problems = []
         for place, (weight, prefix) in enumerate(zip(value[::2], value[1::2], strict=True)):
@@ -184,7 +184,7 @@ class DataConfig(Section):
             problems.append("data.streaming (true) needs data.tokenizer: one is trained on prepared text alone")
         if self.blend is not None or self.format in ("megatron", "hdf5"):
             problems.append(
-                f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read where they lie"
+                f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read as they are"
             )
         elif self.path is None and not self.is_hub_dataset:
             problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")

@@ -14,7 +14,7 @@ from shardwise.config.base import PROBLEMS
 from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES
-from shardwise.config.root import Config
+from shardwise.config.sections import Config
 from shardwise.config.text import parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name
 
@@ -91,15 +91,15 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     `model.config`, a Hugging Face `config.json` or its folder, stands for that model; keys beside it change it.
 
     Raises:
-        ConfigError: with `problems`, found before, and every problem of `values`.
+        ConfigError: with the given `problems` and every problem of `values`.
     """
-    found = list(problems)
+    all_problems = list(problems)
     config = None
     model = values.get("model")
     model_is_unread = False
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
         model, file_problems = _expanded(model)
-        found += file_problems
+        all_problems += file_problems
         model_is_unread = model is None
     family = str(model.get("family")) if isinstance(model, dict) else ""
     try:
@@ -107,11 +107,11 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     except ValidationError as error:
         for details in error.errors(include_url=False):
             if details["loc"][0] != "model":
-                found += _texts(details)
+                all_problems += _texts(details)
             elif not model_is_unread:
-                found += _texts(details, family)
-    if found or config is None:
-        raise ConfigError(list(dict.fromkeys(found)))
+                all_problems += _texts(details, family)
+    if all_problems or config is None:
+        raise ConfigError(list(dict.fromkeys(all_problems)))
     return config
 
 
@@ -124,12 +124,12 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
     try:
         return DataConfig.model_validate(dict(values))
     except ValidationError as error:
-        found = [
+        problems = [
             text
             for details in error.errors(include_url=False)
             for text in _texts({**details, "loc": ("data", *details["loc"])})
         ]
-        raise ConfigError(list(dict.fromkeys(found))) from None
+        raise ConfigError(list(dict.fromkeys(problems))) from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardwise.config.model import OwnConfig
-from shardwise.config.root import Config
-from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, ParallelConfig
+from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, Config, ParallelConfig
 from shardwise.errors import listing, nearest_numbers
 
 

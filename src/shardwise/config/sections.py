@@ -1,4 +1,4 @@
-"""The sections other than `model` and `data`: parallel, train, optimizer, precision, checkpoint and log."""
+"""The whole configuration, and its sections other than `model` and `data`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from shardwise.config.base import Section, reject
+from shardwise.config.data import DataConfig
+from shardwise.config.model import AnyModel
 from shardwise.redaction import has_query, redacted
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -271,3 +273,18 @@ def _steps_of(trace: str) -> range | None:
     match = re.fullmatch(r"(\d+):(\d+)", trace)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None
+
+
+class Config(Section):
+    """Everything that a run reads, resolved and immutable."""
+
+    model: AnyModel = Field(description="what is trained")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="how the model is cut")
+    train: TrainConfig = Field(description="how long and in what portions")
+    optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
+    data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
+    )
+    log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")

@@ -279,10 +279,10 @@ def _mlp_gradients(case: Case) -> int:
     """The most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
-    gradient of x: [T·H] where it was gathered, [T·H/s] behind dropout (whose mask is then free) or behind a norm.
+    gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
     At silu(gate)·up of a gated MLP, and at ReLU: two gradients, [2·T·F/t].
 
-    What a norm behind the MLP saved is free at both moments. If the norm consists of single operations, its own
+    What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
     """
     model, layout, a, x = case.model, case.layout, case.a, case.x_bytes
@@ -305,8 +305,8 @@ def _core_gradients(case: Case) -> int:
     """The most that the core's backward pass holds: gradients of x, of the values and of P, [B·h/t·S²].
 
     Only a core that goes step by step has the last one; in bfloat16 it is in float32, and a second one takes the place
-    of P after dropout, whose memory is free by then. Free are also the core's output, the mask of dropout behind it,
-    and a norm behind that.
+    of P after dropout, whose memory is free by then. The core's output, the mask of the dropout after it, and what a
+    norm after that saved are free too.
     """
     a = case.a
     matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * case.probabilities

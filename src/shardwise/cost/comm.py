@@ -135,7 +135,7 @@ def _backward(case: Case) -> list[Transfer]:
     head, embedding = int(case.has_last), int(case.has_first)
     transfers = []
     if case.config.train.recompute == "full":
-        # Recompute stops at the last tensor that a block saves. The sum behind a block's last matrix product is
+        # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
         # repeated only if dropout (its mask) or a norm (its input) saves something after it.
         ends_with_sum = case.model.norm_place == "input" and not case.drops_hidden
         transfers = _regions(case, 2, outputs - ends_with_sum, ", recomputed")
