@@ -21,7 +21,7 @@ from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, Peak, peak
 from shardwise.plan.chunks import loss_chunk_elements
-from shardwise.plan.order import action_order, in_one_pass
+from shardwise.plan.order import action_order
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.stage import Stage, rank_of
 
@@ -73,7 +73,7 @@ def expected_memory(
     by_rank = memory_by_rank(config, layout, accelerator)
     if by_rank is None:
         return None
-    return by_rank[neediest_rank(config, layout, accelerator) if pipeline_rank is None else pipeline_rank]
+    return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
 
 
 def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:
@@ -104,9 +104,7 @@ def _memory(case: Case) -> MemoryEstimate:
 
 
 def _step_peak(case: Case) -> Peak:
-    order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank)
-    if case.config.train.recompute == "full":
-        order = in_one_pass(order)
+    order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank, case.config.train.recompute)
     reduction = _reduction(case)
     return peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
 

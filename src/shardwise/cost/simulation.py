@@ -8,11 +8,10 @@ torch's first stage computes both halves of a split backward pass at the place o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.plan.order import TIME, Action, action_order, in_one_pass
+from shardwise.plan.order import TIME, Action, action_order
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,12 @@ class Simulation:
 
 
 def simulate(parallel: ParallelConfig, micro_batches: int, recompute: Recompute = "none") -> Simulation:
-    """A step of the schedule. With full recompute, no backward pass is split."""
-    orders = [action_order(parallel, micro_batches, rank) for rank in range(parallel.pipeline)]
-    return run_orders([in_one_pass(order) for order in orders] if recompute == "full" else orders)
-
-
-def run_orders(orders: Sequence[Sequence[Action]]) -> Simulation:
     """A step in which each rank does its actions in order, each as soon as the pass that it needs is done.
 
-    A forward pass needs the one of the stage before, a backward pass the one of the stage after.
+    A forward pass needs the one of the stage before, a backward pass the one of the stage after. With full recompute,
+    no backward pass is split.
     """
+    orders = [action_order(parallel, micro_batches, rank, recompute) for rank in range(parallel.pipeline)]
     last_stage = max(action.stage for order in orders for action in order)
     # Each round lets every rank do the actions whose input is there. The rounds end when no rank can do anything more.
     done: dict[tuple[bool, int, int], int] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from shardwise.config import ParallelConfig, Schedule
+from shardwise.config import ParallelConfig, Recompute, Schedule
 
 Kind = Literal["forward", "backward", "input", "weight"]
 """A forward pass, a whole backward pass, or one of its halves: the gradient of the input, and those of the weights."""
@@ -33,10 +33,13 @@ class Action:
     micro_batch: int
 
 
-def action_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Action, ...]:
+def action_order(
+    parallel: ParallelConfig, micro_batches: int, rank: int, recompute: Recompute = "none"
+) -> tuple[Action, ...]:
     """The actions of a rank in one step. Without a pipeline, it does one micro-batch after the other."""
     schedule: Schedule = "1f1b" if parallel.pipeline == 1 else parallel.schedule
-    return _order(schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
+    order = _order(schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
+    return in_one_pass(order) if recompute == "full" else order
 
 
 def in_one_pass(order: Iterable[Action]) -> tuple[Action, ...]:
