@@ -22,9 +22,9 @@ class Box:
     def of_run(offset: int, length: int, shape: tuple[int, ...]) -> list[Box]:
         """A run of a contiguous tensor as the fewest boxes, in order: at most 2·dims − 1.
 
-        The run covers elements `offset` to `offset + length` of a tensor of this shape. It is cut into the end of a row
-        that begins before it, whole rows, and the beginning of a row that ends after it. Each part of a row is a run of
-        a tensor with one dimension fewer, and is cut in the same way.
+        The run covers elements `offset` to `offset + length` of a tensor of this shape. It is cut into the end of its
+        first row, whole rows, and the beginning of its last row. A part of a row is a run of a tensor with one
+        dimension fewer, and is cut in the same way.
         """
         assert 0 <= offset <= offset + length <= math.prod(shape), f"run at {offset} of {length} in {shape}"
         return list(_boxes_of_run(offset, offset + length, (), shape)) if length else []
@@ -42,20 +42,20 @@ class Box:
         return math.prod(self.size)
 
     def intersect(self, other: Box) -> Box | None:
-        """What both boxes cover, or None where that is nothing."""
+        """The box that both cover, or None if they have no element in common."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
         return Box(start, size) if all(n > 0 for n in size) else None
 
     def relative_to(self, outer: Box) -> Box:
-        """The same box, counted from the first element of `outer`."""
+        """The same box with its start counted from that of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
     def runs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order."""
         if not self.numel:
             return []
-        # The trailing dimensions that the box covers whole, and the one before them, form one run.
+        # The last dimensions, which the box covers whole, and the one before them form one run.
         tail = len(shape)
         while tail > 0 and self.size[tail - 1] == shape[tail - 1]:
             tail -= 1
@@ -70,14 +70,14 @@ class Box:
 
 
 def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Box]:
-    """Elements `begin` to `end` of the contiguous tensor of `shape` that `lead` selects from a larger one."""
+    """Elements `begin` to `end` of the tensor of `shape` that the first indices `lead` select from a larger one."""
     if not shape:
         yield Box(lead, (1,) * len(lead))
         return
     rest = shape[1:]
     stride = math.prod(rest)
     first, last = -(-begin // stride), end // stride
-    if first > last:  # inside of one row
+    if first > last:  # the run is inside one row
         yield from _boxes_of_run(begin - last * stride, end - last * stride, (*lead, last), rest)
         return
     if begin < first * stride:

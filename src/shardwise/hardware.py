@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch: accelerators, their peak speed, usable CPUs."""
+"""What this machine has, without torch: accelerators, their peak speed, memory, usable CPUs."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
 
     The kinds are "nvidia" and "neuron".
 
-    Device files are counted, without those that `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or
+    They are counted by their device files, without those that `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or
     `NEURON_RT_NUM_CORES` hide. A torch that was built for CPUs only ("+cpu" in its version) can use none.
     """
     gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
@@ -58,9 +58,9 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak dense FLOP/s of one device for matrix products in `dtype` ("bfloat16" or "float32"); None when unknown.
+    """Peak dense FLOP/s of one device for matrix products in `dtype` ("bfloat16" or "float32"); None if it is unknown.
 
-    A slice of a GPU (MIG) has no published peak, so it is unknown too.
+    A slice of a GPU (MIG) has no published peak.
     """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     if "MIG" in words:
@@ -104,10 +104,7 @@ def _numbered(dev: Path, prefix: str) -> list[int]:
 
 
 def _visible_gpus(present: int) -> int:
-    """The number of GPUs that `CUDA_VISIBLE_DEVICES` leaves.
-
-    As in CUDA, the list ends at its first entry that names no device.
-    """
+    """How many GPUs `CUDA_VISIBLE_DEVICES` leaves visible. As in CUDA, the list ends at its first invalid entry."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present

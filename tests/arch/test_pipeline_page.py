@@ -89,7 +89,7 @@ def wire() -> str:
     chosen = recipe()
     layout, rows = check_layout(chosen, WORLD), []
     for rank in range(layout.pipeline):
-        sent = cost.bytes_per_step(chosen, layout, accelerator=True, pipeline_rank=rank)
+        sent = cost.wire_bytes(cost.step_transfers(chosen, layout, accelerator=True, pipeline_rank=rank))
         assert sent is not None
         by_axis = {
             axis: sum(size for (name, _), size in sent.items() if name == axis)

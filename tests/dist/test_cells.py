@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.config import Schedule, check_layout
-from shardwise.cost import bytes_per_evaluation_batch, bytes_per_step, memory_by_rank
+from shardwise.cost import evaluation_transfers, memory_by_rank, step_transfers, wire_bytes
 from shardwise.plan import local_parameter_count, stage_plan
 from shardwise.testing import gradient_errors
 from tests.dist.cells import (
@@ -189,8 +189,8 @@ def test_costs_are_what_happens(cell: Cell, trained: Train) -> None:
     assert memory is not None
     for rank, found in enumerate(trained(cell)):
         stage, data, tensor = found.place
-        sent = bytes_per_step(config, layout, pipeline_rank=stage, data_rank=data, tensor_rank=tensor)
-        evaluated = bytes_per_evaluation_batch(config, layout, pipeline_rank=stage)
+        sent = wire_bytes(step_transfers(config, layout, pipeline_rank=stage, data_rank=data, tensor_rank=tensor))
+        evaluated = wire_bytes(evaluation_transfers(config, layout, pipeline_rank=stage))
         assert sent is not None
         assert evaluated is not None
         compare(found.step, sent, found.calls, f"step, rank {rank}")

@@ -218,7 +218,7 @@ def test_a_finished_run_is_not_started_and_a_changed_one_is_refused(trained: Tra
     changed = ("model.num_hidden_layers=3", "data.split=80,20", "train.seed=1", "optimizer.lr=1e-4")
     err = shardwise(*same, *changed, at=trained.at).failed(2)
     assert err == (
-        "shardwise: the run in this folder goes on only with the model and data that it began with:\n"
+        "shardwise: the run in this folder can be resumed only with the model and data that it began with:\n"
         "  model.num_hidden_layers (3) must be 2\n"
         "  train.seed (1) must be 1234\n"
         "  data.split (80,20) must be 95,5\n"

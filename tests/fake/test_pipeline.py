@@ -105,7 +105,7 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
             "each stage runs once for each micro-batch, in the first step as in any"
         )
     found, calls = sent(mesh)
-    expected = cost.bytes_per_step(config, layout, pipeline_rank=rank)
+    expected = cost.wire_bytes(cost.step_transfers(config, layout, pipeline_rank=rank))
     assert expected is not None
     compare(found, expected, calls, f"{recipe}, {schedule}, pipeline rank {rank}")
     losses = [gives_losses(part) for part in trainer.model]

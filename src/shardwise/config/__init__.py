@@ -16,10 +16,10 @@ from shardwise.config.load import (
 )
 from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.resumption import resume_changes, resume_problems
-from shardwise.config.root import Config
 from shardwise.config.sections import (
     DTYPE_BYTES,
     CheckpointConfig,
+    Config,
     DropoutMode,
     DtypeName,
     LogConfig,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shardwise.config.data import MASKED_FRACTION
-from shardwise.config.layout import Layout, batch_problems, world_problems
+from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig, OwnConfig
 from shardwise.config.pipeline import pipeline_problems
-from shardwise.config.root import Config
+from shardwise.config.sections import Config
 from shardwise.errors import ConfigError, listing
 
 
@@ -16,31 +16,29 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     Args:
         config: the whole configuration.
         world: ranks of the job.
-        is_new: the run's folder is new, so that it begins with its first step.
+        is_new: whether the run's folder is new, so that it starts at its first step.
 
     Raises:
-        ConfigError: with every reason why `config` cannot run on `world` ranks.
+        ConfigError: `config` cannot run on `world` ranks; with every reason.
     """
-    parallel, train = config.parallel, config.train
-    tensor, pipeline = parallel.tensor, parallel.pipeline
-    sequence = parallel.sequence and tensor > 1
-    problems = [f"the number of ranks ({world}) must be at least 1"] if world < 1 else []
-    problems = problems or world_problems(world, tensor, pipeline)
-    micro_batches = None
-    if not problems:
-        data = world // (tensor * pipeline)
-        problems += batch_problems(train, data)
-        micro_batches = None if problems else train.global_batch // (train.micro_batch * data)
+    parallel, problems = config.parallel, []
+    sequence = parallel.sequence and parallel.tensor > 1
+    layout = micro_batches = None
+    try:
+        layout = Layout(world, parallel.tensor, sequence, parallel.pipeline, parallel.stages_per_rank)
+        micro_batches = layout.accumulation(config.train)
+    except ConfigError as error:
+        problems = error.problems
     problems += pipeline_problems(config, micro_batches)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
     problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
-    if problems:
+    if layout is None or problems:
         raise ConfigError(problems)
-    return Layout(world, tensor, sequence, pipeline, parallel.stages_per_rank)
+    return layout
 
 
 def _trace_problems(config: Config, is_new: bool) -> list[str]:
-    """Traces of steps that the run never does. The step from which an old run resumes is not known here."""
+    """Refuse traces of steps that the run never does. The step from which an old run resumes is not known here."""
     steps, last, resume = config.log.trace_steps, config.train.steps, config.checkpoint.resume
     if steps is None:
         return []
@@ -81,11 +79,9 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
     if not reasons:
         return []
     given = (model.num_attention_heads, model.intermediate_size, length)
-    valid = [
-        degree
-        for degree in range(1, min(size for size in given if size is not None) + 1)
-        if not _tensor_misfits(model, degree, length if config.parallel.sequence else None)
-    ]
+    most = min(size for size in given if size is not None)
+    length_to_cut = length if config.parallel.sequence else None
+    valid = [degree for degree in range(1, most + 1) if not _tensor_misfits(model, degree, length_to_cut)]
     degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
     return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
 

@@ -14,6 +14,12 @@ MASKED_FRACTION = 0.15
 SHUFFLE_BUFFER = 10_000
 BUILT_IN_TEXTS = ("python", "tiny")
 """Values of `data.dataset` that are texts of this package, not data sets of the hub."""
+_NEEDS = {
+    "megatron": "data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]",
+    "hdf5": "data.path: a shard, a folder of *_training_*.hdf5 or a glob",
+    "datasets": "data.path, a folder that save_to_disk wrote: a data set of the hub is named by data.dataset alone",
+}
+"""What a run must name, by `data.format`."""
 _SPLIT_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 
@@ -40,18 +46,18 @@ class DataConfig(Section):
     blend: tuple[float | str, ...] | None = Field(
         default=None,
         strict=False,
-        description="weights and prefixes of several Megatron data sets by turns: [0.7, PREFIX, 0.3, PREFIX2]",
+        description="weights and prefixes of several Megatron data sets, in turn: [0.7, PREFIX, 0.3, PREFIX2]",
     )
     format: Literal["auto", "text", "jsonl", "parquet", "datasets", "megatron", "hdf5"] = Field(
         default="auto",
-        description="of path; auto goes by the names of files: PREFIX.idx, .hdf5 and .h5, .jsonl, .parquet, "
-        "state.json and dataset_dict.json (datasets), else text; what ends in .gz is unpacked",
+        description="the format of path; auto detects it from file names: PREFIX.idx, .hdf5 and .h5, .jsonl, .parquet, "
+        "state.json and dataset_dict.json (datasets), else text; files that end with .gz are unpacked",
     )
     text_key: str = Field(
         default="text",
         min_length=1,
-        description="the field of a .jsonl, or column of a .parquet or data set, that holds the text; a column of "
-        "lists of integers holds tokens, and is input_ids where there is no text",
+        description="the field of a .jsonl, or the column of a .parquet or data set, that holds the text; a column of "
+        "lists of integers holds tokens; without a column of text, it is input_ids",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -67,20 +73,19 @@ class DataConfig(Section):
     )
     streaming: bool = Field(
         default=False,
-        description="text is tokenized while it is trained on, for data too large to prepare: text files, .jsonl, "
-        ".parquet, save_to_disk or a hub data set, with a tokenizer",
+        description="tokenize text during training, for data too large to prepare: text files, .jsonl, .parquet, "
+        "save_to_disk or a hub data set, with a tokenizer",
     )
     shuffle_buffer: int = Field(
         default=SHUFFLE_BUFFER,
         gt=0,
-        description="documents of a stream that are read, shuffled and in memory at once; evaluations read at most as "
-        "many",
+        description="documents of a stream that are in memory and shuffled at once; evaluations read at most this many",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
         gt=0,
         le=1,
-        description="part of a sequence's tokens that BERT predicts; shards of HDF5 are masked already",
+        description="part of a sequence's tokens that BERT predicts; HDF5 shards are masked already",
     )
     max_predictions: int | None = Field(
         default=None,
@@ -91,7 +96,7 @@ class DataConfig(Section):
         default=False, description="the token after the end of a document is not predicted (causal models)"
     )
     reset_position_ids: bool = Field(
-        default=False, description="positions begin with 0 again after the end of a document (causal models)"
+        default=False, description="positions start at 0 again after the end of a document (causal models)"
     )
     reset_attention_mask: bool = Field(
         default=False, description="tokens do not attend to documents before their own (causal models)"
@@ -111,11 +116,11 @@ class DataConfig(Section):
     @field_validator("blend", mode="before")
     @classmethod
     def _blend_goes_by_turns(cls, value: object) -> object:
-        """Refuse with one text for each wrong place, where pydantic has two for the parts of a union."""
+        """Refuse with one message for each wrong value; pydantic would give two, one for each type of the union."""
         if value is None:
             return value
         if not isinstance(value, list | tuple) or not value or len(value) % 2:
-            reject([f"data.blend ({value!r}) must hold weights and prefixes by turns: [0.7, PREFIX, 0.3, PREFIX2]"])
+            reject([f"data.blend ({value!r}) must hold weights and prefixes in turn: [0.7, PREFIX, 0.3, PREFIX2]"])
             return value
         problems = []
         for place, (weight, prefix) in enumerate(zip(value[::2], value[1::2], strict=True)):
@@ -129,7 +134,14 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        problems = self._split_problems() + self._dataset_problems() + self._streaming_problems()
+        problems = self._split_problems() + self._streaming_problems()
+        if self.config is not None and not self.is_hub_dataset:
+            problems.append(
+                f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
+                "hub has configurations"
+            )
+        if self.format in _NEEDS and self.path is None and (self.blend is None or self.format == "datasets"):
+            problems.append(f"data.format ({self.format}) needs {_NEEDS[self.format]}")
         if self.blend is not None and self.path is not None:
             problems.append(
                 f"data.path ({self.path}) must be left out with data.blend ({self.name}): name the data by one of "
@@ -140,10 +152,6 @@ class DataConfig(Section):
                 f"data.format ({self.format}) must be megatron with data.blend ({self.name}), or left out: other data "
                 "come by data.path"
             )
-        if self.format == "megatron" and self.path is None and self.blend is None:
-            problems.append("data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]")
-        if self.format == "hdf5" and self.path is None and self.blend is None:
-            problems.append("data.format (hdf5) needs data.path: a shard, a folder of *_training_*.hdf5 or a glob")
         reject(problems)
         return self
 
@@ -166,20 +174,6 @@ class DataConfig(Section):
             ]
         return []
 
-    def _dataset_problems(self) -> list[str]:
-        problems = []
-        if self.config is not None and not self.is_hub_dataset:
-            problems.append(
-                f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
-                "hub has configurations"
-            )
-        if self.format == "datasets" and self.path is None:
-            problems.append(
-                "data.format (datasets) needs data.path, a folder that save_to_disk wrote: a data set of the hub is "
-                "named by data.dataset alone"
-            )
-        return problems
-
     def _streaming_problems(self) -> list[str]:
         if not self.streaming:
             if self.shuffle_buffer == SHUFFLE_BUFFER:
@@ -190,7 +184,7 @@ class DataConfig(Section):
             problems.append("data.streaming (true) needs data.tokenizer: one is trained on prepared text alone")
         if self.blend is not None or self.format in ("megatron", "hdf5"):
             problems.append(
-                f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read where they lie"
+                f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read as they are"
             )
         elif self.path is None and not self.is_hub_dataset:
             problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")
@@ -198,7 +192,7 @@ class DataConfig(Section):
 
     @property
     def name(self) -> str:
-        """The name of the data in messages."""
+        """What messages call the data."""
         if self.blend is not None:
             return " + ".join(prefix for _, prefix in self.weighted_prefixes)
         return self.path or self.dataset
@@ -212,7 +206,7 @@ class DataConfig(Section):
 
     @property
     def is_hub_dataset(self) -> bool:
-        """Whether `dataset` is used, and is the name of a data set on the hub."""
+        """Whether the data are a data set of the hub, which `dataset` names."""
         return self.path is None and self.blend is None and self.dataset not in BUILT_IN_TEXTS
 
     @property
@@ -224,7 +218,7 @@ class DataConfig(Section):
 
     @property
     def document_options(self) -> list[str]:
-        """Those of the keys for document ends that are true."""
+        """The keys for document ends that are true."""
         names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return [f"data.{name}" for name in names if getattr(self, name)]
 
@@ -241,10 +235,7 @@ class DataConfig(Section):
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
-        """Weights of the training, the evaluation and the test part; the last is 0 if only two are given.
-
-        Named splits have weight 1.
-        """
+        """Weights of the training, evaluation and test parts; 0 for a part that is absent, 1 for a named split."""
         if names := self.split_names:
             return 1.0, float(len(names) > 1), float(len(names) > 2)
         train, evaluation, *test = map(float, self.split.split(","))

@@ -1,24 +1,29 @@
 """Llama and the families that differ from it by facts: rotary positions, RMSNorm, a gated MLP, grouped-query attention.
 
-Each family has its keys with Hugging Face's defaults, and states which facts of the architecture are its own.
-Annotations are no text, as in `config/families.py`.
+Each family has its keys with Hugging Face's defaults, and states the facts in which it differs. As in
+`config/families.py`, `annotations` are not imported from `__future__`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from shardwise.config.base import reject
-from shardwise.config.families import NormedWidth, NormKind, NormPlace, TransformerConfig, with_rope_type, without_nulls
-from shardwise.config.rope import rope_scaling_problems
+from shardwise.config.families import (
+    AttentionBias,
+    Longest,
+    NormedWidth,
+    NormKind,
+    NormPlace,
+    ProbabilityDropout,
+    RopeScaling,
+    RotaryBase,
+    Tied,
+    TransformerConfig,
+)
 from shardwise.errors import divisors, listing, nearest_numbers
 
-_AttentionBias: TypeAlias = Annotated[bool, Field(description="biases on the Q, K, V and output projections")]
 _MLPBias: TypeAlias = Annotated[bool, Field(description="biases in the feed-forward layer")]
-_Longest: TypeAlias = Annotated[int, Field(gt=0, description="longest sequence the model is made for")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]
-_RotaryBase: TypeAlias = Annotated[float, Field(gt=0, description="base of the rotary frequencies")]
-_Tied: TypeAlias = Annotated[bool, Field(description="one weight for the embedding and the output head")]
 
 
 class DecoderConfig(TransformerConfig):
@@ -28,6 +33,7 @@ class DecoderConfig(TransformerConfig):
     gated: ClassVar[bool] = True
     parallel_residual: ClassVar[bool] = False
 
+    derived: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "head_dim")
     keys: ClassVar[dict[str, str]] = {
         "activation": "hidden_act",
         "norm_eps": "rms_norm_eps",
@@ -45,23 +51,14 @@ class DecoderConfig(TransformerConfig):
         description="width of a head; default: hidden_size / num_attention_heads",
     )
     hidden_act: Literal["silu"] = Field(default="silu", description="activation of the feed-forward gate")
-    max_position_embeddings: _Longest = 2048
+    max_position_embeddings: Longest = 2048
     rms_norm_eps: _Epsilon = 1e-6
-    rope_theta: _RotaryBase = 10000.0
-    rope_scaling: dict[str, Any] | None = Field(
-        default=None, description="Hugging Face's rope_scaling: rope_type and its fields; null = none"
-    )
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of the attention probabilities")
-    tie_word_embeddings: _Tied = False
+    rope_theta: RotaryBase = 10000.0
+    rope_scaling: RopeScaling = None
+    attention_dropout: ProbabilityDropout = 0.0
+    tie_word_embeddings: Tied = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _normalise(cls, data: Any) -> Any:
-        """As Hugging Face does, null means derived."""
-        return with_rope_type(without_nulls(data, ("num_key_value_heads", "head_dim")))
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> list[str]:
         problems = []
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
@@ -78,20 +75,12 @@ class DecoderConfig(TransformerConfig):
             )
         elif self.head_dim % 2:
             problems.append(f"model.head_dim ({self.head_dim}) must be even: rotary embeddings turn pairs")
-        if self.rope_scaling is not None:
-            problems += rope_scaling_problems(self.rope_scaling, self.rotary_dim)
-        reject(problems)
-        return self
+        return problems + super()._problems()
 
     @property
     def rotary_dim(self) -> int:
         """Rotary embeddings turn whole heads."""
         return self.head_dim
-
-    @property
-    def extends_positions(self) -> bool:
-        """Whether `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
-        return self.rope_scaling is not None and self.rope_scaling["rope_type"] != "default"
 
 
 class LlamaConfig(DecoderConfig):
@@ -99,7 +88,7 @@ class LlamaConfig(DecoderConfig):
 
     family: Literal["llama"] = Field(description="the architecture")
     rms_norm_eps: _Epsilon = 1e-5
-    attention_bias: _AttentionBias = False
+    attention_bias: AttentionBias = False
     mlp_bias: _MLPBias = False
 
 
@@ -110,7 +99,7 @@ class MistralConfig(DecoderConfig):
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["mistral"] = Field(description="the architecture")
-    max_position_embeddings: _Longest = 131072
+    max_position_embeddings: Longest = 131072
 
 
 class Qwen2Config(DecoderConfig):
@@ -121,7 +110,7 @@ class Qwen2Config(DecoderConfig):
     mlp_bias: ClassVar[bool] = False
 
     family: Literal["qwen2"] = Field(description="the architecture")
-    max_position_embeddings: _Longest = 32768
+    max_position_embeddings: Longest = 32768
 
 
 class Qwen3Config(DecoderConfig):
@@ -132,8 +121,8 @@ class Qwen3Config(DecoderConfig):
 
     family: Literal["qwen3"] = Field(description="the architecture")
     head_dim: int = Field(default=128, gt=0, description="width of a head")
-    max_position_embeddings: _Longest = 32768
-    attention_bias: _AttentionBias = False
+    max_position_embeddings: Longest = 32768
+    attention_bias: AttentionBias = False
 
 
 class Olmo2Config(DecoderConfig):
@@ -145,17 +134,19 @@ class Olmo2Config(DecoderConfig):
 
     family: Literal["olmo2"] = Field(description="the architecture")
     rms_norm_eps: _Epsilon = 1e-5
-    attention_bias: _AttentionBias = False
+    attention_bias: AttentionBias = False
 
 
 class SmolLM3Config(DecoderConfig):
     """SmolLM3: a Llama of which some blocks, every fourth by default, have no rotary positions."""
 
+    derived: ClassVar[tuple[str, ...]] = (*DecoderConfig.derived, "no_rope_layers")
+
     family: Literal["smollm3"] = Field(description="the architecture")
-    max_position_embeddings: _Longest = 32768
-    rope_theta: _RotaryBase = 2000000.0
-    tie_word_embeddings: _Tied = True
-    attention_bias: _AttentionBias = False
+    max_position_embeddings: Longest = 32768
+    rope_theta: RotaryBase = 2000000.0
+    tie_word_embeddings: Tied = True
+    attention_bias: AttentionBias = False
     mlp_bias: _MLPBias = False
     no_rope_layers: tuple[int, ...] = Field(
         default_factory=lambda data: every_nth_without_rope(4, data["num_hidden_layers"]),
@@ -167,8 +158,7 @@ class SmolLM3Config(DecoderConfig):
     @model_validator(mode="before")
     @classmethod
     def _without_surplus(cls, data: Any) -> Any:
-        """Null means derived, and what follows the last block's number means nothing."""
-        data = without_nulls(data, ("no_rope_layers",))
+        """Drop numbers beyond the last block, which mean nothing to Hugging Face either."""
         if not isinstance(data, dict):
             return data
         layers, given = data.get("num_hidden_layers"), data.get("no_rope_layers")
@@ -176,12 +166,11 @@ class SmolLM3Config(DecoderConfig):
             return data
         return {**data, "no_rope_layers": given[:layers]}
 
-    @model_validator(mode="after")
-    def _check_layers(self) -> Self:
-        given, layers = self.no_rope_layers, self.num_hidden_layers
+    def _problems(self) -> list[str]:
+        problems, given, layers = super()._problems(), list(self.no_rope_layers), self.num_hidden_layers
         if len(given) != layers or not set(given) <= {0, 1}:
-            reject([f"model.no_rope_layers ({list(given)}) must have 0 or 1 for each of the {layers} blocks"])
-        return self
+            problems.append(f"model.no_rope_layers ({given}) must have 0 or 1 for each of the {layers} blocks")
+        return problems
 
     def rotates(self, layer: int) -> bool:
         """Whether rotary embeddings turn the heads of that block."""

@@ -1,9 +1,10 @@
-"""The families that `model.family` names, their sizes by the names that Hugging Face's `config.json` uses.
+"""The families that `model.family` names: their keys, as Hugging Face's `config.json` spells them, and their facts.
 
-Annotations are no text here (`from __future__`), which would be evaluated again for each class that inherits them.
+This module does not import `annotations` from `__future__`: pydantic would evaluate each annotation, then a string,
+again for every class that inherits it.
 """
 
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -27,23 +28,40 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _GELUS = "gelu (erf), gelu_new, gelu_fast and gelu_pytorch_tanh (tanh), or relu"
 
+# Keys that several families have, with their rules and descriptions.
+AttentionBias: TypeAlias = Annotated[bool, Field(description="biases on the Q, K, V and output projections")]
+Longest: TypeAlias = Annotated[int, Field(gt=0, description="longest sequence the model is made for")]
+ProbabilityDropout: TypeAlias = Annotated[
+    float, Field(ge=0, lt=1, description="dropout of the attention probabilities")
+]
+RopeScaling: TypeAlias = Annotated[
+    dict[str, Any] | None, Field(description="Hugging Face's rope_scaling: rope_type and its fields; null = none")
+]
+RotaryBase: TypeAlias = Annotated[float, Field(gt=0, description="base of the rotary frequencies")]
+Tied: TypeAlias = Annotated[bool, Field(description="one weight for the embedding and the output head")]
+_LearnedPositions: TypeAlias = Annotated[int, Field(gt=0, description="learned positions: the longest sequence")]
+_NormEpsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the variance in LayerNorm")]
+
 
 class TransformerConfig(Section):
-    """What the families share: their sizes, and the facts of their architecture that models and formulas read.
+    """The keys that all families share, and the facts of their architecture that models and formulas read.
 
-    A fact that differs between families is stated here once. Formulas ask for the fact, never for the family.
+    Models and formulas ask for a fact, never for the family. A family states the facts in which it differs.
     """
 
     aliases: ClassVar[dict[str, str]] = {}
     """Other spellings of the family's keys."""
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Keys for which null means the default, as in Hugging Face's files."""
     keys: ClassVar[dict[str, str]] = {}
-    """The family's names of the quantities below; a quantity that the family lacks is left out."""
+    """The family's key for each of `activation`, `norm_eps` and the three kinds of dropout; kinds it lacks are absent.
+    """
 
     norm_kind: ClassVar[NormKind] = "layer_norm"
     norm_place: ClassVar[NormPlace] = "input"
     """`input`: x + f(norm(x)) for each of attention and MLP. `sum`: norm(x + f(x)). `output`: x + norm(f(x))."""
     query_key_norm: ClassVar[NormedWidth | None] = None
-    """What RMSNorm of q and k spans, before they are rotated: each head, or all heads at once; None: there is none."""
+    """RMSNorm of q and k before they are rotated: over each head, or over all heads at once. None: neither is done."""
     attention_output_bias: ClassVar[bool] = True
     """Whether the output projection has a bias where Q, K and V have one."""
     gated: ClassVar[bool] = False
@@ -53,7 +71,11 @@ class TransformerConfig(Section):
     fused_query_key_value: ClassVar[bool] = False
     """Whether Q, K and V are one canonical tensor."""
     interleaved_heads: ClassVar[bool] = False
-    """Whether that tensor goes head by head, so that Q, K and V of a head lie next to each other."""
+    """Whether that tensor is ordered by head: Q, K and V of the first head, then those of the second, and so forth."""
+    causal: ClassVar[bool] = True
+    """Whether a token attends only to itself and those before it."""
+    objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
+    """The losses, each a mean over its own count: next token (`lm`), masked tokens (`mlm`), next sentence (`nsp`)."""
 
     family: str = Field(description="the architecture")
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")
@@ -61,37 +83,73 @@ class TransformerConfig(Section):
     intermediate_size: int = Field(gt=0, description="width of the feed-forward layer")
     num_hidden_layers: int = Field(gt=0, le=MOST_LAYERS, description="number of transformer blocks")
     num_attention_heads: int = Field(gt=0, description="query heads")
-    max_position_embeddings: int = Field(gt=0, description="longest sequence the model is made for")
+    max_position_embeddings: Longest
     initializer_range: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
-    tie_word_embeddings: bool = Field(description="one weight for the embedding and the output head")
+    tie_word_embeddings: Tied
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalise(cls, data: Any) -> Any:
+        """Give each key its own name, leave out null where it means the default, and rename an old `type` of RoPE."""
+        if not isinstance(data, dict):
+            return data
+        reject(
+            [
+                f"model.{alias} ({data[alias]!r}) and model.{key} ({data[key]!r}) are one quantity: give one of them"
+                for alias, key in cls.aliases.items()
+                if alias in data and key in data and data[alias] != data[key]
+            ]
+        )
+        named = {cls.aliases.get(key, key): value for key, value in data.items()}
+        given = {key: value for key, value in named.items() if key not in cls.derived or value is not None}
+        scaling = given.get("rope_scaling")
+        if isinstance(scaling, dict) and "type" in scaling and "rope_type" not in scaling:
+            given["rope_scaling"] = {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        reject(self._problems())
+        return self
+
+    def _problems(self) -> list[str]:
+        """What is wrong with the values of several keys together."""
+        scaling = getattr(self, "rope_scaling", None)
+        return [] if scaling is None else rope_scaling_problems(scaling, self.rotary_dim)
 
     @property
     def rotary_dim(self) -> int:
-        """Leading dimensions of a head that rotary embeddings turn; 0 where positions are learned."""
+        """How many leading dimensions of each head rotary embeddings turn; 0 where positions are learned."""
         return 0
 
     def rotates(self, layer: int) -> bool:
-        """Whether rotary embeddings turn the heads of that block."""
+        """Whether rotary embeddings turn the heads of this block."""
         return self.rotary_dim > 0
 
     @property
+    def extends_positions(self) -> bool:
+        """Whether `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
+        scaling = getattr(self, "rope_scaling", None)
+        return scaling is not None and scaling["rope_type"] != "default"
+
+    @property
     def activation(self) -> Activation:
-        """What the feed-forward layer computes between its matrices."""
+        """The function between the matrices of the MLP."""
         return _ACTIVATIONS[getattr(self, self.keys["activation"])]
 
     @property
     def norm_eps(self) -> float:
-        """What normalisation adds to the variance, or to the mean square."""
+        """What a norm adds to the variance (LayerNorm) or to the mean square (RMSNorm)."""
         return float(getattr(self, self.keys["norm_eps"]))
 
     @property
     def embedding_dropout_p(self) -> float:
-        """Dropout of what enters the first block."""
+        """Dropout of the first block's input."""
         return self._dropout("embedding_dropout")
 
     @property
     def hidden_dropout_p(self) -> float:
-        """Dropout of what attention and feed-forward layer add to the residual stream."""
+        """Dropout of what attention and MLP add to the residual stream."""
         return self._dropout("hidden_dropout")
 
     @property
@@ -99,28 +157,13 @@ class TransformerConfig(Section):
         """Dropout of the attention probabilities."""
         return self._dropout("attention_dropout")
 
-    def _dropout(self, role: str) -> float:
-        return float(getattr(self, self.keys[role])) if role in self.keys else 0.0
+    def _dropout(self, kind: str) -> float:
+        return float(getattr(self, self.keys[kind])) if kind in self.keys else 0.0
 
     @property
     def has_dropout(self) -> bool:
         """Whether training drops anything."""
         return max(self.embedding_dropout_p, self.hidden_dropout_p, self.attention_dropout_p) > 0
-
-    @property
-    def causal(self) -> bool:
-        """Whether a token sees only those before it."""
-        return True
-
-    @property
-    def objectives(self) -> tuple[Objective, ...]:
-        """The losses, each a mean over its own count: next token, or masked tokens and next sentence."""
-        return ("lm",)
-
-    @property
-    def extends_positions(self) -> bool:
-        """Whether sequences longer than `max_position_embeddings` have positions."""
-        return False
 
 
 class MultiHeadConfig(TransformerConfig):
@@ -138,10 +181,10 @@ class MultiHeadConfig(TransformerConfig):
         """Width of a head."""
         return self.hidden_size // self.num_attention_heads
 
-    def _head_problems(self) -> list[str]:
+    def _problems(self) -> list[str]:
         hidden, heads = self.hidden_size, self.num_attention_heads
         if hidden % heads == 0:
-            return []
+            return super()._problems()
         near = nearest_numbers(heads, divisors(hidden))
         return [
             f"model.hidden_size ({hidden}) must be a multiple of model.num_attention_heads ({heads}): "
@@ -169,7 +212,7 @@ class GPTConfig(MultiHeadConfig):
         "layer_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation_function",
     }
-
+    derived: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     keys: ClassVar[dict[str, str]] = {
         "activation": "activation_function",
         "norm_eps": "layer_norm_epsilon",
@@ -184,23 +227,13 @@ class GPTConfig(MultiHeadConfig):
         gt=0,
         description="width of the feed-forward layer; default: 4 × hidden_size",
     )
-    max_position_embeddings: int = Field(default=1024, gt=0, description="learned positions: the longest sequence")
-    tie_word_embeddings: bool = Field(default=True, description="one weight for the embedding and the output head")
+    max_position_embeddings: _LearnedPositions = 1024
+    tie_word_embeddings: Tied = True
     activation_function: GELUName = Field(default="gelu_new", description=f"of the feed-forward layer: {_GELUS}")
-    layer_norm_epsilon: float = Field(default=1e-5, gt=0, description="added to the variance in LayerNorm")
+    layer_norm_epsilon: _NormEpsilon = 1e-5
     embd_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of the embeddings")
     resid_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of what attention and MLP add")
-    attn_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of the attention probabilities")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _normalise(cls, data: Any) -> Any:
-        return without_nulls(_with_one_spelling(data, cls.aliases), ("intermediate_size",))
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        reject(self._head_problems())
-        return self
+    attn_pdrop: ProbabilityDropout = 0.1
 
 
 class GPTNeoXConfig(MultiHeadConfig):
@@ -213,7 +246,6 @@ class GPTNeoXConfig(MultiHeadConfig):
     interleaved_heads: ClassVar[bool] = True
 
     aliases: ClassVar[dict[str, str]] = {"rotary_emb_base": "rope_theta"}
-
     keys: ClassVar[dict[str, str]] = {
         "activation": "hidden_act",
         "norm_eps": "layer_norm_eps",
@@ -223,40 +255,28 @@ class GPTNeoXConfig(MultiHeadConfig):
     }
 
     family: Literal["gpt_neox"] = Field(description="the architecture")
-    max_position_embeddings: int = Field(default=2048, gt=0, description="longest sequence the model is made for")
-    tie_word_embeddings: bool = Field(default=False, description="one weight for the embedding and the output head")
+    max_position_embeddings: Longest = 2048
+    tie_word_embeddings: Tied = False
     hidden_act: GELUName = Field(default="gelu", description=f"of the feed-forward layer: {_GELUS}")
-    layer_norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in LayerNorm")
+    layer_norm_eps: _NormEpsilon = 1e-5
     rotary_pct: float = Field(default=0.25, gt=0, le=1, description="leading part of each head that is rotary")
-    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary frequencies")
-    rope_scaling: dict[str, Any] | None = Field(
-        default=None, description="Hugging Face's rope_scaling: rope_type and its fields; null = none"
-    )
+    rope_theta: RotaryBase = 10000.0
+    rope_scaling: RopeScaling = None
     use_parallel_residual: bool = Field(
         default=True,
         description="attention and MLP read the same x, both add to it; false = one after the other",
     )
-    attention_bias: bool = Field(default=True, description="biases on the Q, K, V and output projections")
+    attention_bias: AttentionBias = True
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of embeddings, attention and MLP")
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of the attention probabilities")
+    attention_dropout: ProbabilityDropout = 0.0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _normalise(cls, data: Any) -> Any:
-        return with_rope_type(_with_one_spelling(data, cls.aliases))
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = self._head_problems()
-        if not problems and (self.rotary_dim == 0 or self.rotary_dim % 2):
-            problems.append(
-                f"model.rotary_pct ({self.rotary_pct}) × head width ({self.head_dim}) = {self.rotary_dim} must be "
-                "even and at least 2: rotary embeddings turn pairs"
-            )
-        if not problems and self.rope_scaling is not None:
-            problems += rope_scaling_problems(self.rope_scaling, self.rotary_dim)
-        reject(problems)
-        return self
+    def _problems(self) -> list[str]:
+        if self.hidden_size % self.num_attention_heads or (self.rotary_dim and self.rotary_dim % 2 == 0):
+            return super()._problems()
+        return [
+            f"model.rotary_pct ({self.rotary_pct}) × head width ({self.head_dim}) = {self.rotary_dim} must be "
+            "even and at least 2: rotary embeddings turn pairs"
+        ]
 
     @property
     def parallel_residual(self) -> bool:
@@ -265,13 +285,8 @@ class GPTNeoXConfig(MultiHeadConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Leading dimensions of a head that rotary embeddings turn: ⌊rotary_pct · head_dim⌋."""
+        """How many leading dimensions of each head rotary embeddings turn: ⌊rotary_pct · head_dim⌋."""
         return int(self.head_dim * self.rotary_pct)
-
-    @property
-    def extends_positions(self) -> bool:
-        """Whether `rope_scaling` stretches the rotary embedding beyond `max_position_embeddings`."""
-        return self.rope_scaling is not None and self.rope_scaling["rope_type"] != "default"
 
 
 class BertConfig(MultiHeadConfig):
@@ -281,6 +296,8 @@ class BertConfig(MultiHeadConfig):
     learned_positions: ClassVar[bool] = True
     attention_bias: ClassVar[bool] = True
     parallel_residual: ClassVar[bool] = False
+    causal: ClassVar[bool] = False
+    objectives: ClassVar[tuple[Objective, ...]] = ("mlm", "nsp")
 
     keys: ClassVar[dict[str, str]] = {
         "activation": "hidden_act",
@@ -291,68 +308,25 @@ class BertConfig(MultiHeadConfig):
     }
 
     family: Literal["bert"] = Field(description="the architecture")
-    max_position_embeddings: int = Field(default=512, gt=0, description="learned positions: the longest sequence")
+    max_position_embeddings: _LearnedPositions = 512
     tie_word_embeddings: Literal[True] = Field(default=True, description="the masked-token head shares the embedding")
     type_vocab_size: int = Field(default=2, gt=0, description="token types: first and second sentence")
     pad_token_id: int = Field(
         default=0, ge=0, description="padding token, whose embedding learns through the output head alone"
     )
     hidden_act: GELUName = Field(default="gelu", description=f"of the feed-forward layer and head: {_GELUS}")
-    layer_norm_eps: float = Field(default=1e-12, gt=0, description="added to the variance in LayerNorm")
+    layer_norm_eps: _NormEpsilon = 1e-12
     hidden_dropout_prob: float = Field(
         default=0.1, ge=0, lt=1, description="dropout of embeddings, attention and feed-forward layer"
     )
-    attention_probs_dropout_prob: float = Field(
-        default=0.1, ge=0, lt=1, description="dropout of the attention probabilities"
-    )
+    attention_probs_dropout_prob: ProbabilityDropout = 0.1
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = self._head_problems()
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
         if self.pad_token_id >= self.vocab_size:
             problems.append(
                 f"model.pad_token_id ({self.pad_token_id}) must be less than model.vocab_size ({self.vocab_size})"
             )
         if self.type_vocab_size < 2:
             problems.append(f"model.type_vocab_size ({self.type_vocab_size}) must be at least 2: samples are pairs")
-        reject(problems)
-        return self
-
-    @property
-    def causal(self) -> bool:
-        """Every token sees every other that is not padding."""
-        return False
-
-    @property
-    def objectives(self) -> tuple[Objective, ...]:
-        """Masked tokens and next sentence."""
-        return ("mlm", "nsp")
-
-
-def without_nulls(data: Any, derived: tuple[str, ...]) -> Any:
-    """Null in a derived key is the same as the key left out."""
-    if not isinstance(data, dict):
-        return data
-    return {key: value for key, value in data.items() if key not in derived or value is not None}
-
-
-def with_rope_type(data: Any) -> Any:
-    """In `rope_scaling`, `type` is the old spelling of `rope_type`."""
-    scaling = data.get("rope_scaling") if isinstance(data, dict) else None
-    if not isinstance(scaling, dict) or "type" not in scaling or "rope_type" in scaling:
-        return data
-    return {**data, "rope_scaling": {"rope_type" if key == "type" else key: v for key, v in scaling.items()}}
-
-
-def _with_one_spelling(data: Any, aliases: dict[str, str]) -> Any:
-    """Other spellings under their own name; two that differ are an error."""
-    if not isinstance(data, dict):
-        return data
-    reject(
-        [
-            f"model.{alias} ({data[alias]!r}) and model.{key} ({data[key]!r}) are one quantity: give one of them"
-            for alias, key in aliases.items()
-            if alias in data and key in data and data[alias] != data[key]
-        ]
-    )
-    return {aliases.get(key, key): value for key, value in data.items()}
+        return problems

@@ -1,45 +1,77 @@
-"""What each family's Hugging Face `config.json` says, in which words, and which of it this package supports."""
+"""How each family's Hugging Face `config.json` is written, and which values of its fields this package supports."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from shardwise.config.decoders import (
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
+from shardwise.config.model import FamilyConfig
+
+_ROTARY = ("rope_theta", "rope_scaling", "rotary_pct")
 
 
 @dataclass(frozen=True)
 class Format:
     """How one family's `config.json` is written.
 
+    A field has the name and the default of the family's key, where `names` and `defaults` do not say otherwise.
+
     Attributes:
-        fields: our key → Hugging Face's field and its default. `None` is a default that the family derives.
+        model: the family's class.
+        architecture: the value of `architectures`.
+        defaults: our key → Hugging Face's default, where the family's class has none or another one.
+        names: our key → Hugging Face's field, where they differ.
         spellings: another spelling that Hugging Face reads → field.
-        only: field → its one supported value. acts: supported activations.
-        absent: field → what an absent one means to transformers, where a file of ours says null.
-        inert: fields of this family, beside those of every one, that change nothing that is trained.
-        rope_theta: the default base of the rotary frequencies; None: the family has no rotary positions.
-        partly_rotary: whether a part of each head may be rotary.
+        only: field → its one supported value, beside `ONLY`; these count before `INERT`.
+        absent: field → what its absence means to transformers; our files say null there.
+        inert: fields of this family, beside `INERT`, that change nothing that is trained.
         writes_derived_heads: whether a file states `head_dim` where it follows from other fields.
     """
 
-    family: str
+    model: type[FamilyConfig]
     architecture: str
-    fields: Mapping[str, tuple[str, Any]]
-    acts: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
-    rope_theta: float | None = None
-    partly_rotary: bool = False
     writes_derived_heads: bool = True
 
+    @property
+    def family(self) -> str:
+        """The value of `model.family`."""
+        return str(get_args(self.model.model_fields["family"].annotation)[0])
 
-_GELUS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
-SAME_ACTIVATION = {"swish": "silu", "gelu_python": "gelu"}
-ACTIVATION_FIELDS = ("hidden_act", "activation_function")
+    @property
+    def fields(self) -> dict[str, tuple[str, Any]]:
+        """Our key → Hugging Face's field and its default; `None` where the family derives the default.
 
-# What makes another model of any family.
+        `rope_theta`, `rope_scaling` and `rotary_pct` are not among them: Hugging Face writes them in several ways.
+        """
+        keys = {key: info for key, info in self.model.model_fields.items() if key not in ("family", *_ROTARY)}
+        return {
+            key: (self.names.get(key, key), self.defaults.get(key, None if info.default_factory else info.default))
+            for key, info in keys.items()
+        }
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """The supported values of the activation."""
+        return get_args(self.model.model_fields[self.model.keys["activation"]].annotation)
+
+
+# Fields that would make another model of any family, each with its one supported value.
 ONLY: dict[str, Any] = {
     "add_cross_attention": False,
     "auto_map": None,
@@ -53,13 +85,14 @@ ONLY: dict[str, Any] = {
     "tie_encoder_decoder": False,
     "use_sliding_window": False,
 }
-# What changes nothing that is trained, with one exception: transformers gives the look-up of a Llama's pad_token_id no
-# gradient. Packed text has no padding, so that row is trained like any other; the dtype is the recipe's.
+# Fields that change nothing that is trained, with one exception: in transformers a Llama's embedding of pad_token_id
+# gets no gradient from the look-up. Packed text has no padding, so here that row is trained like any other. The dtype
+# is the recipe's.
 INERT = frozenset({
     # where the file comes from, and how it is stored and run
     "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "model_type", "architectures",
     "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss", "low_cpu_mem_usage",
-    "use_cache", "output_past", "chunk_size_feed_forward", "gradient_checkpointing",
+    "is_decoder", "use_cache", "output_past", "chunk_size_feed_forward", "gradient_checkpointing",
     "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
     # neuronx-distributed's; here parallel.sequence and train.recompute say it
     "sequence_parallel_enabled", "selective_checkpoint_enabled", "move_model_to_device",
@@ -80,209 +113,119 @@ INERT = frozenset({
     "num_assistant_tokens", "num_assistant_tokens_schedule",
 })  # fmt: skip
 
-_LLAMA = Format(
-    family="llama",
-    architecture="LlamaForCausalLM",
-    fields={
-        "vocab_size": ("vocab_size", 32000),
-        "hidden_size": ("hidden_size", 4096),
-        "intermediate_size": ("intermediate_size", 11008),
-        "num_hidden_layers": ("num_hidden_layers", 32),
-        "num_attention_heads": ("num_attention_heads", 32),
-        "num_key_value_heads": ("num_key_value_heads", None),
-        "head_dim": ("head_dim", None),
-        "hidden_act": ("hidden_act", "silu"),
-        "max_position_embeddings": ("max_position_embeddings", 2048),
-        "initializer_range": ("initializer_range", 0.02),
-        "rms_norm_eps": ("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": ("tie_word_embeddings", False),
-        "attention_bias": ("attention_bias", False),
-        "mlp_bias": ("mlp_bias", False),
-        "attention_dropout": ("attention_dropout", 0.0),
-    },
-    acts=("silu",),
-    only={"pretraining_tp": 1, "rope_interleaved": False},
-    inert=frozenset({"is_decoder"}),
-    rope_theta=10000.0,
-)
-
-
-def _like_llama(family: str, architecture: str, without: tuple[str, ...] = (), **defaults: Any) -> Format:
-    """A family whose fields are Llama's but for those in `without`, with some other defaults."""
-    fields = {key: how for key, how in _LLAMA.fields.items() if key not in without}
-    fields |= {key: (key, default) for key, default in defaults.items()}
-    return replace(_LLAMA, family=family, architecture=architecture, fields=fields, only={})
-
-
-_MISTRAL = replace(
-    _like_llama(
-        "mistral",
-        "MistralForCausalLM",
-        without=("attention_bias", "mlp_bias"),
-        intermediate_size=14336,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-    ),
-    absent={"sliding_window": 4096},
-)
+_SIZES_OF_LLAMA = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_SIZES_OF_QWEN = _SIZES_OF_LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_SIZES_OF_BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 # What a file says of windows means nothing while use_sliding_window is false, which is all that is supported.
 _UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-_QWEN2 = replace(
-    _like_llama(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        without=("attention_bias", "mlp_bias"),
-        vocab_size=151936,
-        intermediate_size=22016,
-        num_key_value_heads=32,
-        max_position_embeddings=32768,
-    ),
-    only={"use_mrope": False},
-    inert=_LLAMA.inert | _UNUSED_WINDOW,
-    writes_derived_heads=False,
-)
-_QWEN3 = replace(
-    _like_llama(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        without=("mlp_bias",),
-        vocab_size=151936,
-        intermediate_size=22016,
-        num_key_value_heads=32,
-        head_dim=128,
-        max_position_embeddings=32768,
-    ),
-    inert=_LLAMA.inert | _UNUSED_WINDOW,
-)
-_OLMO2 = replace(
-    _like_llama("olmo2", "Olmo2ForCausalLM", without=("mlp_bias",), vocab_size=50304, rms_norm_eps=1e-5),
-    absent={"pad_token_id": 1},
-    writes_derived_heads=False,
-)
-_SMOLLM3 = replace(
-    _like_llama(
-        "smollm3",
-        "SmolLM3ForCausalLM",
-        vocab_size=128256,
-        hidden_size=2048,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        no_rope_layers=None,
-    ),
-    absent={"pad_token_id": 128004},
-    inert=_LLAMA.inert | _UNUSED_WINDOW | {"pretraining_tp"},
-    rope_theta=2000000.0,
-    writes_derived_heads=False,
-)
-_GPT2 = Format(
-    family="gpt",
-    architecture="GPT2LMHeadModel",
-    fields={
-        "vocab_size": ("vocab_size", 50257),
-        "hidden_size": ("n_embd", 768),
-        "intermediate_size": ("n_inner", None),
-        "num_hidden_layers": ("n_layer", 12),
-        "num_attention_heads": ("n_head", 12),
-        "max_position_embeddings": ("n_positions", 1024),
-        "initializer_range": ("initializer_range", 0.02),
-        "tie_word_embeddings": ("tie_word_embeddings", True),
-        "activation_function": ("activation_function", "gelu_new"),
-        "layer_norm_epsilon": ("layer_norm_epsilon", 1e-5),
-        "embd_pdrop": ("embd_pdrop", 0.1),
-        "resid_pdrop": ("resid_pdrop", 0.1),
-        "attn_pdrop": ("attn_pdrop", 0.1),
-    },
-    acts=_GELUS,
-    spellings={
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "n_ctx": "n_positions",
-    },
-    only={"reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
-    inert=frozenset(
-        {
-            "is_decoder",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_proj_to_labels",
-            "summary_first_dropout",
-        }
-    ),
-)
-_GPT_NEOX = Format(
-    family="gpt_neox",
-    architecture="GPTNeoXForCausalLM",
-    fields={
-        "vocab_size": ("vocab_size", 50432),
-        "hidden_size": ("hidden_size", 6144),
-        "intermediate_size": ("intermediate_size", 24576),
-        "num_hidden_layers": ("num_hidden_layers", 44),
-        "num_attention_heads": ("num_attention_heads", 64),
-        "max_position_embeddings": ("max_position_embeddings", 2048),
-        "initializer_range": ("initializer_range", 0.02),
-        "tie_word_embeddings": ("tie_word_embeddings", False),
-        "hidden_act": ("hidden_act", "gelu"),
-        "layer_norm_eps": ("layer_norm_eps", 1e-5),
-        "use_parallel_residual": ("use_parallel_residual", True),
-        "attention_bias": ("attention_bias", True),
-        "hidden_dropout": ("hidden_dropout", 0.0),
-        "attention_dropout": ("attention_dropout", 0.0),
-    },
-    acts=_GELUS,
-    # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
-    only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
-    inert=frozenset({"is_decoder"}),
-    rope_theta=10000.0,
-    partly_rotary=True,
-)
-_BERT = Format(
-    family="bert",
-    architecture="BertForPreTraining",
-    fields={
-        "vocab_size": ("vocab_size", 30522),
-        "hidden_size": ("hidden_size", 768),
-        "intermediate_size": ("intermediate_size", 3072),
-        "num_hidden_layers": ("num_hidden_layers", 12),
-        "num_attention_heads": ("num_attention_heads", 12),
-        "max_position_embeddings": ("max_position_embeddings", 512),
-        "initializer_range": ("initializer_range", 0.02),
-        "tie_word_embeddings": ("tie_word_embeddings", True),
-        "type_vocab_size": ("type_vocab_size", 2),
-        "pad_token_id": ("pad_token_id", 0),
-        "hidden_act": ("hidden_act", "gelu"),
-        "layer_norm_eps": ("layer_norm_eps", 1e-12),
-        "hidden_dropout_prob": ("hidden_dropout_prob", 0.1),
-        "attention_probs_dropout_prob": ("attention_probs_dropout_prob", 0.1),
-    },
-    acts=_GELUS,
-    only={"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True},
-    # Of Google's multilingual and Chinese files; Hugging Face's pooler has none of them.
-    inert=frozenset(
-        {
-            "directionality",
-            "pooler_fc_size",
-            "pooler_num_attention_heads",
-            "pooler_num_fc_layers",
-            "pooler_size_per_head",
-            "pooler_type",
-        }
-    ),
-)
+_SPELLINGS_OF_GPT2 = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
 FORMATS = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN3,
-    "olmo2": _OLMO2,
-    "smollm3": _SMOLLM3,
-    "gpt2": _GPT2,
-    "gpt_neox": _GPT_NEOX,
-    "bert": _BERT,
+    "llama": Format(
+        LlamaConfig,
+        "LlamaForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"rms_norm_eps": 1e-6},
+        only={"pretraining_tp": 1, "rope_interleaved": False},
+    ),
+    "mistral": Format(
+        MistralConfig,
+        "MistralForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8},
+        absent={"sliding_window": 4096},
+    ),
+    "qwen2": Format(
+        Qwen2Config,
+        "Qwen2ForCausalLM",
+        defaults=_SIZES_OF_QWEN,
+        only={"use_mrope": False},
+        inert=_UNUSED_WINDOW,
+        writes_derived_heads=False,
+    ),
+    "qwen3": Format(
+        Qwen3Config,
+        "Qwen3ForCausalLM",
+        defaults=_SIZES_OF_QWEN,
+        inert=_UNUSED_WINDOW,
+    ),
+    "olmo2": Format(
+        Olmo2Config,
+        "Olmo2ForCausalLM",
+        defaults=_SIZES_OF_LLAMA | {"vocab_size": 50304},
+        absent={"pad_token_id": 1},
+        writes_derived_heads=False,
+    ),
+    "smollm3": Format(
+        SmolLM3Config,
+        "SmolLM3ForCausalLM",
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+        },
+        absent={"pad_token_id": 128004},
+        inert=_UNUSED_WINDOW | {"pretraining_tp"},
+        writes_derived_heads=False,
+    ),
+    "gpt2": Format(
+        GPTConfig,
+        "GPT2LMHeadModel",
+        defaults=_SIZES_OF_BERT | {"vocab_size": 50257},
+        names=_SPELLINGS_OF_GPT2 | {"intermediate_size": "n_inner"},
+        spellings=_SPELLINGS_OF_GPT2 | {"n_ctx": "n_positions"},
+        only={"reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
+        inert=frozenset(
+            {
+                "summary_type",
+                "summary_use_proj",
+                "summary_activation",
+                "summary_proj_to_labels",
+                "summary_first_dropout",
+            }
+        ),
+    ),
+    "gpt_neox": Format(
+        GPTNeoXConfig,
+        "GPTNeoXForCausalLM",
+        defaults={
+            "vocab_size": 50432,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+        },
+        # GPT-NeoX 20B's file has BERT's names of the dropouts too, which Hugging Face does not read.
+        only={"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    ),
+    "bert": Format(
+        BertConfig,
+        "BertForPreTraining",
+        defaults=_SIZES_OF_BERT | {"vocab_size": 30522, "intermediate_size": 3072},
+        only={"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True},
+        # Of Google's multilingual and Chinese files; Hugging Face's pooler has none of them.
+        inert=frozenset(
+            {
+                "directionality",
+                "pooler_fc_size",
+                "pooler_num_attention_heads",
+                "pooler_num_fc_layers",
+                "pooler_size_per_head",
+                "pooler_type",
+            }
+        ),
+    ),
 }
 """By `model_type`."""

@@ -1,7 +1,7 @@
 """Hugging Face's `config.json` and our `model` section, in both directions.
 
-What a file says is never ignored: a field is translated, or has one value that we support, or is known to change
-nothing that is trained (`formats.INERT`); everything else is an error. An absent field has Hugging Face's own default.
+No field is ignored: it is translated, or has the one value that we support (`formats.ONLY`), or is known to change
+nothing that is trained (`formats.INERT`); every other field is an error. An absent field has Hugging Face's default.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 from shardwise.config.decoders import DecoderConfig, every_nth_without_rope
 from shardwise.config.families import GPTConfig, GPTNeoXConfig
-from shardwise.config.formats import ACTIVATION_FIELDS, FORMATS, INERT, ONLY, SAME_ACTIVATION, Format
+from shardwise.config.formats import FORMATS, INERT, ONLY, Format
 from shardwise.config.model import FamilyConfig
 from shardwise.errors import ConfigError, listing
 
 _DERIVED = ("num_key_value_heads", "head_dim")
-"""Fields of which null says that they follow from others, whatever an absent one means."""
+"""Fields that follow from others where they are null, even if the family's default is a number."""
+_SAME_ACTIVATION = {"swish": "silu", "gelu_python": "gelu"}
 _FULL = "full_attention"
 
 
@@ -72,11 +73,11 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """The `model` section that the fields of a Hugging Face configuration describe; `origin` names them in errors.
 
     Old and new spellings are read: GPT-2's `n_embd`, `rotary_pct` and `rotary_emb_base`, `rope_theta` and
-    `rope_scaling` or the `rope_parameters` of transformers 5. The section's own values are for pydantic to check.
+    `rope_scaling` or the `rope_parameters` of transformers 5. Pydantic checks the section's own values later.
 
     Raises:
-        UnsupportedError: with every field that makes another model than we have, its value and the supported one.
-        ConfigError: the model is of no family that we have.
+        UnsupportedError: with every field that describes a model which shardwise lacks, and what is supported.
+        ConfigError: the model is of none of our families.
     """
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FORMATS:
@@ -91,10 +92,10 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if value is None and name not in (*_DERIVED, "pad_token_id"):
             value = default
         problem = None
-        if name in ACTIVATION_FIELDS:
-            value = SAME_ACTIVATION.get(str(value), value)
-            if value not in form.acts:
-                problem = _unsupported(name, value, form.acts)
+        if key == form.model.keys["activation"]:
+            value = _SAME_ACTIVATION.get(str(value), value)
+            if value not in form.activations:
+                problem = _unsupported(name, value, form.activations)
         elif name in form.only and value != form.only[name]:
             problem = _unsupported(name, value, (form.only[name],))
         elif value is None and default is not None and name not in _DERIVED:
@@ -104,10 +105,10 @@ def from_hugging_face(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             value = default
         if value is not None:
             section[key] = value
-    if form.rope_theta is not None:
-        rotary, found = _rotary(given, section["max_position_embeddings"], form.rope_theta, partial=form.partly_rotary)
+    if "rope_theta" in form.model.model_fields:
+        rotary, rotary_problems = _rotary(given, section["max_position_embeddings"], form)
         section |= rotary
-        problems += found
+        problems += rotary_problems
     problems += _leftover(given, form)
     if problems:
         raise UnsupportedError([f"{origin}: {problem}" for problem in problems], section)
@@ -136,20 +137,15 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
     return fields
 
 
-def _only(form: Format) -> dict[str, Any]:
-    """Field → its one supported value, in files of a family."""
-    return {**ONLY, **form.only}
-
-
 def _layers(given: dict[str, Any], form: Format) -> list[str]:
-    """Takes what says of each layer how it attends out of `given`, or puts it in our words; else what is wrong with it.
+    """Take `layer_types` and `no_rope_layer_interval` out of `given`; returns what is wrong with them.
 
-    Full attention in all of them is what every family has. `no_rope_layer_interval` counts where no list of layers
-    is given.
+    Every family attends fully in all layers, so `layer_types` may say nothing else. From the interval, `no_rope_layers`
+    is made where the file lacks it.
     """
     name, default = form.fields["num_hidden_layers"]
     layers = given.get(name, default)
-    layers = layers if isinstance(layers, int) else default  # what is no number is refused where sections are
+    layers = layers if isinstance(layers, int) else default  # pydantic refuses another type later
     problems, types = [], given.pop("layer_types", None)
     if types is not None and types != [_FULL] * layers:
         problems.append(f'layer_types ({_shown(types)}) is not supported: only "{_FULL}" for each of {layers} layers')
@@ -163,7 +159,7 @@ def _layers(given: dict[str, Any], form: Format) -> list[str]:
 
 
 def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, Any], list[str]]:
-    """The fields under the names that `form` has for them, and spellings of one that differ."""
+    """The fields under the names that `form` has for them; and an error for each two spellings that differ."""
     given, problems = dict(values), []
     for spelling, name in form.spellings.items():
         if spelling not in given:
@@ -174,12 +170,13 @@ def _one_spelling(values: Mapping[str, Any], form: Format) -> tuple[dict[str, An
     return given, problems
 
 
-def _rotary(given: dict[str, Any], longest: int, base: float, *, partial: bool) -> tuple[dict[str, Any], list[str]]:
-    """Takes what concerns rotary embeddings out of `given`; our keys for it, and what contradicts them.
+def _rotary(given: dict[str, Any], longest: int, form: Format) -> tuple[dict[str, Any], list[str]]:
+    """Take the fields of rotary embeddings out of `given`; returns our keys for them, and what contradicts them.
 
-    As transformers 5 reads it: `rope_scaling`, else `rope_parameters`; what these do not say, fields beside them say.
-    `base`: of the frequencies, where nothing says it.
+    As in transformers 5, `rope_scaling` counts before `rope_parameters`, and both before the fields beside them.
     """
+    keys = form.model.model_fields
+    partial = "rotary_pct" in keys
     scalings = {name: given.pop(name, None) or {} for name in ("rope_scaling", "rope_parameters")}
     problems = [
         f"{name} ({_shown(value)}) must be an object" for name, value in scalings.items() if not isinstance(value, dict)
@@ -189,8 +186,10 @@ def _rotary(given: dict[str, Any], longest: int, base: float, *, partial: bool) 
     old, new = scalings["rope_scaling"], scalings["rope_parameters"]
     theta_field, part_field = ("rotary_emb_base", "rotary_pct") if partial else ("rope_theta", "partial_rotary_factor")
     chosen = old or new
-    theta = _first(chosen.get("rope_theta"), given.get(theta_field), base)
-    part = _first(chosen.get("partial_rotary_factor"), given.get(part_field), 0.25 if partial else 1.0)
+    theta = _first(chosen.get("rope_theta"), given.get(theta_field), keys["rope_theta"].default)
+    part = _first(
+        chosen.get("partial_rotary_factor"), given.get(part_field), keys["rotary_pct"].default if partial else 1.0
+    )
     scaling = _scaling(chosen, longest)
     if old and new and scaling != _scaling(new, longest):
         problems.append(f"rope_scaling ({_shown(old)}) and rope_parameters ({_shown(new)}) must say the same")
@@ -206,16 +205,16 @@ def _rotary(given: dict[str, Any], longest: int, base: float, *, partial: bool) 
                     f"{place} ({_shown(value)}) must be {_shown(effective)}, which Hugging Face reads from "
                     f"rope_scaling, rope_parameters or {source}"
                 )
-    keys: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    section: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
     if partial:
-        keys["rotary_pct"] = part
+        section["rotary_pct"] = part
     elif part != 1.0:
         problems.append(_unsupported("partial_rotary_factor", part, (1.0,)))
-    return keys, problems
+    return section, problems
 
 
 def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
-    """Our `rope_scaling` of Hugging Face's: without what stands beside it here, and with the length it stretches."""
+    """Our `rope_scaling` of Hugging Face's: without what is a key by itself here, and with the length it stretches."""
     moved = ("rope_theta", "partial_rotary_factor", "type", "rope_type")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     rest = {key: value for key, value in parameters.items() if key not in moved and value is not None}
@@ -227,15 +226,15 @@ def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | No
 
 
 def _leftover(given: Mapping[str, Any], form: Format) -> list[str]:
-    """Every field that is not translated, has not its one supported value and is not known to be inert."""
-    only = _only(form)
+    """An error for each field that is not translated, lacks its one supported value and is not known to be inert."""
+    only, inert = {**ONLY, **form.only}, (INERT | form.inert) - form.only.keys()
     problems = [
         f"{name} is missing, which means {_shown(value)}: only {_shown(only[name])} is supported"
         for name, value in form.absent.items()
         if name not in given and name in only
     ]
     for name, value in given.items():
-        if value is None or name in INERT or name in form.inert:
+        if value is None or name in inert:
             continue
         if name not in only:
             problems.append(f"{name} ({_shown(value)}) is not supported")
@@ -245,7 +244,7 @@ def _leftover(given: Mapping[str, Any], form: Format) -> list[str]:
 
 
 def _unsupported(name: str, value: Any, valid: Iterable[Any]) -> str:
-    return f"{name} ({_shown(value)}) is not supported: only {listing([_shown(each) for each in valid], 'or')}"
+    return f"{name} ({_shown(value)}) is not supported: only {listing(map(_shown, valid), 'or')}"
 
 
 def _shown(value: Any) -> str:

@@ -29,19 +29,24 @@ class Layout:
     virtual: int = 1
 
     def __post_init__(self) -> None:
-        problems = [
-            f"the {name} ({value}) must be at least 1"
-            for name, value in (
-                ("world size", self.world),
-                ("tensor-parallel degree", self.tensor),
-                ("pipeline degree", self.pipeline),
-            )
-            if value < 1
-        ]
-        if not problems:
-            problems = world_problems(self.world, self.tensor, self.pipeline)
+        degrees = {
+            "number of ranks": self.world,
+            "tensor-parallel degree": self.tensor,
+            "pipeline degree": self.pipeline,
+        }
+        problems = [f"the {name} ({value}) must be at least 1" for name, value in degrees.items() if value < 1]
         if problems:
             raise ConfigError(problems)
+        model_ranks = self.tensor * self.pipeline
+        if self.world % model_ranks:
+            near = listing(nearest_multiples(self.world, model_ranks), "or")
+            keys = f"parallel.tensor ({self.tensor})"
+            if self.pipeline > 1:
+                keys = f"parallel.tensor × parallel.pipeline ({self.tensor} × {self.pipeline} = {model_ranks})"
+            raise ConfigError(
+                f"the number of ranks ({self.world}) must be a multiple of {keys}: "
+                f"nearest {near} (--nproc, or the world size of torchrun)"
+            )
 
     @property
     def data(self) -> int:
@@ -75,34 +80,11 @@ class Layout:
         Raises:
             ConfigError: that is no whole number.
         """
-        problems = batch_problems(train, self.data)
-        if problems:
-            raise ConfigError(problems)
-        return train.global_batch // (train.micro_batch * self.data)
-
-
-def world_problems(world: int, tensor: int, pipeline: int = 1) -> list[str]:
-    """Why `world` ranks cannot hold whole copies of a model cut over `tensor` × `pipeline`; empty if they can."""
-    model_ranks = tensor * pipeline
-    if world % model_ranks == 0:
-        return []
-    near = listing(nearest_multiples(world, model_ranks), "or")
-    keys = f"parallel.tensor ({tensor})"
-    if pipeline > 1:
-        keys = f"parallel.tensor × parallel.pipeline ({tensor} × {pipeline} = {model_ranks})"
-    return [
-        f"the number of ranks ({world}) must be a multiple of {keys}: "
-        f"nearest {near} (--nproc, or the world size of torchrun)"
-    ]
-
-
-def batch_problems(train: TrainConfig, data: int) -> list[str]:
-    """Why the global batch does not divide into micro-batches over `data` replicas; empty if it does."""
-    portion = train.micro_batch * data
-    if train.global_batch % portion == 0:
-        return []
-    near = listing(nearest_multiples(train.global_batch, portion), "or")
-    return [
-        f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch × data-parallel degree "
-        f"({train.micro_batch} × {data} = {portion}): nearest {near}"
-    ]
+        portion = train.micro_batch * self.data
+        if train.global_batch % portion:
+            near = listing(nearest_multiples(train.global_batch, portion), "or")
+            raise ConfigError(
+                f"train.global_batch ({train.global_batch}) must be a multiple of train.micro_batch × data-parallel "
+                f"degree ({train.micro_batch} × {self.data} = {portion}): nearest {near}"
+            )
+        return train.global_batch // portion

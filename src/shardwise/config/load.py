@@ -1,4 +1,4 @@
-"""From a recipe and `key=value` overrides to a `Config`, or to every reason why not."""
+"""Reads a recipe and `key=value` overrides into a `Config`, or reports every reason why they are none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.config.base import PROBLEMS
 from shardwise.config.data import DataConfig
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.model import FAMILIES
-from shardwise.config.root import Config
+from shardwise.config.sections import Config
 from shardwise.config.text import parse_value, parse_yaml
 from shardwise.errors import ConfigError, listing, nearest_name
 
@@ -32,7 +32,7 @@ def recipe_text(recipe: str) -> str:
     """The YAML of a shipped recipe's name or of a file.
 
     Raises:
-        ConfigError: for an unknown recipe (nearest named) and an unreadable file.
+        ConfigError: the recipe is unknown, or its file cannot be read.
     """
     is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
     if not is_file and recipe not in recipe_names():
@@ -52,7 +52,7 @@ def recipe_text(recipe: str) -> str:
 
 
 def recipe_name(recipe: str) -> str:
-    """The short name of a recipe, which names its runs: `my/llama.yaml` is `llama`."""
+    """The short name of a recipe, after which its runs are named: `llama` of `my/llama.yaml`."""
     return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
 
 
@@ -75,7 +75,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Write `a.b=value` overrides into nested `values`; returns what is wrong with them."""
+    """Write `a.b=value` overrides into the nested `values`; returns what is wrong with them."""
     problems: list[str] = []
     for override in overrides:
         try:
@@ -91,24 +91,27 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = ()) -> Conf
     `model.config`, a Hugging Face `config.json` or its folder, stands for that model; keys beside it change it.
 
     Raises:
-        ConfigError: with `problems`, found before, and every problem of `values`.
+        ConfigError: with the given `problems` and every problem of `values`.
     """
-    found = list(problems)
-    config, model_unread = None, False
+    all_problems = list(problems)
+    config = None
     model = values.get("model")
+    model_is_unread = False
     if isinstance(model, dict) and "config" in model and ":" not in str(model.get("family")):
-        model, of_file = _expanded(model)
-        found += of_file
-        model_unread = model is None
+        model, file_problems = _expanded(model)
+        all_problems += file_problems
+        model_is_unread = model is None
+    family = str(model.get("family")) if isinstance(model, dict) else ""
     try:
         config = Config.model_validate({**values, "model": model} if "model" in values else dict(values))
     except ValidationError as error:
         for details in error.errors(include_url=False):
-            of_model = details["loc"][0] == "model"
-            if not model_unread or not of_model:
-                found += _texts(details, _family(model) if of_model else None)
-    if found or config is None:
-        raise ConfigError(list(dict.fromkeys(found)))
+            if details["loc"][0] != "model":
+                all_problems += _texts(details)
+            elif not model_is_unread:
+                all_problems += _texts(details, family)
+    if all_problems or config is None:
+        raise ConfigError(list(dict.fromkeys(all_problems)))
     return config
 
 
@@ -121,12 +124,12 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
     try:
         return DataConfig.model_validate(dict(values))
     except ValidationError as error:
-        found = [
+        problems = [
             text
             for details in error.errors(include_url=False)
             for text in _texts({**details, "loc": ("data", *details["loc"])})
         ]
-        raise ConfigError(list(dict.fromkeys(found))) from None
+        raise ConfigError(list(dict.fromkeys(problems))) from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -149,7 +152,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _drop_spellings(model: dict[str, Any], key: str) -> None:
-    """Forget what the recipe says under another name of what the command line gives as `key`."""
+    """Remove the recipe's value of what the command line gives as `key`, if the recipe spells the key otherwise."""
     family = FAMILIES.get(str(model.get("family")))
     aliases = family.aliases if family is not None else {}
     for known in list(model):
@@ -158,9 +161,9 @@ def _drop_spellings(model: dict[str, Any], key: str) -> None:
 
 
 def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """The section with `config` replaced by the model that this Hugging Face file describes, and what is wrong with it.
+    """A `model` section with the keys of the Hugging Face file that its `config` names, and what is wrong with them.
 
-    No section where the file cannot be read; where single fields of it cannot, these have their defaults.
+    The section is None if the file cannot be read. Fields that are not supported have their defaults in it.
     """
     beside = {key: value for key, value in model.items() if key != "config"}
     path = model["config"]
@@ -182,14 +185,8 @@ def _expanded(model: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
     return section | {aliases.get(key, key): value for key, value in beside.items()}, problems
 
 
-def _family(model: Any) -> str | None:
-    """The family that a `model` section names, if there is one of that name."""
-    name = model.get("family") if isinstance(model, dict) else None
-    return name if isinstance(name, str) and name in FAMILIES else None
-
-
-def _texts(details: Any, family: str | None = None) -> list[str]:
-    """What is wrong, in our words. family: that of a `model` section, whose keys are known by it."""
+def _texts(details: Any, family: str = "") -> list[str]:
+    """The messages of one pydantic error. `family`: of the `model` section that holds the key."""
     kind, context, location = details["type"], details.get("ctx", {}), details["loc"]
     path = ".".join(str(part) for part in location)
     value, known = details["input"], _known_paths(family)
@@ -210,62 +207,51 @@ def _texts(details: Any, family: str | None = None) -> list[str]:
     return [f"{path}{shown} {rule or 'is not valid: ' + details['msg']}"]
 
 
+_RULES = {
+    "float_type": "must be a number",
+    "string_type": "must be text; put it in quotes",
+    "string_too_short": "must not be empty; null leaves it unset",
+    "string_pattern_mismatch": "must read package.module:Class",
+    "finite_number": "must be a finite number",
+    "model_type": "must be a mapping of keys",
+    "model_attributes_type": "must be a mapping of keys",
+    "dict_type": "must be a mapping of keys",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+}
+"""What a message says after `quantity (value)`, by pydantic's type of the error; its context stands in the braces."""
+_NO_LIST = ("tuple_type", "too_short", "too_long")
+
+
 def _rule(kind: str, context: Mapping[str, Any], value: Any) -> str | None:
-    """How a pydantic error type reads after `quantity (value)`."""
-    fixed = {
-        "float_type": "must be a number",
-        "string_type": "must be text; put it in quotes",
-        "string_too_short": "must not be empty; null leaves it unset",
-        "finite_number": "must be a finite number",
-        "model_type": "must be a mapping of keys",
-        "model_attributes_type": "must be a mapping of keys",
-        "dict_type": "must be a mapping of keys",
-    }
-    if kind in fixed:
-        return fixed[kind]
+    """What a message says after `quantity (value)`; None for a type of error that has no words of ours."""
     if kind == "bool_type":
         word = str(value).lower()
-        return (
-            f"must be true or false; write {word} without quotes"
-            if word in ("true", "false")
-            else ("must be true or false")
-        )
+        return "must be true or false" + (f"; write {word} without quotes" if word in ("true", "false") else "")
     if kind == "int_type":
-        whole = isinstance(value, float) and value.is_integer()
-        return f"must be a whole number; write {int(value)}" if whole else "must be a whole number"
+        is_whole = isinstance(value, float) and value.is_integer()
+        return "must be a whole number" + (f"; write {int(value)}" if is_whole else "")
     if kind == "literal_error":
         expected = str(context["expected"]).replace("'", "")
         return f"must be {expected.lower() if expected in ('True', 'False') else expected}"
-    if kind == "string_pattern_mismatch":
-        return "must read package.module:Class"
-    for name, (key, words) in _BOUNDS.items():
-        if kind == name:
-            return f"must be {words} {context[key]}"
-    return None
+    return _RULES[kind].format_map(context) if kind in _RULES else None
 
 
 def _list_rule(field: FieldInfo) -> str:
-    """How a list of numbers must be: of two, or of any length, of which the field then has an example."""
-    (form,) = (each for each in (field.annotation, *get_args(field.annotation)) if get_origin(each) is tuple)
-    kind, *others = get_args(form)
+    """What a message says of a field that is a list: of two numbers, or of any length, with the field's example."""
+    annotations = (field.annotation, *get_args(field.annotation))
+    (tuple_type,) = (annotation for annotation in annotations if get_origin(annotation) is tuple)
+    kind, *others = get_args(tuple_type)
     if others != [...]:
         return "must be a list of two numbers"
     numbers = "whole numbers" if kind is int else "numbers"
     return f"must be a list of {numbers}, such as {listing(field.examples or [], 'or')}"
 
 
-_NO_LIST = ("tuple_type", "too_short", "too_long")
-
-_BOUNDS = {
-    "greater_than": ("gt", "greater than"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
-    "less_than_equal": ("le", "at most"),
-}
-
-
 def _unknown(path: str, known_paths: Mapping[str, FieldInfo]) -> str:
-    """Names the key that was meant: of the same name in another section, else of a similar name in the same one."""
+    """The message for an unknown key. It suggests the same name in another section, else a similar one in this one."""
     paths = list(known_paths)
     section, _, leaf = path.rpartition(".")
     same_leaf = [known for known in paths if known.rpartition(".")[2] == leaf]
@@ -278,16 +264,14 @@ def _unknown(path: str, known_paths: Mapping[str, FieldInfo]) -> str:
 
 
 @cache
-def _known_paths(family: str | None) -> dict[str, FieldInfo]:
-    """Every key by its dotted path; those of `model` as this family has them, or any family where it is None."""
-    found = {}
+def _known_paths(family: str) -> dict[str, FieldInfo]:
+    """Every key by its dotted path; those of `model` as this family has them, or of all families for another name."""
+    paths = {}
     for name, field in Config.model_fields.items():
-        found[name] = field
-        sections = [field.annotation]
+        paths[name] = field
+        sections: list[Any] = [field.annotation]
         if name == "model":
-            sections = [*FAMILIES.values()] if family is None else [FAMILIES[family]]
+            sections = [FAMILIES[family]] if family in FAMILIES else [*FAMILIES.values()]
         for section in sections:
-            assert isinstance(section, type)
-            assert issubclass(section, BaseModel)
-            found |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
-    return found
+            paths |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+    return paths

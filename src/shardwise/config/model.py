@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, TypeAlias, get_args
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, SerializationInfo
 from pydantic_core import CoreSchema, core_schema
@@ -17,6 +17,12 @@ class OwnConfig(Section):
     """A causal language model of your own: `family` names its class, which gets every key under `model`."""
 
     model_config = ConfigDict(extra="allow")
+
+    has_dropout: ClassVar[bool] = False
+    """No dropout that shardwise draws: a class of your own may drop what it likes."""
+    causal: ClassVar[bool] = True
+    objectives: ClassVar[tuple[Objective, ...]] = ("lm",)
+    extends_positions: ClassVar[bool] = False
 
     family: str = Field(pattern=r"^\w+(\.\w+)*:\w+$", description="your class: package.module:Class")
     vocab_size: int = Field(gt=0, description="rows of the embedding and of the output head")
@@ -33,26 +39,6 @@ class OwnConfig(Section):
         default=None, gt=0, description="width of the feed-forward layer, checked likewise; null = not checked"
     )
 
-    @property
-    def has_dropout(self) -> bool:
-        """Dropout of an own model is its own: none that a layout-invariant key draws."""
-        return False
-
-    @property
-    def causal(self) -> bool:
-        """A token sees only those before it."""
-        return True
-
-    @property
-    def objectives(self) -> tuple[Objective, ...]:
-        """Next token."""
-        return ("lm",)
-
-    @property
-    def extends_positions(self) -> bool:
-        """A limit, where one is given, is a limit."""
-        return False
-
 
 FamilyConfig: TypeAlias = Decoder | GPTConfig | GPTNeoXConfig | BertConfig
 ModelConfig: TypeAlias = FamilyConfig | OwnConfig
@@ -65,24 +51,16 @@ FAMILIES: dict[str, type[FamilyConfig]] = {
 
 def _read(value: Any) -> ModelConfig:
     """A `model` section as its family's class reads it, or `OwnConfig` for package.module:Class."""
+    if not isinstance(value, dict | Section):
+        reject([f"model ({value!r}) must be a mapping of keys"])
     name = value.get("family") if isinstance(value, dict) else getattr(value, "family", None)
     if isinstance(name, str) and ":" in name:
         return OwnConfig.model_validate(value)
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None:
-        reject([_family_problem(value)])
-        raise AssertionError("reject raises")
-    return family.model_validate(value)
-
-
-def _family_problem(model: Any) -> str:
-    """Why no class reads this `model` section."""
-    if not isinstance(model, dict):
-        return f"model ({model!r}) must be a mapping of keys"
-    valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
-    if model.get("family") is None:
-        return f"model.family is missing (the architecture: {valid})"
-    return f"model.family ({model['family']!r}) must be {valid}"
+    if str(name) not in FAMILIES:
+        valid = f"{listing(FAMILIES, 'or')}, or package.module:Class for your own"
+        missing = f"model.family is missing (the architecture: {valid})"
+        reject([missing if name is None else f"model.family ({name!r}) must be {valid}"])
+    return FAMILIES[str(name)].model_validate(value)
 
 
 def _dump(model: ModelConfig, info: SerializationInfo) -> dict[str, Any]:
@@ -90,7 +68,10 @@ def _dump(model: ModelConfig, info: SerializationInfo) -> dict[str, Any]:
 
 
 class _ChosenByFamily:
-    """Lets pydantic call the one class: only its errors are reported, and of no other class a validator is built."""
+    """Makes pydantic validate with the one class that `family` names.
+
+    With a plain union it would report the errors of every class, and build the validators of all of them.
+    """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         dump = core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True)

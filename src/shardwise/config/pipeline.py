@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from shardwise.config.model import OwnConfig
-from shardwise.config.root import Config
-from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, ParallelConfig
+from shardwise.config.sections import SINGLE_STAGE, V_SHAPED, Config, ParallelConfig
 from shardwise.errors import listing, nearest_numbers
 
 
 def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
-    """Every reason why the model cannot be cut into these stages, or the schedule cannot run with `micro_batches`.
+    """Every reason why the model cannot be cut into these stages, or why the schedule cannot run with `micro_batches`.
 
     Args:
         config: the whole configuration.
         micro_batches: of a step, on each rank; None if that is no whole number.
     """
-    parallel, is_own = config.parallel, isinstance(config.model, OwnConfig)
+    parallel = config.parallel
     if parallel.pipeline == 1:
-        return _uncut_problems(parallel, is_own)
+        return _uncut_problems(parallel, is_own=isinstance(config.model, OwnConfig))
     if isinstance(config.model, OwnConfig):
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
@@ -31,7 +30,7 @@ def pipeline_problems(config: Config, micro_batches: int | None) -> list[str]:
     return problems
 
 
-def _uncut_problems(parallel: ParallelConfig, is_own: bool) -> list[str]:
+def _uncut_problems(parallel: ParallelConfig, *, is_own: bool) -> list[str]:
     """`parallel.stages` must be left out without a pipeline."""
     if parallel.stages is None:
         return []
@@ -137,42 +136,42 @@ def _named_problems(named: tuple[int, ...], stages: int, product: str, layers: i
 
 
 def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
-    """Whether the schedule can run with that many micro-batches in a step.
+    """Whether the schedule can run with that many micro-batches in a step."""
+    return _required(parallel, micro_batches) is None
 
-    Interleaved schedules take them in equal rounds of at least as many as there are ranks; if there are fewer in all,
-    they are one round.
+
+def _required(parallel: ParallelConfig, micro_batches: int) -> str | None:
+    """What the number of micro-batches must be for the schedule; None if it is so.
+
+    Interleaved schedules take micro-batches in equal rounds, each of at least as many as there are ranks; if there are
+    fewer micro-batches than ranks, all are one round.
     """
     degree = parallel.pipeline
     match parallel.schedule:
         case "gpipe" | "zbv":
-            return True
+            return None
         case "1f1b":
-            return micro_batches >= degree
+            fits, required = micro_batches >= degree, f"at least parallel.pipeline ({degree})"
         case "dualpipev":
-            return micro_batches >= 2 * degree
+            fits = micro_batches >= 2 * degree
+            required = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
         case "interleaved" | "interleaved_zero_bubble":
-            return micro_batches % max(1, micro_batches // degree) == 0
+            rounds = max(1, micro_batches // degree)
+            fits = micro_batches % rounds == 0
+            required = f"a multiple of the {rounds} rounds that parallel.pipeline ({degree}) takes them in"
+    return None if fits else required
 
 
 def _micro_batch_problems(config: Config, micro_batches: int) -> list[str]:
     parallel, train = config.parallel, config.train
-    if fits_schedule(parallel, micro_batches):
+    required = _required(parallel, micro_batches)
+    if required is None:
         return []
-    degree, schedule = parallel.pipeline, parallel.schedule
-    fitting = (n for n in range(1, micro_batches + 2 * degree + 1) if fits_schedule(parallel, n))
+    fitting = (n for n in range(1, micro_batches + 2 * parallel.pipeline + 1) if fits_schedule(parallel, n))
     near = nearest_numbers(micro_batches, fitting)
-    match schedule:
-        case "1f1b":
-            needs = f"at least parallel.pipeline ({degree})"
-        case "dualpipev":
-            needs = f"at least 2 × parallel.pipeline (2 × {degree} = {2 * degree})"
-        case _:
-            needs = (
-                f"a multiple of the {micro_batches // degree} rounds that parallel.pipeline ({degree}) takes them in"
-            )
     batches = listing((n * (train.global_batch // micro_batches) for n in near), "or")
     smaller = f", or lower train.micro_batch ({train.micro_batch})" if train.micro_batch > 1 else ""
     return [
-        f"the micro-batches of a step on each rank ({micro_batches}) must be {needs} with parallel.schedule "
-        f"{schedule}: set train.global_batch={batches}{smaller}"
+        f"the micro-batches of a step on each rank ({micro_batches}) must be {required} with parallel.schedule "
+        f"{parallel.schedule}: set train.global_batch={batches}{smaller}"
     ]

@@ -28,23 +28,23 @@ def resume_problems(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[s
     except ConfigError as error:
         listed = "\n".join(f"  {problem}" for problem in error.problems)
         return [f"the configuration of the run in this folder is not valid:\n{listed}\nchoose another --run-dir"]
-    different = [
-        f"  {key} ({_shown(now)}) must be {_shown(then)}" for key, then, now in _differences(before, new, fixed=True)
+    changes = [
+        f"  {key} ({_shown(now)}) must be {_shown(then)}" for key, then, now in _changes(before, new, fixed=True)
     ]
-    if not different:
+    if not changes:
         return []
-    listed = "\n".join(different)
+    listed = "\n".join(changes)
     return [
-        f"the run in this folder goes on only with the model and data that it began with:\n{listed}\n"
-        f"set {'it' if len(different) == 1 else 'them'} back, or start a new run in another --run-dir, with "
+        f"the run in this folder can be resumed only with the model and data that it began with:\n{listed}\n"
+        f"set {'it' if len(changes) == 1 else 'them'} back, or start a new run in another --run-dir, with "
         "checkpoint.load for the weights of this one"
     ]
 
 
 def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What changes when the run is resumed, one line for each key, such as `train.steps 240 → 480`."""
-    differences = _differences(_complete(stored), new, fixed=False)
-    return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in differences]
+    changes = _changes(_complete(stored), new, fixed=False)
+    return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in changes]
 
 
 def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,21 +52,16 @@ def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:
     return config_from(stored).model_dump(mode="json")
 
 
-def _differences(
-    stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool
-) -> Iterator[tuple[str, object, object]]:
-    """(key, value then, value now), in the order of the new configuration."""
-    then, now = dict(_leaves(stored)), dict(_leaves(new))
-    for key in dict.fromkeys([*now, *then]):
+def _changes(stored: Mapping[str, Any], new: Mapping[str, Any], *, fixed: bool) -> Iterator[tuple[str, object, object]]:
+    """(key, value then, value now) of the keys that may not change (`fixed`), or of those that may."""
+    then, now = (
+        {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+        for values in (stored, new)
+    )
+    for key in now | then:
         is_fixed = key in _FIXED_KEYS or (key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_KEYS)
         if is_fixed == fixed and then.get(key) != now.get(key):
             yield key, then.get(key), now.get(key)
-
-
-def _leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Every key of the sections by its dotted name; a value that is itself a mapping is one value."""
-    for section, keys in values.items():
-        yield from ((f"{section}.{key}", value) for key, value in keys.items())
 
 
 def _shown(value: object) -> str:

@@ -8,24 +8,17 @@ from typing import Any, TypeGuard
 from shardwise.config.base import LARGEST
 from shardwise.errors import listing, nearest_name
 
+_LENGTH = "original_max_position_embeddings"
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", _LENGTH),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "yarn": (
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "original_max_position_embeddings",
-        "truncate",
-    ),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", _LENGTH, "truncate"),
     "longrope": ("attention_factor", "factor"),
 }
 
@@ -34,10 +27,9 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
     """What is wrong with a `rope_scaling` mapping; an empty list when nothing is."""
     rope_type = scaling.get("rope_type")
     if not isinstance(rope_type, str) or rope_type not in _REQUIRED:
-        shown = "is missing" if rope_type is None else f"({rope_type!r}) must be one of {listing(_REQUIRED, 'or')}"
-        if rope_type is None:
-            shown += f": one of {listing(_REQUIRED, 'or')}"
-        return [f"model.rope_scaling.rope_type {shown}"]
+        valid = f"one of {listing(_REQUIRED, 'or')}"
+        given = f"is missing: {valid}" if rope_type is None else f"({rope_type!r}) must be {valid}"
+        return [f"model.rope_scaling.rope_type {given}"]
     allowed = ("rope_type", *_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
     problems = [
         f"model.rope_scaling.{key} is missing: rope_type {rope_type} needs it"
@@ -66,29 +58,29 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
 
 
 def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
-    name = f"model.rope_scaling.{key} ({value!r})"
+    name = f"model.rope_scaling.{key}"
+    shown = f"{name} ({value!r})"
     if key in ("short_factor", "long_factor"):
         if not isinstance(value, list) or not all(_is_number(item) for item in value):
-            return [f"model.rope_scaling.{key} must be a list of numbers"]
+            return [f"{name} must be a list of numbers"]
         if len(value) != rotary_dim // 2:
             return [
-                f"model.rope_scaling.{key} (length {len(value)}) must have one number per rotary frequency, "
+                f"{name} (length {len(value)}) must have one number per rotary frequency, "
                 f"half of the rotary width ({rotary_dim // 2})"
             ]
         return []
     if key == "truncate":
-        return [] if isinstance(value, bool) else [f"{name} must be true or false"]
+        return [] if isinstance(value, bool) else [f"{shown} must be true or false"]
     if _is_number(value) and value > LARGEST:
-        return [f"{name} must be at most {LARGEST}"]
-    if key == "original_max_position_embeddings":
-        valid = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        return [] if valid else [f"{name} must be a positive integer"]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return [f"{name} must be a number"]
+        return [f"{shown} must be at most {LARGEST}"]
+    if key == _LENGTH and not (_is_number(value) and isinstance(value, int) and value > 0):
+        return [f"{shown} must be a positive integer"]
+    if not _is_number(value):
+        return [f"{shown} must be a number"]
     if key == "factor" and value < 1:
-        return [f"{name} must be at least 1"]
-    return [] if value > 0 else [f"{name} must be greater than 0"]
+        return [f"{shown} must be at least 1"]
+    return [] if value > 0 else [f"{shown} must be greater than 0"]
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""The sections beside `model` and `data`: how it is cut, trained, updated, stored, started from and logged."""
+"""The whole configuration, and its sections other than `model` and `data`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from shardwise.config.base import Section, reject
+from shardwise.config.data import DataConfig
+from shardwise.config.model import AnyModel
 from shardwise.redaction import has_query, redacted
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -19,10 +21,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "z
 SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
-"""Schedules in which rank r holds stages r and 2p-1-r of 2p: one as far from the end as the other from the start."""
+"""Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
-# The part of a URL between a name and `@`. A colon with digits is a port, no password; passwords may contain a slash,
-# as the secret keys of S3 do.
+# The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
+# contain a slash, as the secret keys of S3 do.
 _PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
 
 
@@ -31,11 +33,11 @@ class ParallelConfig(Section):
 
     tensor: int = Field(default=1, gt=0, description="tensor-parallel degree (TP)")
     sequence: bool = Field(
-        default=False, description="sequence parallelism between the tensor-parallel regions; no effect at TP 1"
+        default=False, description="sequence parallelism between the tensor-parallel layers; no effect with TP 1"
     )
     pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP): the blocks are cut into stages")
     schedule: Schedule = Field(
-        default="1f1b", description="in which order stages work on micro-batches; no effect at PP 1"
+        default="1f1b", description="the order in which stages work on micro-batches; no effect with PP 1"
     )
     virtual_stages: int | None = Field(
         default=None,
@@ -46,14 +48,14 @@ class ParallelConfig(Section):
         default=None,
         strict=False,
         examples=[[7, 7, 7, 7]],
-        description="blocks of each stage, first to last; null = cut by what they cost, or into equal parts where the "
-        "schedule has several stages on a rank",
+        description="blocks of each stage, first to last; null = balanced by work, or equal parts if the schedule has "
+        "several stages on a rank",
     )
     vocab_multiple: int = Field(
         default=1,
         gt=0,
-        description="a rank's rows of embedding and output head are a multiple of this; padding is no parameter and "
-        "gets neither probability nor gradient",
+        description="a rank's rows of embedding and output head are padded to a multiple of this; padding is no "
+        "parameter and has neither probability nor gradient",
     )
 
     @property
@@ -74,12 +76,12 @@ class TrainConfig(Section):
 
     steps: int = Field(gt=0, description="optimizer steps of the whole schedule")
     stop_after: int | None = Field(
-        default=None, gt=0, description="end after this many steps of this run; the schedule stays that of steps"
+        default=None, gt=0, description="this run ends after this many steps; the schedule still has train.steps"
     )
     skip_batches: int = Field(
         default=0,
         ge=0,
-        description="global batches left out right after checkpoint.resume=STEP, to get past a loss spike",
+        description="global batches that are skipped right after checkpoint.resume=STEP, to avoid a loss spike",
     )
     global_batch: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
@@ -87,11 +89,12 @@ class TrainConfig(Section):
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
     recompute: Recompute = Field(
         default="none",
-        description="what the backward pass computes again: selective = the attention core, full = each block",
+        description="what the backward pass recomputes: selective = the attention core, full = each block",
     )
     dropout_mode: DropoutMode = Field(
         default="fast",
-        description="fast = masks from each rank's generator; invariant = masks that no layout changes, at a price",
+        description="fast = masks from each rank's generator; invariant = the same masks in every layout, which takes "
+        "more time and memory",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -119,8 +122,9 @@ class OptimizerConfig(Section):
     @field_validator("zero", mode="before")
     @classmethod
     def _zero_is_a_stage(cls, value: object) -> object:
-        """Refuse `true`: to Python it equals 1, but it is no stage of ZeRO."""
-        reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"] if isinstance(value, bool) else [])
+        """Refuse `true`: Python takes it for 1, but it is no stage of ZeRO."""
+        if isinstance(value, bool):
+            reject([f"optimizer.zero ({str(value).lower()}) must be 0 or 1"])
         return value
 
     @model_validator(mode="after")
@@ -141,7 +145,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class Precision:
-    """Resolved dtype names: of parameters (and compute), accumulated gradients, their reduction, optimizer state."""
+    """Resolved dtypes: of parameters and computation, of gradients, of their reduction, and of optimizer state."""
 
     parameter: DtypeName
     gradient: DtypeName
@@ -173,28 +177,30 @@ class CheckpointConfig(Section):
 
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0 = none by steps")
     every_minutes: float | None = Field(
-        default=30.0, gt=0, description="also a checkpoint where the last is this many minutes old; null = never"
+        default=30.0,
+        gt=0,
+        description="also save a checkpoint when the last one is this many minutes old; null = never",
     )
-    keep: int | None = Field(default=3, ge=1, description="newest checkpoints that stay; null = all")
+    keep: int | None = Field(default=3, ge=1, description="how many of the newest checkpoints are kept; null = all")
     keep_every: int | None = Field(
-        default=None, gt=0, description="every checkpoint whose step is a multiple of this stays too; null = none"
+        default=None, gt=0, description="checkpoints whose step is a multiple of this are kept too; null = none"
     )
     resume: Literal["auto"] | int = Field(
         default="auto",
-        description="where a run whose folder is given again goes on: auto = its newest intact checkpoint, or the STEP "
-        "of one",
+        description="where a run resumes when its folder is given again: auto = its newest intact checkpoint, or the "
+        "STEP of one",
     )
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="where checkpoints lie: a folder or a URL such as s3://bucket/run; null = checkpoints in the run's "
-        "folder",
+        description="where checkpoints are stored: a folder or a URL such as s3://bucket/run; null = checkpoints in "
+        "the run's folder",
     )
     buffer_mib: float | None = Field(
         default=None,
         gt=0,
-        description="host memory in MiB into which each rank copies what it saves, while training waits; less makes it "
-        "wait longer; null = room for the whole",
+        description="host memory in MiB into which each rank copies what it saves, while training waits; with less "
+        "memory it waits longer; null = enough for all",
     )
     load: str | None = Field(
         default=None,
@@ -207,14 +213,11 @@ class CheckpointConfig(Section):
     @field_validator("resume", mode="before")
     @classmethod
     def _resume_is_auto_or_a_step(cls, value: object) -> object:
-        """Refuse with one sentence, where pydantic has two for the parts of a union; `true` is a number to Python."""
-        step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value).lower()
-        reject(
-            []
-            if step or value == "auto"
-            else [f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"]
-        )
+        """Refuse with one message; pydantic would give two, and accept `true`, which is a number to Python."""
+        is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if value != "auto" and not is_step:
+            shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value).lower()
+            reject([f"checkpoint.resume ({shown}) must be auto, or the step of a checkpoint, such as 100"])
         return value
 
     @model_validator(mode="after")
@@ -252,11 +255,11 @@ class LogConfig(Section):
     @field_validator("trace", mode="before")
     @classmethod
     def _trace_is_a_range_of_steps(cls, value: object) -> object:
-        """Refuse what is no text with the same sentence: YAML reads `5` as a number."""
-        needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
-        shown = repr(value) if isinstance(value, str) else str(value).lower()
-        is_range = isinstance(value, str) and _steps_of(value) is not None
-        reject([] if value is None or is_range else [f"log.trace ({shown}) {needs}"])
+        """Refuse every other value with one message; YAML reads `5` as a number."""
+        if value is not None and not (isinstance(value, str) and _steps_of(value)):
+            shown = repr(value) if isinstance(value, str) else str(value).lower()
+            needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
+            reject([f"log.trace ({shown}) {needs}"])
         return value
 
     @property
@@ -266,7 +269,22 @@ class LogConfig(Section):
 
 
 def _steps_of(trace: str) -> range | None:
-    """The steps that `START:STOP` names; None for other texts."""
+    """The steps that `START:STOP` names; None for another text."""
     match = re.fullmatch(r"(\d+):(\d+)", trace)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     return steps if steps and steps.start else None
+
+
+class Config(Section):
+    """Everything that a run reads, resolved and immutable."""
+
+    model: AnyModel = Field(description="what is trained")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="how the model is cut")
+    train: TrainConfig = Field(description="how long and in what portions")
+    optimizer: OptimizerConfig = Field(description="the update rule, its schedule and its sharding")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="which dtype holds what")
+    data: DataConfig = Field(default_factory=DataConfig, description="what the model reads")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
+    )
+    log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")

@@ -1,4 +1,4 @@
-"""YAML in and out: the core schema of YAML 1.2, where `1e-4` is a number and `no` is a word."""
+"""Reads and writes YAML by the core schema of YAML 1.2, in which `1e-4` is a number and `no` is a word."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_yaml(text: str, origin: str) -> Any:
     """The value that `text` holds; `origin` names it in errors.
 
     Raises:
-        ConfigError: for what is no YAML, and for every key that is given twice.
+        ConfigError: the text is no YAML, or keys are given twice; with every such key.
     """
     try:
         node = yaml.compose(text, Loader=_LOADER)
@@ -56,7 +56,7 @@ def _scalar(text: str) -> bool | int | float | str | None:
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
         return _WORDS[word]
     if _INTEGER.fullmatch(text):
-        # Python refuses to read thousands of digits; as a float that is infinite, which no key takes.
+        # Python refuses to read thousands of digits. As a float they are infinite, which no key accepts.
         return int(text) if len(text) < _MOST_DIGITS else float(text)
     if _FLOAT.fullmatch(text):
         return float(text)

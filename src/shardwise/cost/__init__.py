@@ -1,17 +1,11 @@
 """Closed forms of what a run needs: parameters, FLOPs, bytes of state and bytes on the wire, each from one place.
 
-Planner, training and tests call these functions; none of them imports torch or measures anything. Of a model of your
-own nothing is known before it is built: there they return None.
+None of these functions imports torch or measures anything. For a model of your own, of which nothing is known before it
+is built, they return None.
 """
 
 from shardwise.cost.activations import DropoutMasks
-from shardwise.cost.comm import (
-    Transfer,
-    bytes_per_evaluation_batch,
-    bytes_per_step,
-    evaluation_transfers,
-    step_transfers,
-)
+from shardwise.cost.comm import Transfer, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.cost.flops import flops_per_token, model_flops_utilization, recomputed_flops_per_token
 from shardwise.cost.memory import (
     MemoryEstimate,
@@ -28,8 +22,6 @@ __all__ = [
     "MemoryEstimate",
     "Transfer",
     "bubble",
-    "bytes_per_evaluation_batch",
-    "bytes_per_step",
     "checkpoint_bytes",
     "evaluation_transfers",
     "expected_memory",
@@ -41,4 +33,5 @@ __all__ = [
     "recomputed_flops_per_token",
     "simulate",
     "step_transfers",
+    "wire_bytes",
 ]

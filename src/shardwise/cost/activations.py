@@ -1,7 +1,7 @@
-"""Bytes that a stack of blocks keeps for its backward pass, with and without recompute, and holds at its peak.
+"""Bytes that the blocks keep for the backward pass, with and without recompute, and what they hold at their peak.
 
-Legend: see `cost/case.py`. What stands in brackets in a table is a tensor's elements; it takes `a` bytes each, or as
-many as are given.
+Legend: see `cost/case.py`. What stands in brackets is a tensor's number of elements, of `a` bytes each where the text
+does not give their dtype. As arXiv:2205.05198, section 4, these formulas count the tensors that autograd saves.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ _FLOAT32, _INT64 = 4, 8
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes that autograd saves of one block, from its input on.
+    """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`.
 
     Attributes:
-        input: x, [T/s, H]. saves_input: whether it is one of the tensors counted below.
-        attention: around the core: what its norm, QKV, output projection and dropout save.
-        core_input: what keeps q, k and v as they are handed to the core, `softmax(q kᵀ) v`. core_input_saved: the part
-        of it that the core saves; of the rest it saves copies.
-        core: what the core saves inside.
-        mlp: what the MLP with its norm and dropout saves.
+        input: x, the block's input, [T/s, H].
+        saves_input: whether x is one of the tensors counted below.
+        attention: saved around the core, by its norm, the QKV and output projections and dropout.
+        core_input: tensors that hold q, k and v as the core receives them.
+        core_input_saved: the part of `core_input` that the core saves; of the rest it saves copies, counted in `core`.
+        core: saved inside the core.
+        mlp: saved by the MLP with its norm and dropout.
     """
 
     input: int
@@ -38,16 +39,17 @@ class Block:
 
     @property
     def saved(self) -> int:
-        """All of the block."""
+        """All that the block saves without recompute."""
         return self.attention + self.core_input_saved + self.core + self.mlp
 
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Bytes of all blocks of one micro-batch, and of the gradients that their backward pass works with.
+    """Bytes of several blocks for one micro-batch.
 
     Attributes:
-        kept: at the end of the forward pass. peak: at most, during the backward pass.
+        kept: at the end of the forward pass.
+        peak: the most during the backward pass, with the gradients that it works with.
     """
 
     kept: int
@@ -56,12 +58,12 @@ class BlockStack:
 
 @dataclass(frozen=True)
 class DropoutMasks:
-    """What layout-invariant dropout costs one rank, with as many passes in flight as its schedule has at most.
+    """What layout-invariant dropout costs one rank.
 
     Attributes:
         bytes_held: attention probabilities, before and after dropout, and masks, at the peak.
-        elements_hashed: of all masks of a step, recompute included.
-        attends_step_by_step: whether attention, too, drops something, which no fused kernel can do with these masks.
+        elements_hashed: elements of all masks of a step, those of recompute included.
+        attends_step_by_step: whether attention drops too. No fused kernel can do that with these masks.
     """
 
     bytes_held: int
@@ -70,19 +72,19 @@ class DropoutMasks:
 
 
 def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
-    """Masks of the probabilities, of both outputs that a block adds to x, and of the embedding.
+    """What the masks cost of attention probabilities, of both outputs that a block adds to x, and of the embedding.
 
-    Recompute holds the probabilities of one block only, and hashes their masks twice; full recompute all in the blocks.
+    With recompute, the masks of the probabilities are held for one block only and are hashed twice; with full
+    recompute, all masks of a block.
 
-    in_flight: passes through a stage whose activations are held at once.
+    in_flight: micro-batches of a stage whose activations are held at once.
     """
     model, recompute, layers = case.model, case.config.train.recompute, case.layers
-    held_layers = in_flight * layers // len(case.stages)
     core = case.probabilities if model.attention_dropout_p else 0
-    hidden = 2 * case.tokens_between * model.hidden_size if case.drops_hidden else 0
-    drops_embedding = case.has_first and model.embedding_dropout_p
-    embedding = case.tokens_between * model.hidden_size if drops_embedding else 0
+    hidden = 2 * case.mask_elements
+    embedding = case.x_elements if case.has_first and model.embedding_dropout_p else 0
     core_again, hidden_again = recompute != "none", recompute == "full"
+    held_layers = in_flight * layers // len(case.stages)
     held = (1 if core_again else held_layers) * core * (_FLOAT32 + 1 + case.a)
     held += (1 if hidden_again else held_layers) * hidden + in_flight * embedding
     hashed = layers * (core * (1 + core_again) + hidden * (1 + hidden_again)) + embedding
@@ -90,30 +92,32 @@ def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
 
 
 def block_stack(case: Case, layers: Iterable[int] | None = None) -> BlockStack:
-    """What these blocks, or all of this rank's, hold of one micro-batch.
+    """What these blocks, by default all of this rank, hold for one micro-batch.
 
-    | recompute | kept                                    | computed again, a block at a time |
-    |-----------|-----------------------------------------|-----------------------------------|
-    | none      | L blocks                                |                                   |
-    | selective | L blocks without the inside of the core | the inside of the core            |
-    | full      | L inputs                                | the block, beside its input       |
+    | recompute | kept                                    | computed again, one block at a time |
+    |-----------|-----------------------------------------|-------------------------------------|
+    | none      | L blocks                                |                                     |
+    | selective | L blocks without the inside of the core | the inside of the core              |
+    | full      | L inputs                                | the block, beside its input         |
 
-    The backward pass of a block begins with the MLP, whose part is free when that of the core begins. What later blocks
-    kept is free by then.
+    The backward pass goes from the last block to the first. When it is at a block, all that later blocks kept is free.
     """
     if layers is None:
         layers = [layer for stage in case.stages for layer in stage.layers]
-    kept = most = 0
+    kept = peak = 0
     for layer in layers:
-        here, work = _kept_and_work(case, block_activations(case, layer))
-        kept += here
-        most = max(most, kept + work)
-    return BlockStack(kept, most)
+        block_kept, work = _kept_and_work(case, block_activations(case, layer))
+        kept += block_kept
+        peak = max(peak, kept + work)
+    return BlockStack(kept, peak)
 
 
 def _kept_and_work(case: Case, block: Block) -> tuple[int, int]:
-    """What one block keeps, and what its backward pass holds beside that at most."""
-    x, query = block.input, case.a * case.tokens * case.local.query
+    """What one block keeps, and the most that its backward pass holds beside that.
+
+    A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
+    """
+    x, query = case.x_bytes, case.a * case.tokens * case.local.query
     mlp, core = _mlp_gradients(case), _core_gradients(case)
     core_mask, hidden_mask = _mask_hashing(case)
     match case.config.train.recompute:
@@ -128,7 +132,7 @@ def _kept_and_work(case: Case, block: Block) -> tuple[int, int]:
 
 
 def block_activations(case: Case, layer: int) -> Block:
-    """What that block saves.
+    """What this block saves.
 
     | part      | saved                                                | elements          |
     |-----------|------------------------------------------------------|-------------------|
@@ -139,20 +143,18 @@ def block_activations(case: Case, layer: int) -> Block:
     | MLP       | input of the first layer, gathered or not            | T·H               |
     |           | gated: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
     |           | else: input and output of the activation             | 2·T·F/t           |
-    | both      | the norm: its input and a statistic or two           | T·H/s, …          |
+    | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
     |           | mask of dropout on what is added to x, one byte each | T·H/s             |
 
-    Where norms come first, x itself is the input of the first one; where they come last (BERT, OLMo 2), x is QKV's
-    input unless it had to be gathered. Both norms of a parallel residual have the same input. ReLU saves its output
-    only.
+    If norms come first, x is the input of the first norm. If they come last (BERT, OLMo 2), x is the input of QKV,
+    unless it had to be gathered. Both norms of a parallel residual have the same input, which counts once. ReLU saves
+    only its output.
     """
-    model, local, a = case.model, case.local, case.a
-    x = a * case.tokens_between * model.hidden_size
-    mask = case.tokens_between * model.hidden_size if case.drops_hidden else 0
-    entered, feed = a * case.tokens * model.hidden_size, a * case.tokens * local.intermediate
-    attention = entered + a * case.tokens * local.query + mask + _head_norms(case)
+    model, local, a, x = case.model, case.local, case.a, case.x_bytes
+    feed = a * case.tokens * local.intermediate
+    attention = case.gathered_bytes + a * case.tokens * local.query + case.mask_elements + _head_norms(case)
     core_input, core_input_saved, core = _core(case, copied=model.rotates(layer) or model.query_key_norm is not None)
-    mlp = entered + (4 if model.gated else 2) * feed + mask
+    mlp = case.gathered_bytes + (4 if model.gated else 2) * feed + case.mask_elements
     if model.activation == "relu":
         mlp -= feed
     if model.norm_place == "input":
@@ -171,156 +173,156 @@ def block_activations(case: Case, layer: int) -> Block:
 
 
 def waiting_bytes(case: Case) -> int:
-    """What a block holds on top from the gradient of its input until those of its weights, where these come later.
+    """What a block holds between the two halves of a split backward pass, beside what it keeps.
 
-    The gradient of what each matrix product and norm gives: of QKV, [T·(q + 2kv)/t], of q and k where these have norms,
-    [T·(q + kv)/t], of both outputs, [2·T·H], of the first layer of the MLP, [T·F/t] (gated: twice), and of both norms,
-    [2·T/s·H]. And the inside of the core, where it was computed again.
+    The first half computes the gradient of the block's input. The second half computes the gradients of the weights,
+    and needs for each matrix product and norm the gradient of its output: of QKV, [T·(q + 2kv)/t], of q and k if these
+    have norms, [T·(q + kv)/t], of the outputs of attention and MLP, [2·T·H], of the MLP's first layer, [T·F/t] (gated:
+    twice that), and of both norms, [2·T/s·H]. With selective recompute, the inside of the core is held too.
     """
-    hidden, local = case.model.hidden_size, case.local
+    local = case.local
     first = (2 if case.model.gated else 1) * local.intermediate
     normed = local.query + local.key_value if case.model.query_key_norm else 0
-    wide = case.tokens * (local.query + 2 * local.key_value + normed + 2 * hidden + first)
+    wide = case.tokens * (local.query + 2 * local.key_value + normed + first)
     again = block_activations(case, case.stages[0].layers[0]).core if case.config.train.recompute == "selective" else 0
-    return case.a * (wide + 2 * case.tokens_between * hidden) + again
+    return case.a * wide + 2 * case.gathered_bytes + 2 * case.x_bytes + again
 
 
 def norm_bytes(case: Case) -> int:
-    """A norm on the residual stream.
+    """What a norm on the residual stream saves.
 
-    LayerNorm saves its input, mean and 1/deviation, both float32 on an accelerator. RMSNorm saves its input, and 1/rms
-    in float32; in bfloat16 on a CPU it is made of single operations that save its input and the normalised input, both
-    in float32.
+    LayerNorm saves its input, the mean and 1/deviation; on an accelerator the latter two are in float32. RMSNorm saves
+    its input, and 1/rms in float32. In bfloat16 on a CPU, RMSNorm consists of single operations, which save the input
+    and the normalised input, both in float32.
     """
-    hidden = case.model.hidden_size
     if case.model.norm_kind == "layer_norm":
-        statistic = _FLOAT32 if case.accelerator else case.a
-        return case.tokens_between * (case.a * hidden + 2 * statistic)
-    element = 2 * _FLOAT32 if _norms_by_operations(case) else case.a
-    return case.tokens_between * (element * hidden + _FLOAT32)
+        return case.x_bytes + 2 * case.tokens_between * (_FLOAT32 if case.accelerator else case.a)
+    saved = 2 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else case.x_bytes
+    return saved + _FLOAT32 * case.tokens_between
 
 
 def _norms_by_operations(case: Case) -> bool:
-    """Whether an RMSNorm is made of single operations, which work in float32."""
+    """Whether an RMSNorm consists of single operations, which work in float32."""
     return case.model.norm_kind == "rms_norm" and not case.accelerator and case.a != _FLOAT32
 
 
 def _head_norms(case: Case) -> int:
-    """What norms of q and k save beside their input, which v keeps alive.
+    """What norms of q and k save beside their input; the input is counted with v, which shares its memory.
 
-    1/rms in float32, [T] of each, or for each head where they are apart; over the heads of several ranks, the norm
-    itself as well.
+    1/rms in float32 for each token, of q and of k or of each of their heads. A norm over heads of several ranks also
+    saves the lengths ‖q‖ and ‖k‖ of the rank's part. Norms of single operations save float32 copies, [2·T·(q + kv)/t].
     """
     model, width = case.model, case.local.query + case.local.key_value
     if model.query_key_norm is None:
         return 0
     statistics = width // model.head_dim if model.query_key_norm == "head" else 2
-    if _norms_together(case):
+    if _norms_span_ranks(case):
         statistics *= 2
-    return case.tokens * (statistics + (2 * width if _norms_copies(case) else 0)) * _FLOAT32
+    return case.tokens * (statistics + (2 * width if _norms_copy(case) else 0)) * _FLOAT32
 
 
-def _norms_together(case: Case) -> bool:
-    """Whether norms of q and k are over heads of several ranks."""
+def _norms_span_ranks(case: Case) -> bool:
+    """Whether a norm of q or k is over the heads of several ranks."""
     return case.model.query_key_norm == "all_heads" and case.layout.tensor > 1
 
 
-def _norms_copies(case: Case) -> bool:
-    """Whether norms of q and k save float32 copies in place of their input."""
-    return _norms_by_operations(case) and not _norms_together(case)
+def _norms_copy(case: Case) -> bool:
+    """Whether norms of q and k save float32 copies instead of their input."""
+    return _norms_by_operations(case) and not _norms_span_ranks(case)
 
 
 def _core(case: Case, *, copied: bool) -> tuple[int, int, int]:
-    """Of the attention core: what its input keeps alive, the part of that which it saves, what it saves beside.
+    """Bytes of the attention core: of its input, of the part of the input that it saves, and saved beside that.
 
-    The input is the QKV output, [T·(q + 2kv)/t], with v as a view of it, and q and k too; where rotation or a norm has
-    `copied` these, they are [T·(q + kv)/t] more. A key/value projection that is replicated beyond its heads has
-    kv/t = head_dim. Fused kernels save the input, and the log-sum-exp, [T·h/t] in float32. Step by step, the core saves
+    The input is the output of QKV, [T·(q + 2kv)/t], of which q, k and v are views. If rotation or a norm made new q and
+    k (`copied`), these are [T·(q + kv)/t] more. With more ranks than key/value heads, kv/t is head_dim.
 
-    | saved                                             | elements            |
-    |---------------------------------------------------|---------------------|
-    | P = softmax(q kᵀ)                                 | B·h/t·S² in float32 |
-    | mask of dropout, one byte each                    | B·h/t·S²            |
-    | P after dropout                                   | B·h/t·S²            |
-    | causal mask, one byte each                        | S²                  |
-    | q, scaled                                         | T·q/t               |
-    | k and v, copied or as they are in the core's input | 2·T·q/t             |
+    A fused kernel saves its input and the log-sum-exp, [T·h/t] in float32 (arXiv:2205.14135). Step by step, the core
+    saves
 
-    Copied are those that several queries share, and those whose batches and heads do not lie behind one another. Where
-    they are not, or norms of q and k save their input, all of the QKV output stays.
+    | saved                                              | elements            |
+    |----------------------------------------------------|---------------------|
+    | P = softmax(q kᵀ)                                  | B·h/t·S² in float32 |
+    | mask of dropout, one byte each                     | B·h/t·S²            |
+    | P after dropout                                    | B·h/t·S²            |
+    | causal mask, one byte each                         | S²                  |
+    | q, scaled                                          | T·q/t               |
+    | k and v, copies or as they are in the core's input | 2·T·q/t             |
+
+    k and v are copied if several queries share them, or if their batches and heads are not contiguous. If they are not
+    copied, or if norms of q and k save their input, the whole output of QKV stays.
     """
     model, local, a = case.model, case.local, case.a
     query, key_value = (a * case.tokens * width for width in (local.query, local.key_value))
-    qkv, made = query + 2 * key_value, (query + key_value if copied else 0)
+    qkv, new = query + 2 * key_value, (query + key_value if copied else 0)
     if not case.attends_step_by_step:
         log_sum_exp = _FLOAT32 * case.tokens * local.query // model.head_dim
         padding_mask = 0 if model.causal else a * case.tokens
-        return qkv + made, qkv + made, log_sum_exp + padding_mask
-    masks = case.config.train.sequence_length**2 if model.causal else case.tokens
+        return qkv + new, qkv + new, log_sum_exp + padding_mask
+    mask = case.config.train.sequence_length**2 if model.causal else case.tokens
     if case.config.data.reset_attention_mask:
-        masks = 0  # of all blocks one, which is added
-    inside = (_FLOAT32 + 1 + a) * case.probabilities + masks + query
-    made_key = key_value if copied else 0
-    norm_inputs = qkv if model.query_key_norm is not None and not _norms_copies(case) else 0
+        mask = 0  # all blocks share one mask, which `memory._document_tables` counts
+    inside = (_FLOAT32 + 1 + a) * case.probabilities + mask + query
+    new_key = key_value if copied else 0
+    norm_inputs = qkv if model.query_key_norm is not None and not _norms_copy(case) else 0
     if local.query != local.key_value:
-        return qkv + made, norm_inputs, inside + 2 * query
+        return qkv + new, norm_inputs, inside + 2 * query
     if case.config.train.micro_batch == 1 or model.interleaved_heads:
-        return qkv + made, qkv + made_key, inside
-    return qkv + made, norm_inputs + made_key, inside + 2 * key_value - made_key
+        return qkv + new, qkv + new_key, inside
+    return qkv + new, norm_inputs + new_key, inside + 2 * key_value - new_key
 
 
-# ---- gradients, beyond what was saved and is not free yet
+# ---- gradients: what the backward pass holds beside saved tensors that are not free yet
 
 
 def _mlp_gradients(case: Case) -> int:
-    """At the MLP's largest moment: the gradient of x, [T/s, H], and one of two.
+    """The most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
-    At the last layer: the gradient of its input, [T·F/t], that of its weight, [H·F/t], and that of its output where it
-    is not x's, [T·H] gathered or [T·H/s] behind dropout, whose mask is free, or behind a norm of the output.
-    At silu(gate)·up of a gated MLP and at ReLU: two gradients, [2·T·F/t]. A norm behind the MLP is free by then;
-    made of single operations, its own gradients may be more: [4·T/s·H] in float32.
+    At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
+    gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
+    At silu(gate)·up of a gated MLP, and at ReLU: two gradients, [2·T·F/t].
+
+    What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
+    gradients may be larger: [4·T/s·H] in float32.
     """
-    model, layout, a = case.model, case.layout, case.a
-    x, feed = a * case.tokens_between * model.hidden_size, a * case.tokens * case.local.intermediate
-    weight = case.gradient_bytes(case.local.intermediate * model.hidden_size)
-    last = feed + weight
+    model, layout, a, x = case.model, case.layout, case.a, case.x_bytes
+    feed = a * case.tokens * case.local.intermediate
+    last = feed + case.gradient_bytes(case.local.intermediate * model.hidden_size)
     if layout.sequence:
-        last += a * case.tokens * model.hidden_size
+        last += case.gathered_bytes
     if case.drops_hidden:
-        last += (0 if layout.sequence else x) - x // a
+        last += (0 if layout.sequence else x) - case.mask_elements
     if model.norm_place == "output":
         last += 0 if layout.sequence else x
     most = max(last, 2 * feed) if model.gated or model.activation == "relu" else last
     if model.norm_place == "input":
         return x + most
-    norm = 4 * _FLOAT32 * case.tokens_between * model.hidden_size if _norms_by_operations(case) else 0
+    norm = 4 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else 0
     return x + max(most - norm_bytes(case), norm)
 
 
 def _core_gradients(case: Case) -> int:
-    """At the core's largest moment, step by step: the gradients of x, of the values and of a matrix [B, h/t, S, S].
+    """The most that the core's backward pass holds: gradients of x, of the values and of P, [B·h/t·S²].
 
-    The core's output and the mask of dropout behind it, and a norm behind that, are free by then, as the MLP's part is.
-    In bfloat16 the matrix is in float32, and one more is there in place of the probabilities after dropout.
+    Only a core that goes step by step has the last one; in bfloat16 it is in float32, and a second one takes the place
+    of P after dropout, whose memory is free by then. The core's output, the mask of the dropout after it, and what a
+    norm after that saved are free too.
     """
     a = case.a
-    x, query = (a * n for n in (case.tokens_between * case.model.hidden_size, case.tokens * case.local.query))
     matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * case.probabilities
-    work = x + query + (matrix if case.attends_step_by_step else 0)
-    if case.drops_hidden:
-        work -= x // a
-    return work - (norm_bytes(case) if case.model.norm_place != "input" else 0)
+    work = case.x_bytes + a * case.tokens * case.local.query + (matrix if case.attends_step_by_step else 0)
+    return work - case.mask_elements - (norm_bytes(case) if case.model.norm_place != "input" else 0)
 
 
 def _mask_hashing(case: Case) -> tuple[int, int]:
-    """64-bit integers that layout-invariant masks are made with, of the probabilities and between the cut layers.
+    """Bytes that hashing a layout-invariant mask needs: of the probabilities, and of what is added to x.
 
-    A chunk of a mask's elements has three at a time, and one for all its samples: the element's number in a sample.
+    A mask is hashed chunk by chunk. For each element of a chunk there are three 64-bit integers at a time, and one more
+    that all samples of the micro-batch share: the element's number within its sample.
     """
     if case.config.train.dropout_mode != "invariant":
         return 0, 0
     core = case.probabilities if case.model.attention_dropout_p else 0
-    hidden = case.tokens_between * case.model.hidden_size if case.drops_hidden else 0
-    chunks = (min(core, MASK_CHUNK_ELEMENTS), min(hidden, MASK_CHUNK_ELEMENTS))
+    chunks = (min(core, MASK_CHUNK_ELEMENTS), min(case.mask_elements, MASK_CHUNK_ELEMENTS))
     of_core, of_hidden = (_INT64 * (3 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
     return of_core, of_hidden

@@ -1,4 +1,4 @@
-"""Sizes of the flat buckets that one rank's parameters and gradients lie in, and what a slice of them owns."""
+"""Sizes of the buckets that hold one rank's parameters and gradients, and what a data-parallel rank owns of them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,40 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class BucketShape:
-    """One bucket: its parameters at their offsets, its padded size, and into how many equal slices it is cut."""
+    """One bucket: (offset, parameter) of each parameter, its elements with padding, and the number of equal slices."""
 
     parameters: tuple[tuple[int, LocalParameter], ...]
     elements: int
     slices: int
 
     def partial(self, ranks: int, data_rank: int) -> int:
-        """Elements with a gradient that is partial over `ranks` ranks, in the slice of this data-parallel rank."""
+        """Elements, in the slice of this data-parallel rank, whose gradient is partial over `ranks` ranks."""
         return sum(
-            self._owned(offset + one.partial_from, offset + one.elements, data_rank)
-            for offset, one in self.parameters
-            if one.partial_over == ranks
+            self._owned(offset + parameter.partial_from, offset + parameter.elements, data_rank)
+            for offset, parameter in self.parameters
+            if parameter.partial_over == ranks
         )
 
     def at_both_ends(self, held: int, data_rank: int) -> int:
-        """Elements in that slice of a parameter at both ends of the pipeline, where `held` of it are no padding."""
+        """Elements, in that slice, of a parameter at both ends of a pipeline. Those from `held` on are padding."""
         return sum(
-            self._owned(offset, offset + min(held, one.elements), data_rank)
-            for offset, one in self.parameters
-            if one.at_both_ends
+            self._owned(offset, offset + min(held, parameter.elements), data_rank)
+            for offset, parameter in self.parameters
+            if parameter.at_both_ends
         )
 
     def _owned(self, start: int, stop: int, data_rank: int) -> int:
-        """How many elements from `start` to `stop` a slice has."""
+        """How many of the elements `start` to `stop` of the bucket are in this rank's slice."""
         share = self.elements // self.slices
         low = share * data_rank if self.slices > 1 else 0
         return max(min(stop, low + share) - max(start, low), 0)
 
 
 def bucket_shapes(case: Case) -> list[BucketShape]:
-    """Buckets of at most `optimizer.bucket_mib` of gradients, matrices (which decay) apart from vectors.
+    """The rank's buckets of at most `optimizer.bucket_mib` of gradients, in the order in which they are begun.
 
-    A parameter at both ends of a pipeline has a bucket to itself. In the order in which they are begun.
+    Matrices, which weight decay applies to, and vectors are in separate buckets. A parameter at both ends of a pipeline
+    has a bucket to itself.
     """
     optimizer, layout = case.config.optimizer, case.layout
     gradient = DTYPE_BYTES[case.precision.gradient]
@@ -54,10 +55,10 @@ def bucket_shapes(case: Case) -> list[BucketShape]:
     stored = list(local_parameters(case.model, layout.tensor, layout.sequence, local=case.local, stages=case.stages))
     shapes = []
     for matrices in (True, False):
-        group = [one for one in stored if one.matrix == matrices]
-        sizes = ((one.at_both_ends, gradient * one.elements) for one in group)
+        group = [parameter for parameter in stored if parameter.matrix == matrices]
+        sizes = ((parameter.at_both_ends, gradient * parameter.elements) for parameter in group)
         for indices in packed(sizes, optimizer.bucket_mib * _MIB):
             members = [group[index] for index in indices]
-            offsets, length = offsets_and_length([one.elements for one in members], slices)
+            offsets, length = offsets_and_length([member.elements for member in members], slices)
             shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))
     return shapes

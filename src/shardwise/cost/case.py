@@ -1,9 +1,14 @@
 """One configuration on one layout, as the formulas of `cost/` read it.
 
-Legend: S sequence length, B micro batch, T = S·B tokens, P predicted positions of a sequence, H hidden size, F
-intermediate size, V vocabulary, L blocks, h heads, q = h · head_dim, kv = key/value heads · head_dim, t tensor-parallel
-degree, s = t under sequence parallelism, else 1, d data-parallel degree, p pipeline degree, m micro-batches of a step,
-a bytes of an activation (those of a parameter).
+Legend:
+
+    S  sequence length           H   hidden size                        t  tensor-parallel degree
+    B  micro-batch               F   intermediate size (MLP)            s  t under sequence parallelism, else 1
+    T  tokens, S·B               V   vocabulary                         d  data-parallel degree
+    P  predicted positions of    L   blocks                             p  pipeline degree
+       a sequence (BERT)         h   query heads                        m  micro-batches of a step on each rank
+    x  the residual stream,      q   h · head_dim                       a  bytes of an element of an activation,
+       [T/s, H] on a rank        kv  key/value heads · head_dim            which has the parameters' dtype
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ class Case:
         precision: its dtypes, resolved.
         local: widths of one rank's part.
         accelerator: whether the run is on one.
-        pipeline_rank: the rank in question.
+        pipeline_rank: the rank.
         stages: the stages of that rank; without a pipeline one, which is the model.
     """
 
@@ -70,7 +75,7 @@ class Case:
 
     @property
     def layers(self) -> int:
-        """Blocks on this rank: L / p, where they are dealt out evenly."""
+        """Blocks on this rank: L / p if every rank has equally many."""
         return sum(len(stage.layers) for stage in self.stages)
 
     @property
@@ -85,7 +90,7 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """m."""
+        """m, the micro-batches of a step on each rank."""
         return self.layout.accumulation(self.config.train)
 
     @property
@@ -94,19 +99,34 @@ class Case:
         return DTYPE_BYTES[self.precision.parameter]
 
     def gradient_bytes(self, elements: int) -> int:
-        """Of a weight's gradient until it is added up: as computed, and cast to the gradients' dtype if it differs."""
+        """Bytes of a weight's new gradient: as computed, and a copy in the gradients' dtype if that is another one."""
         cast = DTYPE_BYTES[self.precision.gradient]
         return elements * (self.a + (cast if cast != self.a else 0))
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """T, the tokens of a micro-batch."""
         return self.config.train.sequence_length * self.config.train.micro_batch
 
     @property
     def tokens_between(self) -> int:
-        """T/s: of the residual stream, between the cut layers."""
+        """T/s: tokens that one rank has between the cut layers."""
         return self.tokens // self.layout.tensor if self.layout.sequence else self.tokens
+
+    @property
+    def x_elements(self) -> int:
+        """T/s·H: elements of the residual stream x between the cut layers."""
+        return self.tokens_between * self.model.hidden_size
+
+    @property
+    def x_bytes(self) -> int:
+        """a·T/s·H."""
+        return self.a * self.x_elements
+
+    @property
+    def gathered_bytes(self) -> int:
+        """a·T·H: x after it is gathered over sequence parallelism."""
+        return self.a * self.tokens * self.model.hidden_size
 
     @property
     def probabilities(self) -> int:
@@ -116,18 +136,23 @@ class Case:
 
     @property
     def predicted(self) -> int:
-        """Tokens that the head sees: T, or the P·B masked ones of BERT."""
+        """Tokens that are predicted: T, or the P·B masked ones of BERT."""
         if not isinstance(self.model, BertConfig):
             return self.tokens
         return self.config.data.predictions(self.config.train.sequence_length) * self.config.train.micro_batch
 
     @property
     def drops_hidden(self) -> bool:
-        """Whether training drops parts of what attention and MLP add to the residual stream."""
+        """Whether training drops some of what attention and MLP add to x."""
         return self.model.hidden_dropout_p > 0
 
     @property
+    def mask_elements(self) -> int:
+        """T/s·H: elements of a dropout mask on what attention or MLP adds to x, one byte each; 0 without dropout."""
+        return self.x_elements if self.drops_hidden else 0
+
+    @property
     def attends_step_by_step(self) -> bool:
-        """Whether attention holds its probabilities, since no fused kernel does their dropout."""
+        """Whether attention computes and keeps its probabilities, because no fused kernel does their dropout."""
         invariant = self.config.train.dropout_mode == "invariant"
         return self.model.attention_dropout_p > 0 and (invariant or not self.accelerator)

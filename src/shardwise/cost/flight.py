@@ -1,4 +1,4 @@
-"""What a rank holds at its peak while it works on several micro-batches at once, in its schedule's order."""
+"""What a pipeline rank holds at its peak, with several micro-batches in flight, in the order of its schedule."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Pass:
     """Bytes that one micro-batch needs in one stage.
 
     Attributes:
-        kept: held from the forward pass until the gradients of the weights are computed.
-        loss: added while the loss is computed.
-        loss_kept: the part of it that is held until the backward pass. A backward pass of the input alone copies it.
-        backward: the most during the backward pass, with what is still kept by then.
+        kept: from the forward pass until the gradients of the weights are computed.
+        loss: beside that, while the loss is computed.
+        loss_kept: the part of `loss` that is held until the backward pass. The first half of a split one copies it.
+        backward: the most during the backward pass, with what is still kept.
         last: at the end of the backward pass.
-        waiting: added to what is kept between the two parts of a split backward pass.
+        waiting: beside what is kept, between the two halves of a split backward pass.
         reduction: while this stage's gradients are reduced, after its last micro-batch.
         onwards: the message to the next stage, which is held until the end of the step.
-        back: likewise the message to the stage before.
+        back: the message to the previous stage, held likewise.
     """
 
     kept: int
@@ -42,10 +42,10 @@ class Peak:
 
     Attributes:
         activations: kept for backward passes.
-        forward: the same with what losses need.
+        forward: activations with what losses need.
         whole: at any time, without messages.
-        sent: what messages add to that.
-        in_flight: the most passes through one stage that are held at once.
+        sent: what messages add to `whole`.
+        in_flight: the most micro-batches of one stage whose activations are held at once.
     """
 
     activations: int
@@ -63,37 +63,37 @@ def peak(order: Iterable[Action], passes: Mapping[int, Pass], micro_batches: int
         passes: what a micro-batch needs, by stage.
         micro_batches: of a step.
     """
-    activations = forward = whole = with_sent = in_flight = 0
-    kept = beside = sent = 0
-    flying: Counter[int] = Counter()
+    activations = forward = whole = with_sent = in_flight = 0  # the largest values so far
+    kept = losses = sent = 0  # held now: of stages, of losses, of messages
+    started: Counter[int] = Counter()
     done: Counter[int] = Counter()
     for action in order:
-        one = passes[action.stage]
+        needs = passes[action.stage]
         now = 0
         if action.kind == "forward":
-            now = kept + beside + one.kept + one.loss
-            kept, beside = kept + one.kept, beside + one.loss_kept
-            flying[action.stage] += 1
-            activations, in_flight = max(activations, kept), max(in_flight, flying[action.stage])
+            now = kept + losses + needs.kept + needs.loss
+            kept, losses = kept + needs.kept, losses + needs.loss_kept
+            started[action.stage] += 1
+            activations = max(activations, kept)
+            in_flight = max(in_flight, started[action.stage] - done[action.stage])
             forward = max(forward, now)
-            sent += one.onwards
+            sent += needs.onwards
         elif action.kind == "input":
-            if action.stage > 0:  # torch leaves all of the first stage to the gradients of the weights
-                copied = kept + beside + one.loss_kept
-                now = max(copied, kept + beside - one.kept - one.loss_kept + one.backward)
-                kept += one.waiting
-                activations, forward = max(activations, kept), max(forward, kept + beside)
-                now = max(now, kept + beside)
-                sent += one.back
+            if action.stage > 0:  # torch's first stage does all of its backward pass with the gradients of the weights
+                with_copy = kept + losses + needs.loss_kept
+                now = max(with_copy, kept + losses - needs.kept - needs.loss_kept + needs.backward)
+                kept += needs.waiting
+                activations, forward = max(activations, kept), max(forward, kept + losses)
+                now = max(now, kept + losses)
+                sent += needs.back
         else:
-            kept, beside = kept - one.kept, beside - one.loss_kept
+            kept, losses = kept - needs.kept, losses - needs.loss_kept
             if action.kind == "weight" and action.stage > 0:
-                kept -= one.waiting
-            now = kept + beside + max(one.backward, one.last)
-            flying[action.stage] -= 1
+                kept -= needs.waiting
+            now = kept + losses + max(needs.backward, needs.last)
             done[action.stage] += 1
             if done[action.stage] == micro_batches:
-                now = max(now, kept + beside + one.reduction)
-            sent += one.back if action.kind == "backward" else 0
+                now = max(now, kept + losses + needs.reduction)
+            sent += needs.back if action.kind == "backward" else 0
         whole, with_sent = max(whole, now), max(with_sent, now + sent)
     return Peak(activations, forward, whole, max(with_sent, sent) - whole, in_flight)

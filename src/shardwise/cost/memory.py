@@ -5,7 +5,7 @@ Legend: see `cost/case.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from shardwise.config import DTYPE_BYTES, BertConfig, Config, Layout
 from shardwise.config.sections import SINGLE_STAGE
@@ -21,7 +21,7 @@ from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, Peak, peak
 from shardwise.plan.chunks import loss_chunk_elements
-from shardwise.plan.order import action_order, in_one_pass
+from shardwise.plan.order import action_order
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.stage import Stage, rank_of
 
@@ -32,17 +32,17 @@ _FLOAT32 = 4
 class MemoryEstimate:
     """Bytes of one rank at the peak of a training step, by kind.
 
-    What the process holds before the model is built (interpreter, torch, a device's context) is not part of it.
+    What the process holds before the model is built (interpreter, torch, a device's context) is not counted.
 
     Attributes:
-        parameters: the local shards, with the padding of the vocabulary and of the flat buckets they lie in.
-        gradients: one for each of these elements, in the gradient dtype.
-        optimizer: AdamW's or LAMB's two moments, and a master where the optimizer's dtype is not the parameters'; 1/d
-        with ZeRO.
-        activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are under way.
+        parameters: this rank's part, with the padding of the vocabulary and of the buckets.
+        gradients: as many elements, in the gradients' dtype.
+        optimizer: two moments of each element (AdamW, LAMB), and a master if the optimizer's dtype is not that of the
+            parameters; with ZeRO a data-parallel rank has 1/d of them.
+        activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
-        buffers: rotary tables, and what the backward pass computes again and works in, or the reduction sends from, as
-        far as it does not fit into memory that others have left by then.
+        buffers: rotary tables; and what recompute, the gradients of activations and the reduction need at the peak,
+            beyond the memory that activations and loss have freed by then.
         pipeline: what is received from other stages, for all micro-batches of a step, and what is sent to them.
     """
 
@@ -59,26 +59,25 @@ class MemoryEstimate:
         return sum(size for _, size in self.rows())
 
     def rows(self) -> list[tuple[str, int]]:
-        """(kind, bytes), in the order in which they are shown; `pipeline` only where there is one."""
-        found = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [(kind, size) for kind, size in found if size or kind != "pipeline"]
+        """(kind, bytes) of each kind, in the order in which they are shown; `pipeline` only if there is one."""
+        return [(kind, size) for kind, size in asdict(self).items() if size or kind != "pipeline"]
 
 
 def expected_memory(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int | None = None
 ) -> MemoryEstimate | None:
-    """Peak bytes per rank of training `config`, eagerly executed. None for a model of your own.
+    """Peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
 
-    pipeline_rank: whose; None: of the one that needs most.
+    pipeline_rank: the rank; None: the one that needs most.
     """
-    if pipeline_rank is None:
-        pipeline_rank = neediest_rank(config, layout, accelerator)
     by_rank = memory_by_rank(config, layout, accelerator)
-    return None if by_rank is None else by_rank[pipeline_rank]
+    if by_rank is None:
+        return None
+    return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
 
 
 def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:
-    """The pipeline rank that needs most memory, the first of several; 0 for a model of your own."""
+    """The pipeline rank that needs most memory, the first if several need the same; 0 for a model of your own."""
     by_rank = memory_by_rank(config, layout, accelerator) or []
     return max(range(len(by_rank)), key=lambda rank: by_rank[rank].total, default=0)
 
@@ -105,28 +104,34 @@ def _memory(case: Case) -> MemoryEstimate:
 
 
 def _step_peak(case: Case) -> Peak:
-    order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank)
-    if case.config.train.recompute == "full":
-        order = in_one_pass(order)
+    order = action_order(case.config.parallel, case.micro_batches, case.pipeline_rank, case.config.train.recompute)
     reduction = _reduction(case)
     return peak(order, {stage.index: _pass(case, stage, reduction) for stage in case.stages}, case.micro_batches)
 
 
 def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
-    """What the embedding saves, the blocks, and the last norm; and the loss.
+    """What one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
-    A stage's input is what it received, [T/s, H], which does not count here. Its output is held until the backward
-    pass; where a rank has several stages it counts as sent (`_sent`). A tied head's gradient waits for the
-    embedding's where both are in one stage.
+    A stage's input and output are x, [T/s, H]. The input of a later stage is counted as received (`_received`), so it
+    is taken off where the first block keeps it. The output is held until the backward pass; if the rank has several
+    stages, it is counted as sent. If embedding and tied head are in one stage, the head's gradient is held until it is
+    added to the embedding's.
     """
+    parallel, x = case.config.parallel, case.x_bytes
     blocks = block_stack(case, stage.layers)
     embedding = _embedding_activations(case) if stage.is_first else 0
     last = _last_activations(case) if stage.is_last else 0
     kept = blocks.kept + embedding + last + _document_tables(case)
     keeps_input = block_activations(case, stage.layers[0]).saves_input or case.config.train.recompute == "full"
-    received = _boundary(case) if keeps_input and not stage.is_first else 0
-    if not stage.is_last and case.config.parallel.schedule in SINGLE_STAGE:
-        kept += _boundary(case)
+    received = x if keeps_input and not stage.is_first else 0
+    onwards = back = 0
+    if parallel.schedule in SINGLE_STAGE:
+        kept += 0 if stage.is_last else x
+    elif parallel.pipeline > 1:
+        # A rank with several stages holds all that it sends until the end of the step.
+        to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
+        onwards = x if to_next and not stage.is_last else 0
+        back = x if to_previous and not stage.is_first else 0
     table = case.a * case.local.vocabulary * case.model.hidden_size
     head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
     return Pass(
@@ -137,51 +142,35 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         last=_embedding_gradient(case) + head if stage.is_first else 0,
         waiting=len(stage.layers) * waiting_bytes(case),
         reduction=reduction,
-        **_sent(case, stage),
+        onwards=onwards,
+        back=back,
     )
 
 
-def _boundary(case: Case) -> int:
-    """x, [T/s, H], as it goes from stage to stage."""
-    return case.a * case.tokens_between * case.model.hidden_size
-
-
 def _received(case: Case) -> int:
-    """Of each micro-batch of a step, [T/s, H]: x for each stage but the first, the gradient of x for each but the last.
+    """Memory for messages, [T/s, H] each: x for each stage but the first, the gradient of x for each but the last.
 
-    They have memory of their own for as long as the run lives.
+    Every micro-batch of a step has its own, for as long as the run lives.
     """
     if case.layout.pipeline == 1:
         return 0
-    each = sum((not stage.is_first) + (not stage.is_last) for stage in case.stages)
-    return each * case.micro_batches * _boundary(case)
-
-
-def _sent(case: Case, stage: Stage) -> dict[str, int]:
-    """What stays until the end of the step, as all does that a rank with several stages sends."""
-    parallel = case.config.parallel
-    if case.layout.pipeline == 1 or parallel.schedule in SINGLE_STAGE:
-        return {}
-    onwards, back = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
-    return {
-        "onwards": _boundary(case) * (onwards and not stage.is_last),
-        "back": _boundary(case) * (back and not stage.is_first),
-    }
+    messages = sum((not stage.is_first) + (not stage.is_last) for stage in case.stages)
+    return messages * case.micro_batches * case.x_bytes
 
 
 def invariant_dropout(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> DropoutMasks | None:
-    """What layout-invariant masks cost one rank. None where there are none, and for a model of your own."""
+    """What layout-invariant masks cost one rank. None without such masks, and for a model of your own."""
     case = Case.of(config, layout, accelerator, pipeline_rank)
     drops = config.train.dropout_mode == "invariant" and config.model.has_dropout
     return invariant_masks(case, _step_peak(case).in_flight) if case is not None and drops else None
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
-    """Disk that one checkpoint takes: weights in the dtype that the model computes in, moments, and masters if any.
+    """Bytes on disk of one checkpoint: weights in the dtype of the computation, moments, and masters if any.
 
-    Every element once, whatever the layout, without padding. None for a model of your own.
+    Each element counts once, whatever the layout, and padding never. None for a model of your own.
     """
     parameters = parameter_count(config.model)
     if parameters is None:
@@ -192,24 +181,21 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
 
 
 def _embedding_activations(case: Case) -> int:
-    """What the embedding saves: the mask of its dropout, one byte each, and BERT's norm."""
-    mask = case.tokens_between * case.model.hidden_size if case.model.embedding_dropout_p else 0
+    """What the embedding saves: the mask of its dropout, one byte for each element, and BERT's norm."""
+    mask = case.x_elements if case.model.embedding_dropout_p else 0
     return mask + (norm_bytes(case) if isinstance(case.model, BertConfig) else 0)
 
 
 def _last_activations(case: Case) -> int:
-    """What the blocks' output is while the loss is made: the last norm with its output, or BERT's x, gathered."""
-    if isinstance(case.model, BertConfig):
-        return case.a * case.tokens * case.model.hidden_size
-    return norm_bytes(case) + case.a * case.tokens_between * case.model.hidden_size
+    """What is held between the last block and the loss: the last norm and its output; with BERT, x, gathered."""
+    return case.gathered_bytes if isinstance(case.model, BertConfig) else norm_bytes(case) + case.x_bytes
 
 
 def _document_tables(case: Case) -> int:
-    """What all blocks of a stage share where documents end within a sample.
+    """What all blocks of a stage share if documents end within a sample.
 
-    The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's own position, [T·r].
-
-    Attention that goes step by step keeps no mask that is added, unless recompute will need it again.
+    The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's position, [T·r] for r
+    rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again.
     """
     data, train, model = case.config.data, case.config.train, case.model
     masked = data.reset_attention_mask and not (case.attends_step_by_step and train.recompute == "none")
@@ -219,12 +205,12 @@ def _document_tables(case: Case) -> int:
 
 
 def _loss(case: Case) -> int:
-    """Head and loss: dW in float32 [V/t, H], the gradient of their input, and one chunk.
+    """The most that head and loss hold: what they keep (`_loss_gradients`), and one chunk of C tokens.
 
-    A chunk has its logits in float32, in bfloat16 with what the matrix product returned, or with the gradient that goes
-    to the next two, beside them; its input [C, H]; and its part of dW [V/t, H], or the gradient of its input. BERT's
-    masked-token head takes P·B rows, and keeps the input of its transform, of its activation and of its norm, and the
-    output of that.
+    A chunk has its logits in float32, [C, V/t]; in bfloat16 beside them a bfloat16 tensor of the same shape, the logits
+    or their gradient. And the head's input, [C, H], with the larger of the chunk's part of dW, [V/t, H], and the
+    gradient of that input, [C, H]. BERT's masked-token head has P·B rows, and keeps four tensors [P·B, H]: the inputs
+    of its transform, activation and norm, and the norm's output.
     """
     a, rows, hidden = case.a, case.local.vocabulary, case.model.hidden_size
     limit = loss_chunk_elements(rows, case.accelerator)
@@ -239,29 +225,27 @@ def _loss(case: Case) -> int:
 
 
 def _loss_gradients(case: Case) -> int:
-    """dW in float32, [V/t, H], and the gradient of the head's input, which the loss makes in its forward pass."""
+    """What the loss's forward pass keeps: the gradients of the head's weight, [V/t, H] in float32, and of its input."""
     tokens = case.predicted if isinstance(case.model, BertConfig) else case.tokens_between
     return (_FLOAT32 * case.local.vocabulary + case.a * tokens) * case.model.hidden_size
 
 
 def _rotary_tables(case: Case) -> int:
-    """Cosines and sines, [S, rotary dimensions / 2] each, of each stage with a block that rotates."""
+    """Cosines and sines, [S, rotary dimensions / 2] each, once for each stage with a block that rotates."""
     stages = sum(any(case.model.rotates(layer) for layer in stage.layers) for stage in case.stages)
     return stages * case.a * case.config.train.sequence_length * case.model.rotary_dim
 
 
 def _embedding_gradient(case: Case) -> int:
-    """The gradient of the embedding's output, and its own before it is added up; activations and loss are free by
-    then."""
-    hidden = case.model.hidden_size
-    return case.a * case.tokens * hidden + case.gradient_bytes(case.local.vocabulary * hidden)
+    """The gradients of the embedding's output and of its weight; activations and loss are free by then."""
+    return case.gathered_bytes + case.gradient_bytes(case.local.vocabulary * case.model.hidden_size)
 
 
 def _reduction(case: Case) -> int:
-    """Copies of gradients on their way over data parallelism; activations and loss are free by then.
+    """Copies of gradients while they are reduced over data parallelism; activations and loss are free by then.
 
-    Two neighbouring buckets may be under way at once. A copy is made where gradients are reduced in another dtype, and
-    on a CPU one for the slices that arrive, which are summed there.
+    Two neighbouring buckets may be reduced at once. One copy is made if the dtype of the reduction is not that of the
+    gradients. On a CPU, ZeRO needs one more, for the slices that arrive: they are summed there.
     """
     precision = case.precision
     if case.layout.data == 1:

@@ -1,23 +1,22 @@
-"""When each rank of a pipeline works and waits in a step, where all stages are alike: a simulation of its schedule.
+"""When each pipeline rank works and when it waits in a step, by a simulation of the schedule with equal stages.
 
-An action takes `order.TIME`, a message takes no time. Nothing is modelled of the devices: the result is the bubble that
-the order of the actions causes by itself.
+An action takes `order.TIME` and a message takes no time. So the result is the bubble that the order of the actions
+causes by itself, on any device.
 
-torch's first stage computes both parts of a split backward pass when the second is due; here each part has its time.
+torch's first stage computes both halves of a split backward pass at the place of the second; here each has its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.plan.order import TIME, Action, action_order, in_one_pass
+from shardwise.plan.order import TIME, Action, action_order
 
 
 @dataclass(frozen=True)
 class Timed:
-    """An action, with its begin and end."""
+    """An action with its start and end, in forward passes of a stage."""
 
     action: Action
     start: int
@@ -51,18 +50,14 @@ class Simulation:
 
 
 def simulate(parallel: ParallelConfig, micro_batches: int, recompute: Recompute = "none") -> Simulation:
-    """A step of the schedule. Full recompute leaves backward passes in one part."""
-    orders = [action_order(parallel, micro_batches, rank) for rank in range(parallel.pipeline)]
-    return run_orders([in_one_pass(order) for order in orders] if recompute == "full" else orders)
+    """A step in which each rank does its actions in order, each as soon as the pass that it needs is done.
 
-
-def run_orders(orders: Sequence[Sequence[Action]]) -> Simulation:
-    """Let each rank do its actions one after the other, each as soon as what it needs is done.
-
-    A forward pass needs that of the stage before, a backward pass that of the stage behind.
+    A forward pass needs the one of the stage before, a backward pass the one of the stage after. With full recompute,
+    no backward pass is split.
     """
+    orders = [action_order(parallel, micro_batches, rank, recompute) for rank in range(parallel.pipeline)]
     last_stage = max(action.stage for order in orders for action in order)
-    # Pass over the ranks again and again; each goes as far as the others' results allow, until nobody moves.
+    # Each round lets every rank do the actions whose input is there. The rounds end when no rank can do anything more.
     done: dict[tuple[bool, int, int], int] = {}
     timed: list[list[Timed]] = [[] for _ in orders]
     moving = True
@@ -84,7 +79,7 @@ def run_orders(orders: Sequence[Sequence[Action]]) -> Simulation:
 
 
 def _needed(action: Action, last_stage: int) -> tuple[bool, int, int] | None:
-    """(forward, stage, micro-batch) of the other rank's pass that must be done before."""
+    """(is forward, stage, micro-batch) of the pass that must be done before, or None."""
     if action.kind == "forward":
         return (True, action.stage - 1, action.micro_batch) if action.stage else None
     if action.kind == "weight" or action.stage == last_stage:
@@ -95,9 +90,9 @@ def _needed(action: Action, last_stage: int) -> tuple[bool, int, int] | None:
 def bubble(parallel: ParallelConfig, micro_batches: int) -> float | None:
     """The part of a step in which a rank waits for others, where stages are equal and messages take no time.
 
-    (p-1) / (m+p-1) with GPipe (arXiv:1811.06965 §2.3) and 1F1B (arXiv:2104.04473 §2.2.1); (p-1) / (v·m+p-1) where it is
-    interleaved (§2.2.2) and a round has as many micro-batches as there are ranks, or more. None with fewer, and for
-    schedules that move weight gradients into the gaps: there `simulate` follows the order of their actions.
+    (p-1) / (m+p-1) with GPipe (arXiv:1811.06965 §2.3) and 1F1B (arXiv:2104.04473 §2.2.1); (p-1) / (v·m+p-1) if it is
+    interleaved (§2.2.2) and m ≥ p. None for m < p there, and for schedules that move weight gradients into the gaps:
+    these have no formula, and `simulate` follows the order of their actions.
 
     Legend: p pipeline ranks, v stages on each rank, m micro-batches of a step.
     """

@@ -1,6 +1,6 @@
-"""What execution obeys: parameters of each rank, stages, order of actions, buckets and chunk sizes.
+"""The plan of a run: parameters of each rank, stages, order of actions, buckets and chunk sizes.
 
-Layers, optimizer and schedules do what is written here, and `cost/` predicts bytes, FLOPs and time from it.
+Layers, optimizer and schedules follow it, and `cost/` predicts bytes, FLOPs and time from it.
 """
 
 from shardwise.plan.order import Action, action_order

@@ -1,4 +1,4 @@
-"""Flat buckets: which parameters travel together, and where each one lies."""
+"""Buckets: which parameters share one flat tensor, and at which offsets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ALIGNMENT = 32
 def packed(sizes: Iterable[tuple[Hashable, int]], cap_bytes: float) -> list[list[int]]:
     """Indices of the parameters of each bucket, in the order in which the buckets are begun.
 
-    They are filled from the last parameter to the first, about the order in which a backward pass finishes gradients:
-    the first bucket is complete, and its reduction starts, long before the backward pass ends. A parameter larger than
+    Buckets are filled from the last parameter to the first, because a backward pass completes gradients in about this
+    order: the reduction of the first bucket starts long before the backward pass ends. A parameter larger than
     `cap_bytes` has a bucket to itself.
 
     Args:
@@ -33,7 +33,7 @@ def packed(sizes: Iterable[tuple[Hashable, int]], cap_bytes: float) -> list[list
 
 
 def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int], int]:
-    """Where each parameter of a bucket starts, and the bucket's length, which `slices` equal parts divide."""
+    """The offset of each parameter in a bucket, and the bucket's length, a multiple of `slices`."""
     offsets, end = [], 0
     for size in elements:
         offsets.append(end)

@@ -9,7 +9,7 @@ LOSS_CHUNK_ELEMENTS_ACCELERATOR = 2**27
 """Logits held at once on an accelerator: 512 MiB, large enough that its matrix products stay at full rate."""
 
 LOSS_CHUNK_TOKENS = 256
-"""The fewest tokens of a chunk: each chunk is added to the whole weight gradient, which pays only for many tokens."""
+"""The fewest tokens of a chunk: each chunk is added to the whole weight gradient, which takes long for few tokens."""
 
 MASK_CHUNK_ELEMENTS = 2**20
 """Elements of a layout-invariant dropout mask that are hashed at once."""

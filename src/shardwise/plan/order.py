@@ -1,7 +1,7 @@
-"""The actions of each pipeline rank in a step, in order: what torch's schedules do, without torch.
+"""The actions of each pipeline rank in a step, in the order of torch's schedules, without torch.
 
-A test compares these orders with those of `torch.distributed.pipelining`. Peak memory is computed from them, and the
-bubble (the part of a step in which ranks wait) of schedules that have no formula for it.
+A test compares these orders with those of `torch.distributed.pipelining`. `cost/` computes peak memory from them, and
+the bubble of schedules that have no formula for it.
 
 Legend: p pipeline ranks, r the rank, v stages on each rank, m micro-batches of a step.
 """
@@ -14,36 +14,39 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from shardwise.config import ParallelConfig, Schedule
+from shardwise.config import ParallelConfig, Recompute, Schedule
 
 Kind = Literal["forward", "backward", "input", "weight"]
-"""A forward pass, a whole backward pass, or its two parts: the gradient of the input and those of the weights."""
+"""A forward pass, a whole backward pass, or one of its halves: the gradient of the input, and those of the weights."""
 
 TIME: dict[Kind, int] = {"forward": 1, "backward": 2, "input": 1, "weight": 1}
-"""How long each takes, in forward passes. A linear layer's forward pass is one matrix product; its backward pass is two
-of the same size, one for the gradient of the input and one for that of the weight."""
+"""How long each takes, in forward passes. A linear layer's forward pass is one matrix product. Its backward pass is two
+of the same size: one for the gradient of the input, one for that of the weight."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """What a rank does at one time: one pass of one micro-batch through one stage."""
+    """One pass of one micro-batch through one stage."""
 
     kind: Kind
     stage: int
     micro_batch: int
 
 
-def action_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Action, ...]:
-    """The actions of a rank in one step; without a pipeline one micro-batch after the other."""
+def action_order(
+    parallel: ParallelConfig, micro_batches: int, rank: int, recompute: Recompute = "none"
+) -> tuple[Action, ...]:
+    """The actions of a rank in one step. Without a pipeline, it does one micro-batch after the other."""
     schedule: Schedule = "1f1b" if parallel.pipeline == 1 else parallel.schedule
-    return _order(schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
+    order = _order(schedule, parallel.pipeline, parallel.stages_per_rank, micro_batches, rank)
+    return in_one_pass(order) if recompute == "full" else order
 
 
 def in_one_pass(order: Iterable[Action]) -> tuple[Action, ...]:
-    """The same order with whole backward passes, each at the place of its gradient of the input.
+    """The same order with whole backward passes, each at the place of its first half.
 
-    Full recompute needs that: torch's second part asks for each weight's gradient by itself, and would compute a block
-    again for each of its weights.
+    Full recompute needs this: in the second half, torch computes the gradient of each weight by itself, and would
+    compute a block again for each of its weights.
     """
     return tuple(
         replace(action, kind="backward") if action.kind == "input" else action
@@ -53,20 +56,14 @@ def in_one_pass(order: Iterable[Action]) -> tuple[Action, ...]:
 
 
 def rounds(degree: int, micro_batches: int) -> int:
-    """Rounds of an interleaved schedule: a round's micro-batches go through all stages of a rank before the next's."""
+    """Rounds of an interleaved schedule. A round takes its micro-batches through all stages of a rank, one by one."""
     return max(1, micro_batches // degree)
 
 
 @cache
 def _order(schedule: Schedule, p: int, v: int, m: int, r: int) -> tuple[Action, ...]:
-    """Forward passes that come first, before one forward and one backward pass alternate (arXiv:2104.04473 §2.2):
-
-    | schedule                | passes                          |
-    |-------------------------|---------------------------------|
-    | gpipe                   | m                               |
-    | 1f1b                    | p-1-r                           |
-    | interleaved             | (v-1)·m/rounds + 2·(p-1-r)      |
-    | interleaved_zero_bubble | (v-1)·m/rounds + p-1-r          |
+    """The first four schedules differ in how many forward passes come first (arXiv:2104.04473 §2.2), before one forward
+    and one backward pass alternate.
     """
     per_round = m // rounds(p, m)
     match schedule:
@@ -85,13 +82,13 @@ def _order(schedule: Schedule, p: int, v: int, m: int, r: int) -> tuple[Action, 
 
 
 def _alternating(p: int, v: int, m: int, r: int, first: int, weights_later: int | None = None) -> tuple[Action, ...]:
-    """`first` forward passes, then a forward and a backward pass by turns, then what remains of the backward passes.
+    """`first` forward passes, then one forward and one backward pass in turn, then the remaining backward passes.
 
     Args:
         p, v, m, r: as in the legend above.
-        first: forward passes before the first backward pass.
+        first: forward passes before the first of those that alternate.
         weights_later: how many backward passes later the gradients of the weights are computed (arXiv:2401.10241,
-            ZB-H1); None: at once, in whole backward passes.
+            ZB-H1); None: backward passes are whole.
     """
     per_round = m // rounds(p, m)
     first = min(first, v * m)
@@ -118,7 +115,7 @@ def _alternating(p: int, v: int, m: int, r: int, first: int, weights_later: int 
 
 
 class _OrderBuilder:
-    """Collects the actions of a rank; each stage takes its micro-batches one after the other."""
+    """Collects the actions of a rank; each stage takes its micro-batches in order."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []

@@ -12,8 +12,8 @@ from shardwise.plan.work import block_work, head_work
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     """The stages of the model, in its order: as `parallel.stages` says, else balanced by the work of blocks and head.
 
-    Where a rank has several stages, all of them have equally many blocks. Without a pipeline there is one stage; also
-    for a model of your own, whose blocks are not known: there `layers` is empty.
+    If ranks have several stages, all stages have equally many blocks. Without a pipeline there is one stage. A model of
+    your own has one stage with no `layers`: its blocks are not known.
     """
     model, stages = config.model, layout.stages
     if isinstance(model, OwnConfig):
@@ -50,10 +50,10 @@ def _head_in_blocks(config: Config, model: FamilyConfig) -> float:
 
 
 def balanced(layers: int, stages: int, head: float) -> list[int]:
-    """The number of blocks of each stage that makes the most expensive stage as cheap as possible.
+    """The number of blocks of each stage, such that the most expensive stage is as cheap as possible.
 
-    Where stages differ by a block the later ones have more: the earlier a stage, the more micro-batches it holds. An
-    embedding multiplies nothing and costs nothing.
+    If stages differ by a block, the later ones have more, because earlier stages hold more micro-batches. The embedding
+    has no matrix product and counts as no work.
 
     Args:
         layers: blocks of the model.

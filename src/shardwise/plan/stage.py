@@ -1,4 +1,4 @@
-"""A pipeline stage, and the rank that has it."""
+"""A pipeline stage, and the pipeline rank that holds it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Stage:
 
     Attributes:
         index: from 0, in the order of the model.
-        rank: the pipeline rank that has it.
+        rank: the pipeline rank that holds it.
         layers: its blocks.
         stages: how many stages the model has.
     """
@@ -34,7 +34,7 @@ class Stage:
 
 
 def rank_of(parallel: ParallelConfig, stage: int) -> int:
-    """The pipeline rank of a stage: stages go to ranks 0, 1, … in rounds; in a V every second round goes backwards."""
+    """The pipeline rank of a stage. Ranks 0, 1, … get one stage each per round; in a V, odd rounds go backwards."""
     degree = parallel.pipeline
     round_, place = divmod(stage, degree)
     return degree - 1 - place if parallel.schedule in V_SHAPED and round_ % 2 else place

@@ -1,4 +1,4 @@
-"""Multiply-adds of one token's forward pass. Stages are balanced by them, and FLOPs are computed from them.
+"""Multiply-adds of one token's forward pass. From them stages are balanced and FLOPs are computed.
 
 Legend: H hidden size, L blocks, q = heads · head_dim, S sequence length.
 """
@@ -13,9 +13,9 @@ from shardwise.plan.parameters import matmul_parameter_count
 
 
 def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
-    """Multiply-adds of attention in one block, `q kᵀ` and the sum of values: 2·q for each token attended to.
+    """Multiply-adds of attention in one block: 2·q for each token that is attended to, in `q kᵀ` and in `P v`.
 
-    The causal mask halves it: a token attends to S / 2 others on average, and what is masked out is not work.
+    With the causal mask, a token attends to S / 2 tokens on average. Masked tokens are no work, unless `count_masked`.
     """
     attended = sequence_length / 2 if model.causal and not count_masked else sequence_length
     return 2.0 * model.num_attention_heads * model.head_dim * attended
@@ -30,8 +30,8 @@ def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool 
 def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None = None) -> float:
     """Multiply-adds of what follows the last block: output head, and BERT's pooler and next-sentence classifier.
 
-    Of BERT's tokens only P are predicted: the masked-token head counts P / S of its matrices, pooler and classifier,
-    which see one token of each sequence, 1 / S.
+    BERT predicts P tokens of a sequence, so its masked-token head counts P / S of its matrices. Pooler and classifier
+    see one token of a sequence and count 1 / S.
 
     Args:
         predictions: P (default: ⌈0.15·S⌉); other families predict at every position.

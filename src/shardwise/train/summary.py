@@ -199,7 +199,7 @@ def _needs(config: Config, layout: Layout, accelerator: bool) -> _Rows:
     """Memory, disk and communication; in a pipeline those of the pipeline rank that needs most memory."""
     rank, same = _neediest(config, layout, accelerator)
     memory = cost.expected_memory(config, layout, accelerator, pipeline_rank=rank)
-    wire = cost.bytes_per_step(config, layout, accelerator, pipeline_rank=rank)
+    wire = cost.wire_bytes(cost.step_transfers(config, layout, accelerator, pipeline_rank=rank))
     checkpoint = cost.checkpoint_bytes(config, accelerator)
     if memory is None or wire is None or checkpoint is None:
         return [(name, _UNKNOWN) for name in ("memory", "disk", "communication")]

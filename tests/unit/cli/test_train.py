@@ -55,7 +55,9 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert rows["disk"].startswith(
         f"{units.size(cost.checkpoint_bytes(config))} for each checkpoint, at most 4 at once"
     )
-    assert rows["communication"].startswith(units.size(sum(cost.bytes_per_step(config, layout).values())))
+    assert rows["communication"].startswith(
+        units.size(sum(cost.wire_bytes(cost.step_transfers(config, layout)).values()))
+    )
     assert config_from(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
 
@@ -220,7 +222,7 @@ def test_another_model_or_data_is_refused_with_every_difference(
     ]
     assert main(["train", "quickstart", *changed]) == 2
     assert capsys.readouterr().err == (
-        "shardwise: the run in this folder goes on only with the model and data that it began with:\n"
+        "shardwise: the run in this folder can be resumed only with the model and data that it began with:\n"
         "  model.num_hidden_layers (2) must be 4\n"
         "  train.seed (7) must be 1234\n"
         "  data.dataset (tiny) must be python\n"

@@ -94,9 +94,9 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("data.format=csv", "data.format ('csv') must be auto, text, jsonl, parquet, datasets, megatron or hdf5"),
         ("data.format=megatron", "data.format (megatron) needs data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]"),
         ("data.format=hdf5", "data.format (hdf5) needs data.path: a shard, a folder of *_training_*.hdf5 or a glob"),
-        ("data.blend=[0.7,a,0.3]", "data.blend ([0.7, 'a', 0.3]) must hold weights and prefixes by turns: [0.7, PREFI"),
-        ("data.blend=[]", "data.blend ([]) must hold weights and prefixes by turns"),
-        ("data.blend=a", "data.blend ('a') must hold weights and prefixes by turns"),
+        ("data.blend=[0.7,a,0.3]", "data.blend ([0.7, 'a', 0.3]) must hold weights and prefixes in turn: [0.7, PREFI"),
+        ("data.blend=[]", "data.blend ([]) must hold weights and prefixes in turn"),
+        ("data.blend=a", "data.blend ('a') must hold weights and prefixes in turn"),
         ("data.blend=[0,a,1,b]", "data.blend.0 (0) must be a weight, a number above 0"),
         ("data.blend=[a,b]", "data.blend.0 ('a') must be a weight, a number above 0"),
         ("data.blend=[1,a,true,b]", "data.blend.2 (True) must be a weight, a number above 0"),
@@ -134,7 +134,7 @@ def test_what_cannot_be_streamed() -> None:
     ]
     for named in ("data.path=wiki data.format=megatron", "data.path=shards data.format=hdf5", "data.blend=[1,wiki]"):
         (problem,) = problems(streaming, "data.tokenizer=t", *named.split())
-        assert problem.endswith(": tokens are read where they lie"), problem
+        assert problem.endswith(": tokens are read as they are"), problem
     config = load_config("llama2-tiny", [streaming, "data.tokenizer=t", "data.dataset=a/b", "data.shuffle_buffer=5"])
     assert (config.data.is_hub_dataset, config.data.shuffle_buffer) == (True, 5)
 

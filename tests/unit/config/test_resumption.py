@@ -56,7 +56,7 @@ def test_what_may_change_is_told_a_line_each() -> None:
 def test_what_must_stay(override: str, difference: str) -> None:
     (problem,) = resume_problems(resolved(), resolved(override))
     head, line, fix = problem.splitlines()
-    assert head == "the run in this folder goes on only with the model and data that it began with:"
+    assert head == "the run in this folder can be resumed only with the model and data that it began with:"
     assert line.strip().startswith(difference)
     assert fix == (
         "set it back, or start a new run in another --run-dir, with checkpoint.load for the weights of this one"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.config import Config, Layout, config_from
-from shardwise.cost import Transfer, bytes_per_evaluation_batch, bytes_per_step, evaluation_transfers, step_transfers
+from shardwise.cost import Transfer, evaluation_transfers, step_transfers, wire_bytes
 from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.mesh import Group
@@ -39,7 +39,7 @@ def config(*, zero: int = 1, mode: str = "float32", bucket_mib: float = 25.0, **
 
 
 def sent(config: Config, layout: Layout) -> dict[tuple[str, str], float]:
-    found = bytes_per_step(config, layout)
+    found = wire_bytes(step_transfers(config, layout))
     assert found is not None
     return found
 
@@ -59,13 +59,13 @@ def bucket_elements(t: int, slices: int) -> int:
 
 
 def test_one_process_is_silent() -> None:
-    assert bytes_per_step(config(), Layout(1)) == {}
+    assert wire_bytes(step_transfers(config(), Layout(1))) == {}
 
 
 def test_tensor_parallelism() -> None:
     n = 4  # micro-batches
     whole = n * HIDDEN * (1 + 2 * L + 1 + 2 * L) + n * STATS  # embedding, blocks, head's dx, blocks backward
-    assert bytes_per_step(config(), Layout(2, tensor=2)) == {
+    assert wire_bytes(step_transfers(config(), Layout(2, tensor=2))) == {
         ("tp", "broadcast"): n * SAMPLES / 2,
         ("tp", "all_reduce"): 2 * whole / 2,
         ("world", "all_reduce"): 2 * NORMS / 2,
@@ -77,7 +77,7 @@ def test_sequence_parallelism() -> None:
     gathered = n * HIDDEN * (2 * L + 1 + 2 * L + 1)  # inputs, head, outputs' gradients, embedding's gradient
     scattered = n * HIDDEN * (1 + 2 * L + 1 + 2 * L)  # embedding, outputs, head's gradient, inputs' gradients
     norms = 4 * (2 * L + 1) * H
-    assert bytes_per_step(config(), Layout(2, tensor=2, sequence=True)) == {
+    assert wire_bytes(step_transfers(config(), Layout(2, tensor=2, sequence=True))) == {
         ("tp", "broadcast"): n * SAMPLES / 2,
         ("tp", "all_gather"): gathered / 2,
         ("tp", "reduce_scatter"): scattered / 2,
@@ -124,7 +124,7 @@ def test_the_slices_partial_gradients_add_up(sequence: bool, bucket_mib: float) 
 @pytest.mark.parametrize(("mode", "gradient", "parameter"), [("float32", 4, 4), ("mixed", 4, 2), ("bfloat16", 2, 2)])
 def test_zero_scatters_gradients_and_gathers_parameters(mode: str, gradient: int, parameter: int) -> None:
     elements = bucket_elements(1, 4)
-    assert bytes_per_step(config(mode=mode), Layout(4)) == {
+    assert wire_bytes(step_transfers(config(mode=mode), Layout(4))) == {
         ("dp", "reduce_scatter"): gradient * elements * 3 / 4,
         ("dp", "all_gather"): parameter * elements * 3 / 4,
         ("dp", "all_reduce"): 2 * LOSS_AND_COUNT * 3 / 4,
@@ -166,7 +166,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float, zero: 
 
 def test_evaluation_goes_forward_only() -> None:
     layout = Layout(2, tensor=2, sequence=True)
-    assert bytes_per_evaluation_batch(config(), layout) == {
+    assert wire_bytes(evaluation_transfers(config(), layout)) == {
         ("tp", "broadcast"): 4 * SAMPLES / 2,
         ("tp", "all_gather"): 4 * HIDDEN * (2 * L + 1) / 2,
         ("tp", "reduce_scatter"): 4 * HIDDEN * (2 * L + 1) / 2,
@@ -255,8 +255,8 @@ def test_of_a_model_of_your_own_nothing_is_known() -> None:
         "train": {"steps": 1, "global_batch": 2, "sequence_length": 16},
         "optimizer": {"lr": 1e-3},
     }
-    assert bytes_per_step(config_from(own), Layout(2)) is None
-    assert bytes_per_evaluation_batch(config_from(own), Layout(2)) is None
+    assert wire_bytes(step_transfers(config_from(own), Layout(2))) is None
+    assert wire_bytes(evaluation_transfers(config_from(own), Layout(2))) is None
 
 
 def test_documents_within_a_sample_bring_their_positions_and_starts() -> None:

@@ -40,7 +40,7 @@ def memory(chosen: Config, world: int | None = None) -> list[MemoryEstimate]:
 
 
 def sent(chosen: Config, layout: Layout, **place: int) -> dict[tuple[str, str], float]:
-    found = cost.bytes_per_step(chosen, layout, **place)
+    found = cost.wire_bytes(cost.step_transfers(chosen, layout, **place))
     assert found is not None
     return found
 
@@ -254,7 +254,10 @@ def test_messages_are_cut_as_the_sequence_is() -> None:
 
 def test_evaluation_sends_onwards_only() -> None:
     chosen = config("llama", pipeline=4)
-    found = [cost.bytes_per_evaluation_batch(chosen, check_layout(chosen, 4), pipeline_rank=rank) for rank in range(4)]
+    found = [
+        cost.wire_bytes(cost.evaluation_transfers(chosen, check_layout(chosen, 4), pipeline_rank=rank))
+        for rank in range(4)
+    ]
     assert found == [{("pp", "send"): M * X}] * 3 + [{}]
 
 

@@ -224,7 +224,7 @@ def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> Non
     assert memory is not None
     totals = [one.total for one in memory]
     most = totals.index(max(totals))
-    wire = cost.bytes_per_step(chosen, layout, pipeline_rank=most)
+    wire = cost.wire_bytes(cost.step_transfers(chosen, layout, pipeline_rank=most))
     assert wire is not None
     assert found["memory"] == (
         f"{units.size(max(totals))} expected on pipeline rank {most}, which needs most, beside Python and torch"
