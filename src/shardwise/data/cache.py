@@ -146,26 +146,35 @@ def entry_path(root: Path, key: str, kind: str = "tokens") -> Path:
     return root / kind / key
 
 
+def sound_manifest(folder: Path, is_sound: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """The manifest of an entry; None where it is absent, of another format, or `is_sound` finds the entry damaged."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return manifest if manifest["format"] == FORMAT and is_sound(manifest) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def open_entry(root: Path, key: str) -> Entry | None:
     """The entry, or None where it is absent, truncated or altered."""
     path = entry_path(root, key)
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        digest = manifest["tokenizer"]
-        sound = manifest["format"] == FORMAT and (digest is None or digest == tokenizer_digest(path / "tokenizer"))
-        itemsize = np.dtype(manifest["dtype"]).itemsize
+
+    def is_sound(manifest: dict[str, Any]) -> bool:
+        digest, itemsize = manifest["tokenizer"], np.dtype(manifest["dtype"]).itemsize
+        files = []
         for part in PARTS:
-            file, facts = path / f"{part}.bin", manifest[part]
-            sound = sound and file.stat().st_size == facts["tokens"] * itemsize
-            sound = sound and spread_digest(file) == facts["checked"]
-            for name, row in facts.get("bounds", {}).items():
-                file = path / f"{part}.{name}.bin"
-                sound = sound and name in BOUNDS
-                sound = sound and file.stat().st_size == row["length"] * BOUNDS_DTYPE.itemsize
-                sound = sound and spread_digest(file) == row["checked"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return Entry(path, manifest) if sound else None
+            facts = manifest[part]
+            files.append((f"{part}.bin", facts["tokens"] * itemsize, facts["checked"]))
+            for name in BOUNDS if "bounds" in facts else ():
+                row = facts["bounds"][name]
+                files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
+        return (digest is None or digest == tokenizer_digest(path / "tokenizer")) and all(
+            (path / name).stat().st_size == size and spread_digest(path / name) == checked
+            for name, size, checked in files
+        )
+
+    manifest = sound_manifest(path, is_sound)
+    return None if manifest is None else Entry(path, manifest)
 
 
 @contextlib.contextmanager
@@ -255,23 +264,17 @@ def tokenizer_digest(folder: Path) -> str:
 
 def open_or_build_tokenizer(root: Path, key: str, export: Callable[[Path], None]) -> Path:
     """The folder of a tokenizer in the cache, filled by `export` where it is absent or altered."""
-    entry = entry_path(root, key, "tokenizers")
+    exported = entry_path(root, key, "tokenizers") / "tokenizer"
+
+    def open_it() -> Path | None:
+        manifest = sound_manifest(exported.parent, lambda facts: facts["tokenizer"] == tokenizer_digest(exported))
+        return None if manifest is None else exported
 
     def build(folder: Path) -> None:
         export(folder / "tokenizer")
         write_manifest(folder, {"tokenizer": tokenizer_digest(folder / "tokenizer")})
 
-    return open_or_build(
-        root, key, lambda: entry / "tokenizer" if _is_sound_tokenizer(entry) else None, build, kind="tokenizers"
-    )
-
-
-def _is_sound_tokenizer(folder: Path) -> bool:
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return bool(manifest["format"] == FORMAT and manifest["tokenizer"] == tokenizer_digest(folder / "tokenizer"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return open_or_build(root, key, open_it, build, kind="tokenizers")
 
 
 def known_content(root: Path, stamp: str | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,20 @@ from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
+    entry_problems,
     in_pairs,
     needed_parts,
     tokenizer_in_cache,
     tokenizer_of_tokens,
-    too_short,
     without_tokenizer,
 )
 from shardwise.data.formats.inspection import (
     SAMPLE_CHARACTERS,
-    SAMPLE_TOKENS,
-    Decoder,
     Inspection,
     Lengths,
     Sample,
-    describe_ids,
     spread,
-    token_notes,
+    with_tokens,
 )
 from shardwise.data.formats.text import open_source_data, when_read
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
@@ -43,7 +41,7 @@ from shardwise.data.reading.sources import ColumnSource
 from shardwise.data.reading.text import require_sound
 from shardwise.data.tokens.encoding import token_writers
 from shardwise.data.tokens.split import Split, plan_split
-from shardwise.errors import DataError
+from shardwise.errors import DataError, ShardwiseError
 from shardwise.units import counted, size
 
 ON_HUB = "on the hub, which was not asked: fetched when the run starts"
@@ -189,16 +187,18 @@ def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, 
         )
     folders = [] if config.data.path is None else [Path(config.data.path).expanduser()]
     tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
-    problems = problems or too_short(entry, dataset.name, config, [] if any_size else needed_parts(config))
+    problems = problems or entry_problems(config, entry, dataset.name, [] if any_size else needed_parts(config))
     if problems:
         raise DataError(problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
     held = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
-    return PreparedText.of_entry(
-        entry,
+    number = counted(entry.manifest["documents"], "row")
+    return PreparedText(
         tokenizer_in_cache(config, tokenizer, root),
-        config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
-        f"{dataset.name}: {size(held)}, {counted(entry.manifest['documents'], 'row')}, {describe_sizes(sizes)} tokens",
+        entry.manifest["fingerprint"],
+        f"{dataset.name}: {size(held)}, {number}, {describe_sizes(sizes)} tokens",
+        tokens={part: entry.tokens(part) for part in PARTS},
+        vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
 
 
@@ -221,50 +221,50 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     datasets = library()
     try:
         opened = datasets.load_from_disk(str(path))
-        parts = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
-        return _inspect(path, parts, tokenizer, samples)
+        splits = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
+        return _inspect(path, splits, tokenizer, samples)
+    except ShardwiseError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        if isinstance(error, DataError):
-            raise
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(
             f"{path} cannot be opened as an arrow folder ({reason}): it is damaged, copy it again"
         ) from None
 
 
-def _inspect(path: Path, parts: Mapping[str, Any], tokenizer: str | None, samples: int) -> Inspection:
-    record = read_manifest(of_folder(path))
-    name, rows_of = max(parts.items(), key=lambda part: len(part[1]))
-    columns = list(rows_of.column_names)
-    total = sum(map(len, parts.values()))
-    size_ = sum(file.stat().st_size for file in path.rglob("*.arrow"))
-    splits = ", ".join(f"{each} {len(part):,}" for each, part in parts.items()) if name else f"{total:,}"
-    schema = rows_of.features.arrow_schema
-    types = {each: str(schema.field(each).type) for each in columns}
-    rows = [("rows", splits), ("columns", ", ".join(f"{each} ({kind})" for each, kind in types.items()))]
-    counts: dict[str, Any] = {"rows": {each or "all": len(part) for each, part in parts.items()}, "columns": columns}
-    has_tokens = "list<" in types.get(TOKENS, "")
-    column = TOKENS if has_tokens else next((each for each in columns if types[each] in _TEXT), None)
-    if column is None or not len(rows_of):
-        return Inspection(str(path), "arrow", size_, rows, counts, None, (), record)
-    arrow = importlib.import_module("pyarrow.compute")
-    table = rows_of.select_columns([column]).with_format("arrow")
-    looked_at = table[spread(len(rows_of), _ARROW_ROWS).tolist()].column(0)
-    leading = table[: min(samples, len(rows_of))].column(0)
-    for each in (*looked_at.chunks, *leading.chunks):
-        require_sound(each, str(path), column)
-    first = leading.to_pylist()
-    if not has_tokens:
-        lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
-        found = [Sample(number, (value or "")[:SAMPLE_CHARACTERS], None) for number, value in enumerate(first)]
-        return Inspection(str(path), "arrow", size_, rows, counts, lengths, found, record)
-    lengths = Lengths.of(f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total)
-    decoder = Decoder.find(tokenizer, record)
-    found = [decoder.sample(number, np.array(value or [])[:SAMPLE_TOKENS]) for number, value in enumerate(first)]
-    ids = arrow.list_flatten(looked_at)
-    lowest, highest = (arrow.min_max(ids)[each].as_py() or 0 for each in ("min", "max"))
-    counts["ids"] = {"lowest": lowest, "highest": highest, "looked_at": len(ids)}
-    rows.append(("ids", describe_ids(lowest, highest, len(ids), round(lengths.mean * total))))
-    return Inspection(
-        str(path), "arrow", size_, rows, counts, lengths, found, record, token_notes(decoder, record, lowest, highest)
+def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, samples: int) -> Inspection:
+    """The columns of all splits, and what the longest one holds."""
+    table = max(splits.values(), key=len)
+    total = sum(map(len, splits.values()))
+    columns = list(table.column_names)
+    types = {name: str(table.features.arrow_schema.field(name).type) for name in columns}
+    by_split = f"{total:,}" if "" in splits else ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
+    found = Inspection(
+        str(path),
+        "arrow",
+        sum(file.stat().st_size for file in path.rglob("*.arrow")),
+        rows=[("rows", by_split), ("columns", ", ".join(f"{name} ({type_})" for name, type_ in types.items()))],
+        counts={"rows": {name or "all": len(rows) for name, rows in splits.items()}, "columns": columns},
+        manifest=read_manifest(of_folder(path)),
     )
+    has_tokens = "list<" in types.get(TOKENS, "")
+    column = TOKENS if has_tokens else next((name for name in columns if types[name] in _TEXT), None)
+    if column is None or not len(table):
+        return found
+    arrow = importlib.import_module("pyarrow.compute")
+    table = table.select_columns([column]).with_format("arrow")
+    looked_at = table[spread(len(table), _ARROW_ROWS).tolist()].column(0)
+    leading = table[: min(samples, len(table))].column(0)
+    for array in (*looked_at.chunks, *leading.chunks):
+        require_sound(array, str(path), column)
+    unit, count = ("tokens", arrow.list_value_length) if has_tokens else ("characters", arrow.utf8_length)
+    lengths = Lengths.of(f"{unit} of {column}", count(looked_at).fill_null(0).to_numpy(), total)
+    found = replace(found, lengths=lengths)
+    if not has_tokens:
+        texts = enumerate(leading.to_pylist())
+        return replace(
+            found, samples=[Sample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts]
+        )
+    ids = [np.array(row or []) for row in leading.to_pylist()]
+    held = arrow.list_flatten(looked_at).drop_null().to_numpy()
+    return with_tokens(found, tokenizer, ids, [held], round(lengths.mean * total))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from shardwise.config import Config, DataConfig
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import (
     Announce,
+    PreparedData,
     in_pairs,
     needed_parts,
     pair_batches,
@@ -21,15 +23,7 @@ from shardwise.data.formats.common import (
     tokenizer_of_tokens,
     without_tokenizer,
 )
-from shardwise.data.formats.inspection import (
-    SAMPLE_TOKENS,
-    Decoder,
-    Inspection,
-    Lengths,
-    describe_ids,
-    spread,
-    token_notes,
-)
+from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron import IndexedFile, count_sequences, prefix_of
@@ -49,8 +43,8 @@ _BLOCKS, _BLOCK = 256, 1 << 16
 
 
 @dataclass(frozen=True)
-class PreparedDocuments:
-    """`PreparedData` of one Megatron data set, or of several in a blend.
+class PreparedDocuments(PreparedData):
+    """One Megatron data set, or several in a blend.
 
     Attributes:
         weights: of the data sets.
@@ -58,12 +52,9 @@ class PreparedDocuments:
         vocab_size: the tokenizer's, or the model's where there is none.
     """
 
-    tokenizer_path: Path | None
     weights: tuple[float, ...]
     parts: Mapping[Part, tuple[Documents, ...]]
-    fingerprint: str
     vocab_size: int
-    summary: str
     pair_tokens: PairTokens | None = None
 
     def count(self, part: Part) -> int:
@@ -147,47 +138,34 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     assert data.path is not None
     prefix = prefix_of(data.path)
     file = IndexedFile.open(prefix)
-    record = read_manifest(of_prefix(prefix))
-    decoder = Decoder.find(tokenizer, record)
     number, total = file.num_documents, len(file.tokens)
     chosen = spread(number, _LENGTHS)
     lengths = file.starts(chosen + 1) - file.starts(chosen)
     empty = int(np.count_nonzero(lengths == 0))
-    blocks = [file.tokens[at : at + _BLOCK] for at in _block_starts(total)]
-    seen = sum(map(len, blocks))
-    lowest, highest = (min(int(b.min()) for b in blocks), max(int(b.max()) for b in blocks)) if seen else (0, 0)
-    found = []
-    for document in range(min(samples, number)):
-        start, end = file.starts(np.array([document, document + 1])).tolist()
-        found.append(decoder.sample(document, file.tokens[start : min(end, start + SAMPLE_TOKENS)]))
-    size_ = sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx"))
-    counts = {
-        "documents": number,
-        "sequences": len(file.sizes),
-        "tokens": total,
-        "dtype": file.tokens.dtype.name,
-        "empty_documents": empty,
-        "ids": {"lowest": lowest, "highest": highest, "looked_at": seen},
-    }
-    of_those = "" if len(chosen) == number else f" of {len(chosen):,} that were looked at"
-    rows = [
-        ("documents", f"{number:,}" + (f", {empty:,} without tokens{of_those}" if empty else "")),
-        ("sequences", f"{len(file.sizes):,}"),
-        ("tokens", f"{total:,}, {file.tokens.dtype.name}"),
-        ("ids", describe_ids(lowest, highest, seen, total)),
-    ]
-    return Inspection(
-        str(prefix), "Megatron .bin and .idx", size_, rows, counts,
-        Lengths.of("tokens of a document", lengths, number) if number else None,
-        found, record, token_notes(decoder, record, lowest, highest),
-    )  # fmt: skip
-
-
-def _block_starts(total: int) -> list[int]:
-    """Where to look: everywhere, or at blocks spread over what is too much."""
-    if total <= _BLOCKS * _BLOCK:
-        return list(range(0, total, _BLOCK))
-    return [(total - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+    looked_at = "" if len(chosen) == number else f" of {len(chosen):,} that were looked at"
+    found = Inspection(
+        str(prefix),
+        "Megatron .bin and .idx",
+        sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
+        rows=[
+            ("documents", f"{number:,}" + (f", {empty:,} without tokens{looked_at}" if empty else "")),
+            ("sequences", f"{len(file.sizes):,}"),
+            ("tokens", f"{total:,}, {file.tokens.dtype.name}"),
+        ],
+        counts={
+            "documents": number,
+            "sequences": len(file.sizes),
+            "tokens": total,
+            "dtype": file.tokens.dtype.name,
+            "empty_documents": empty,
+        },
+        lengths=Lengths.of("tokens of a document", lengths, number),
+        manifest=read_manifest(of_prefix(prefix)),
+    )
+    starts = range(0, total, _BLOCK) if total <= _BLOCKS * _BLOCK else spread(total - _BLOCK + 1, _BLOCKS).tolist()
+    blocks = [file.tokens[start : start + _BLOCK] for start in starts]
+    bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
+    return with_tokens(found, tokenizer, [file.tokens[start:end] for start, end in pairwise(bounds)], blocks, total)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:
@@ -207,15 +185,8 @@ def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> l
     for part in needed_parts(config):
         short = []
         for documents in parts[part]:
-            found = shortage(config, len(documents), documents.sentences if in_pairs(config) else None)
-            if found is not None:
-                held, least = found
-                held += f" in {counted(documents.count, 'document')}"
-                short.append(
-                    f"the {PART_NAMES[part]} part of {config.data.key} {documents.file.prefix} ({held} at "
-                    f"data.split={config.data.split}) must be at least {least}: give more documents, a shorter "
-                    "sequence or another split"
-                )
+            sentences = documents.sentences if in_pairs(config) else None
+            short += shortage(config, part, documents.file.prefix, len(documents), sentences, documents.count)
         if part == "train" or len(short) == len(parts[part]):
             problems += short
     return problems

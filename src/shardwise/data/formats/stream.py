@@ -6,21 +6,21 @@ hold their share of the first block out; splits with names are parts, of which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import Announce, in_pairs, needed_parts, row_batches, too_short
+from shardwise.data.formats.common import Announce, PreparedText, entry_problems, in_pairs, needed_parts
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.datasets import DataSet, open_dataset
 from shardwise.data.reading.detect import detect
 from shardwise.data.reading.sources import FileSource, Piece, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
-from shardwise.data.reading.text import unreadable
-from shardwise.data.samples.batch import Batches, TokenArray
+from shardwise.data.reading.text import readable
+from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
@@ -33,42 +33,38 @@ _Begin = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class PreparedStream:
-    """`PreparedData` of a stream.
+class PreparedStream(PreparedText):
+    """A stream.
 
     Attributes:
+        tokens: of the other parts; of the training part none, or all where they are less than a block. `count` is 0 for
+            a training part of more than a block, as its number is not known before it is read.
         files: of the training part.
         held: which of their documents are not trained on.
-        tokens: of the other parts; of the training part none, or all where they are less than a block.
     """
 
+    _: KW_ONLY
     name: str
-    tokenizer_path: Path
-    fingerprint: str
-    summary: str
     files: tuple[str, ...]
     held: HeldOut
-    tokens: Mapping[Part, TokenArray]
     data: DataConfig
-
-    def count(self, part: Part) -> int:
-        """Tokens of a part; 0 of a training part of more than a block, whose number is not known before it is read."""
-        return len(self.tokens[part])
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
         if part != "train":
-            return [int(token) for token in self.tokens[part][:tokens]]
+            return super().beginning(part, tokens)
+        assert self.tokenizer_path is not None
         _, pieces = next(read_documents(self._shards()[0], 0))
         return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0])[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         if part != "train":
-            return row_batches(config, self.tokens[part], self.tokenizer_path, config.train.seed, tail=tail)
+            return super().batches(config, part, tail=tail)
         if evaluation:
             raise DataError(
                 f"data.streaming (true) must be false where the training part of {self.name} is evaluated: set it, or "
                 "give --part eval"
             )
+        assert self.tokenizer_path is not None
         length, ends = config.train.sequence_length, DocumentEnds.of(config, self.tokenizer_path)
         stream = Stream(
             self._shards(),
@@ -170,11 +166,9 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
     """A digest of files on this machine: where they are, sizes and times; or `hashed`, names, sizes and content."""
     facts: list[Any] = []
     for path in paths:
-        try:
+        with readable(path):
             status = path.stat()
             content = cache.spread_digest(path, 2) if hashed else [str(path.absolute()), status.st_mtime_ns]
-        except OSError as error:
-            raise unreadable(path, error) from None
         facts.append([path.name, status.st_size, content])
     return cache.digest_of(facts)
 
@@ -236,7 +230,7 @@ def _pieces(texts: list[str]) -> Iterator[Piece]:
 def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStream:
     name, facts = config.data.name, entry.manifest
     parts = [part for part in needed_parts(config) if part != "train" or facts["whole"]]
-    problems = too_short(entry, name, config, [] if any_size else parts)
+    problems = entry_problems(config, entry, name, [] if any_size else parts)
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}
@@ -250,5 +244,6 @@ def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStr
         files=tuple(facts["files"]),
         held=HeldOut(**facts["held"]),
         tokens=tokens,
+        vocab_size=config.model.vocab_size,
         data=config.data,
     )

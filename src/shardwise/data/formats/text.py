@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise import hub
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
+    entry_problems,
     in_pairs,
     needed_parts,
     padding_problems,
-    too_short,
 )
-from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Decoder, Inspection, Lengths, Sample
+from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Inspection, Lengths, Sample
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, Source, open_source
 from shardwise.data.reading.text import Kind, documents, kind_of
@@ -34,6 +35,7 @@ from shardwise.data.tokens.encoding import ContentDigest, encode_documents, enco
 from shardwise.data.tokens.split import Split, plan_split
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
+    Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
     train_tokenizer,
@@ -82,16 +84,14 @@ def open_source_data(source: Source, config: Config, root: Path, announce: Annou
 
 
 def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan | None]:
-    """The digest of a text, and what reading it showed, where it had to be read.
-
-    A data set is read by one process, as it is fetched first where it lies on the hub; the others wait.
-    """
+    """The digest of a text, and what reading it showed, where it had to be read."""
     stamp = source.stamp()
     content = cache.known_content(root, stamp)
     if content is not None:
         return content, None
-    with ExitStack() as held:
+    with contextlib.ExitStack() as held:
         if isinstance(source, ColumnSource):
+            # One process reads it, as it is fetched first where it lies on the hub; the others wait.
             held.enter_context(cache.locked(root, source.dataset.stamp()[:32]))
             content = cache.known_content(root, stamp)
             if content is not None:
@@ -184,7 +184,7 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
     facts = entry.manifest
     special = PairTokens(**facts["pair_tokens"]) if in_pairs(config) else None
     needed = [] if any_size else needed_parts(config)
-    problems = padding_problems(special, config) + too_short(entry, source.name, config, needed)
+    problems = padding_problems(special, config) + entry_problems(config, entry, source.name, needed)
     if problems:
         raise DataError(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
@@ -193,15 +193,28 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
         f"tokens, vocabulary {facts['vocab_size']:,}, {facts['bytes'] / max(1, sum(sizes.values())):.2f} bytes per "
         "token"
     )
-    return PreparedText.of_entry(entry, entry.tokenizer_path, facts["vocab_size"], summary, special)
+    return PreparedText(
+        entry.tokenizer_path,
+        facts["fingerprint"],
+        summary,
+        tokens={part: entry.tokens(part) for part in PARTS},
+        vocab_size=facts["vocab_size"],
+        sentences={part: entry.sentences(part) for part in PARTS} if special is not None else {},
+        pair_tokens=special,
+    )
 
 
 def glance(config: Config) -> str:
-    """How much text there is; the first document of each kind of file is read."""
+    """How much text there is; the first document of the first file of each kind is read."""
     source, then = open_source(config.data), when_read(config)
     if not isinstance(source, FileSource):
         return f"built-in, {then}"
-    _read_beginnings(source)
+    firsts: dict[Kind, Path] = {}
+    for file in source.files:
+        firsts.setdefault(source.kind or kind_of(file), file)
+    for kind, file in firsts.items():
+        for _, blocks in islice(documents(file, kind, source.text_key), 1):
+            next(iter(blocks), None)
     total = sum(file.stat().st_size for file in source.files)
     return f"{counted(len(source.files), 'file')}, {size(total)}, {then}"
 
@@ -209,49 +222,35 @@ def glance(config: Config) -> str:
 def when_read(config: Config) -> str:
     """When a run will read its text."""
     if config.data.streaming:
-        return "read while training goes on"
+        return "read during training"
     return "prepared when the run starts, unless the cache has it"
-
-
-def _read_beginnings(source: FileSource) -> None:
-    """The first document of the first file of each kind."""
-    firsts: dict[Kind, Path] = {}
-    for file in source.files:
-        firsts.setdefault(source.kind or kind_of(file), file)
-    for kind, file in firsts.items():
-        for _, blocks in islice(documents(file, kind, source.text_key), 1):
-            next(iter(blocks), None)
 
 
 def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
     """Files of text, as training reads them: all of them, or the beginning where they are large."""
     source = open_source(data)
-    decoder = Decoder.find(tokenizer, None) if tokenizer is not None else None
+    encoder = None if tokenizer is None else Tokenizer.load(hub.resolve_tokenizer(tokenizer))
     lengths: list[int] = []
-    found: list[Sample] = []
-    held = read = tokens = encoded = 0
-    beginning, whole = "", True
+    beginnings: list[str] = []
+    read = tokens = encoded = 0
+    whole = begins = True
     for piece in source.pieces():
-        if len(lengths) < samples:
-            beginning += piece.text[: SAMPLE_CHARACTERS - len(beginning)]
-        if decoder is not None and decoder.tokenizer is not None and encoded < _TEXT_ENCODED:
-            tokens += len(decoder.tokenizer.encode_rows([piece.text])[0])
-            encoded += len(piece.text.encode())
-        held += piece.characters
-        read += len(piece.text.encode())
-        if piece.ends_document:
-            if len(lengths) < samples:
-                found.append(Sample(len(lengths), beginning, None))
-            lengths.append(held)
-            held, beginning = 0, ""
         if read >= _TEXT_BYTES:
             whole = False
             break
-    if held:  # of a document that goes on beyond what was read
-        found += [Sample(len(lengths), beginning, None)] if len(lengths) < samples else []
-        lengths.append(held)
+        if begins:
+            lengths.append(0)
+            beginnings += [""] if len(lengths) <= samples else []
+        lengths[-1] += len(piece.text)
+        if len(lengths) <= samples:
+            beginnings[-1] += piece.text[: SAMPLE_CHARACTERS - len(beginnings[-1])]
+        nbytes = len(piece.text.encode())
+        if encoder is not None and encoded < _TEXT_ENCODED:
+            tokens += len(encoder.encode_rows([piece.text])[0])
+            encoded += nbytes
+        read += nbytes
+        begins = piece.ends_document
     files = getattr(source, "files", ())
-    size_ = sum(path.stat().st_size for path in files)
     kinds = {"".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]) for path in files} - {""}
     number = len(lengths) if whole else None
     limit = "" if whole else f" in the first {size(read)} of text"
@@ -267,6 +266,11 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         counts["bytes_per_token"] = encoded / tokens
         rows.append(("tokens", f"about {count(read * tokens / encoded)}{limit}, {encoded / tokens:.2f} bytes each"))
     return Inspection(
-        source.name, f"text{'' if len(kinds) != 1 else f', {kinds.pop()}'}", size_, rows, counts,
-        Lengths.of("characters of a document", np.array(lengths), number), found, None,
-    )  # fmt: skip
+        source.name,
+        f"text{'' if len(kinds) != 1 else f', {kinds.pop()}'}",
+        sum(path.stat().st_size for path in files),
+        rows,
+        counts,
+        Lengths.of("characters of a document", np.array(lengths), number),
+        [Sample(number, text, None) for number, text in enumerate(beginnings)],
+    )

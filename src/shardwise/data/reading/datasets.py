@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading.text import require_sound, row_text, slices, unreadable
+from shardwise.data.reading.text import readable, require_sound, row_text, slices
 from shardwise.errors import ConfigError, DataError, listing, nearest_name
 from shardwise.names import name_problem
 
@@ -29,37 +29,13 @@ TOKENS = "input_ids"
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _ROWS = 1000
 _UNNAMED = ""
+_T = TypeVar("_T")
 _MISSING = (
     "data sets of the hub and of save_to_disk need the library datasets, which is not installed: "
     "pip install 'shardwise[datasets]'"
 )
 # How the library begins where a configuration is not there, or must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
-
-
-class _Tables(Protocol):
-    """A place that tables are loaded from."""
-
-    @property
-    def stamp(self) -> list[Any]:
-        """Facts that change when the tables do, found without the library."""
-        ...
-
-    def load(self) -> Mapping[str, Any]:
-        """A table of each split, by its name; `_UNNAMED` where there are no splits.
-
-        Raises:
-            DataError: there is none, or it is damaged.
-        """
-        ...
-
-    def files(self) -> Mapping[str, list[str]]:
-        """The files that a stream of each split is read from, in their order.
-
-        Raises:
-            DataError: as `load`.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,17 +46,22 @@ class _Saved:
 
     @property
     def stamp(self) -> list[Any]:
+        """Facts that change when the tables do, found without the library."""
         return [[str(folder.absolute()), *self._facts(folder)] for folder in self._folders().values()]
 
     def load(self) -> Mapping[str, Any]:
+        """A table of each split, by its name; `_UNNAMED` where there are no splits.
+
+        Raises:
+            DataError: there is none, or it is damaged.
+        """
         datasets = library()
         return {name: self._table(datasets, folder) for name, folder in self._folders().items()}
 
-    def files(self) -> dict[str, list[str]]:
-        """The files of each split's table."""
+    def files(self) -> Mapping[str, list[str]]:
+        """The files that a stream of each split is read from, in their order."""
         return {
-            name: [str(path.absolute()) for path in self._files(folder, _json(folder / _STATE))]
-            for name, folder in self._folders().items()
+            name: [str(path.absolute()) for path in self._files(folder)] for name, folder in self._folders().items()
         }
 
     def _folders(self) -> dict[str, Path]:
@@ -98,24 +79,23 @@ class _Saved:
 
     def _facts(self, folder: Path) -> list[Any]:
         """The library's fingerprint of a table, and sizes and times of its files."""
-        state = _json(folder / _STATE)
-        facts: list[Any] = [state.get("_fingerprint")]
-        for path in self._files(folder, state):
-            try:
+        facts: list[Any] = [_json(folder / _STATE).get("_fingerprint")]
+        for path in self._files(folder):
+            with readable(path):
                 status = path.stat()
-            except OSError as error:
-                raise unreadable(path, error) from None
             facts.append([path.name, status.st_size, status.st_mtime_ns])
         return facts
 
-    def _files(self, folder: Path, state: Mapping[str, Any]) -> list[Path]:
+    def _files(self, folder: Path) -> list[Path]:
         try:
-            return [folder / _inside(folder / _STATE, file["filename"]) for file in state["_data_files"]]
+            return [
+                folder / _inside(folder / _STATE, file["filename"]) for file in _json(folder / _STATE)["_data_files"]
+            ]
         except (KeyError, TypeError):
             raise DataError(f"{folder / _STATE} must list the data set's files: save it again") from None
 
     def _table(self, datasets: Any, folder: Path) -> Any:
-        files = self._files(folder, _json(folder / _STATE))
+        files = self._files(folder)
         if not files:
             raise DataError(f"{folder} is a data set without rows: save one that has some")
         try:
@@ -152,7 +132,7 @@ class _OnHub:
                 return tables
         raise DataError(f"the cache of datasets ({builder.cache_dir}) returns other rows than were written")
 
-    def files(self) -> dict[str, list[str]]:
+    def files(self) -> Mapping[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
         found = self._builder(library()).config.data_files
         return {str(name): list(files) for name, files in (found or {}).items()}
@@ -217,7 +197,7 @@ class DataSet:
     """The column that the `data` section names, in the splits that it names."""
 
     data: DataConfig
-    tables: _Tables
+    tables: _Saved | _OnHub
 
     @property
     def name(self) -> str:
@@ -236,9 +216,8 @@ class DataSet:
 
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
-        """The tables that are read, by the names of their splits, in the order of the parts."""
-        tables = self.tables.load()
-        return {name: tables[name] for name in self._chosen(list(tables))}
+        """The tables that are read, by the names of their splits."""
+        return self._chosen(self.tables.load())
 
     def files(self) -> dict[str, list[str]]:
         """The files of the splits that are read, which are not opened.
@@ -246,19 +225,20 @@ class DataSet:
         Raises:
             DataError: there is no such split.
         """
-        files = self.tables.files()
-        return {name: list(files[name]) for name in self._chosen(list(files))}
+        return self._chosen(self.tables.files())
 
-    def _chosen(self, there: list[str]) -> tuple[str, ...]:
-        """The splits that are read, in the order of the parts."""
-        named, held = self.data.split_names, [name for name in there if name != _UNNAMED]
+    def _chosen(self, by_split: Mapping[str, _T]) -> dict[str, _T]:
+        """What belongs to the splits that are read, in the order of the parts."""
+        named, held = self.data.split_names, [name for name in by_split if name != _UNNAMED]
         if named:
             if not set(named) <= set(held):
                 has = f"it has {listing(held)}" if held else "it has none with names: give weights, such as 95,5"
                 raise DataError(f"data.split ({self.data.split}) must name splits of {self.shown}: {has}")
-            return named
-        if len(there) == 1 or "train" in there:
-            return ("train",) if "train" in there else (there[0],)
+            return {name: by_split[name] for name in named}
+        if "train" in by_split:
+            return {"train": by_split["train"]}
+        if len(by_split) == 1:
+            return dict(by_split)
         raise DataError(
             f"data.split ({self.data.split}) must name the splits of {self.shown} to read, it has {listing(held)}: "
             f"such as data.split={','.join(held[:2])}"
@@ -411,10 +391,10 @@ def _inside(record: Path, name: object) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    with readable(path):
+        content = path.read_bytes()
     try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error) from None
+        values = json.loads(content)
     except ValueError as error:
         raise DataError(f"{path} is no JSON ({error}): save the data set again") from None
     return values if isinstance(values, dict) else {}

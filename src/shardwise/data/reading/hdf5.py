@@ -24,8 +24,7 @@ import numpy.typing as npt
 
 from shardwise.config import DataConfig
 from shardwise.data.reading.libraries import optional_library
-from shardwise.data.reading.text import unreadable
-from shardwise.data.reading.unpacking import lies_in_chunks
+from shardwise.data.reading.text import readable
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing
 
@@ -39,7 +38,7 @@ KEYS = {
 }
 """The arrays of a shard and their dimensions."""
 _WORDS = {"N": "rows", "S": "tokens a row", "P": "predictions a row"}
-ANEW = "write the shard anew"
+AGAIN = "write the shard again"
 _VOCABULARY = "set model.vocab_size to that of the tokenizer that made the data"
 PATTERN = "*_training_*.hdf5"
 """The files of a folder that are shards."""
@@ -85,13 +84,14 @@ class Shard:
                         words = _WORDS[dimension]
                         raise DataError(
                             f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
-                            f"{ANEW}"
+                            f"{AGAIN}"
                         )
-            nbytes, chunked = sum(file[key].nbytes for key in KEYS), lies_in_chunks(file, KEYS)
+            nbytes = sum(file[key].nbytes for key in KEYS)
+            chunked = any(file[key].ndim > 1 and file[key].chunks is not None for key in KEYS)
         for dimension, (key, length) in sizes.items():
             if length == 0:
                 raise DataError(
-                    f"{path}: {key} (0 {_WORDS[dimension]}) must have 1 or more: remove the file, or {ANEW}"
+                    f"{path}: {key} (0 {_WORDS[dimension]}) must have 1 or more: remove the file, or {AGAIN}"
                 )
         rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
         if sequence_length not in (None, length):
@@ -115,12 +115,10 @@ def library() -> Any:
 
 
 def opened(path: Path) -> Any:
+    """The file, opened by h5py; DataError where it is missing or no HDF5 file."""
     h5py = library()
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with readable(path), path.open("rb"):  # the library's own message would lack the reason
+        pass
     if not h5py.is_hdf5(path):
         raise DataError(f"{path} must be an HDF5 file, and it is none: leave it out, or copy it again")
     try:
@@ -155,18 +153,18 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     if array is None or not hasattr(array, "dtype"):
         held = listing(sorted(file)) or "none"
         raise DataError(
-            f"{path} must have the array {key}, and its keys are {held}: a shard has {listing(KEYS)}; {ANEW}"
+            f"{path} must have the array {key}, and its keys are {held}: a shard has {listing(KEYS)}; {AGAIN}"
         )
     if array.file.filename != file.filename or array.external or (array.is_virtual and _elsewhere(array)):
-        raise DataError(f"{path}: {key} must lie in the file itself, and it leads to another one: {ANEW}")
+        raise DataError(f"{path}: {key} must lie in the file itself, and it leads to another one: {AGAIN}")
     if array.dtype.kind == "O":
-        raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {ANEW}")
+        raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {AGAIN}")
     if array.dtype.kind not in "iub":
-        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers: {ANEW}")
+        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers: {AGAIN}")
     shape = tuple(array.shape or ())
     if len(shape) != len(dimensions):
         names = ", ".join(_WORDS[dimension] for dimension in dimensions)
-        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {ANEW}")
+        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {AGAIN}")
     return shape
 
 
@@ -190,28 +188,26 @@ def shard_paths(data: DataConfig) -> list[Path]:
     """
     assert data.path is not None
     path = Path(data.path).expanduser()
-    try:
+    with readable(path):
         if path.is_file():
             return [path]
         if path.is_dir():
-            found, missing = sorted(path.glob(PATTERN)), f"must hold shards, {PATTERN}, and the folder has none"
+            paths, missing = sorted(path.glob(PATTERN)), f"must hold shards, {PATTERN}, and the folder has none"
         else:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            found, missing = _matches(path), f"names no file that exists{where}"
-    except OSError as error:
-        raise unreadable(path, error) from None
-    if not found:
+            paths, missing = _matches(path), f"names no file that exists{where}"
+    if not paths:
         raise DataError(
             f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
             "'FOLDER/*.hdf5'"
         )
-    return found
+    return paths
 
 
 def _matches(path: Path) -> list[Path]:
     """The files that a glob matches, by name; a link to nowhere stays, and fails by its name."""
-    found = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
-    return sorted(each for each in map(Path, found) if not each.is_dir())
+    matches = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
+    return sorted(match for match in map(Path, matches) if not match.is_dir())
 
 
 class Shards:
@@ -227,14 +223,14 @@ class Shards:
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
         self._open: dict[int, dict[str, npt.NDArray[Any]]] = {}
         self._opening = Lock()
-        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {ANEW}")
+        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {AGAIN}")
         self._limits = {
             "input_ids": token,
-            "input_mask": (1, ANEW),
-            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {ANEW}"),
+            "input_mask": (1, AGAIN),
+            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {AGAIN}"),
             "masked_lm_positions": place,
             "masked_lm_ids": token,
-            "next_sentence_labels": (1, ANEW),
+            "next_sentence_labels": (1, AGAIN),
         }
 
     def __len__(self) -> int:
@@ -292,7 +288,7 @@ class Shards:
                 )
         empty = np.flatnonzero(~found["input_mask"].any(axis=1))
         if empty.size:
-            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {ANEW}")
+            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {AGAIN}")
         # What is in no list becomes -1, -2, …, so that only positions of a list can be equal.
         places = np.where(listed, found["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
         ordered = np.sort(places, axis=1)
@@ -301,7 +297,7 @@ class Shards:
             row, column = twice[0].tolist()
             raise DataError(
                 f"{path}: row {rows[row]}: masked_lm_positions must name each position once, and "
-                f"{ordered[row, column]} is there twice: {ANEW}"
+                f"{ordered[row, column]} is there twice: {AGAIN}"
             )
 
 

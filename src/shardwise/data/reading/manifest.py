@@ -65,6 +65,6 @@ def tokenizer_problems(tokenizer: Tokenizer | None, named: str | None, manifests
             made = manifest["tokenizer"]
             problems.append(
                 f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} tells "
-                f"of ({made.get('name')}, {made['sha256'][:_SHOWN_DIGITS]}): name that one, or prepare the data anew"
+                f"of ({made.get('name')}, {made['sha256'][:_SHOWN_DIGITS]}): name that one, or prepare the data again"
             )
     return problems

@@ -175,17 +175,17 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     if magic != MAGIC:
         raise DataError(f"{path}: byte 0 ({magic!r}) must be {MAGIC!r}: it is no .idx of Megatron's; name another one")
     if version != VERSION:
-        raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it anew by Megatron-LM")
+        raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it again with Megatron-LM")
     if code not in DTYPES:
         kind = "floating point, and tokens are integers" if code in _FLOATING else "unknown"
         raise DataError(
             f"{path}: byte 17, the dtype code ({code}), must be {listing(DTYPES, 'or')}: it is {kind}; prepare the "
-            "data anew"
+            "data again"
         )
     if sequences < 1 or bounds < 2:
         raise DataError(
             f"{path}: byte 18, the sequences and documents ({sequences} and {max(bounds - 1, 0)}), must be 1 or more "
-            "each: it holds no documents; prepare the data anew"
+            "each: it holds no documents; prepare the data again"
         )
     expected = _HEADER.size + sequences * (_SIZE.itemsize + _WIDE.itemsize) + bounds * _WIDE.itemsize
     if size != expected:
@@ -200,9 +200,9 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
 def _check_bin(bin_path: Path, idx_path: Path, expected: int) -> None:
     size = bin_path.stat().st_size
     if size == expected == 0:
-        raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data anew")
+        raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
     if size != expected:
-        reason = "it is truncated, or" if size < expected else "it goes on, or"
+        reason = "it is truncated, or" if size < expected else "it is longer, or"
         raise DataError(
             f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: {reason} the two belong "
             "to different data; copy both again"

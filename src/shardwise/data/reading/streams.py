@@ -1,4 +1,4 @@
-"""What a stream is read from: files, each of which is read on from any document."""
+"""The files that a stream is read from, each of which can be read from any of its documents on."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal, Protocol
+from pathlib import Path
+from typing import Any
 
 from shardwise.config import DataConfig
 from shardwise.data.reading.datasets import require_whole
-from shardwise.data.reading.text import Kind, documents, kind_of, require_sound, require_text, row_text, slices
+from shardwise.data.reading.text import (
+    HubFile,
+    Kind,
+    documents,
+    kind_of,
+    require_sound,
+    require_text,
+    row_text,
+    slices,
+)
 from shardwise.errors import DataError, RunError, ShardwiseError
 
 BLOCK_CHARACTERS = 1 << 26
 """Characters that a block ends with, whatever the buffer is, and the longest document of a plain text."""
-_LINES = (".jsonl", ".json")
-
-
-class Shard(Protocol):
-    """A file of documents."""
-
-    def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        """Each document from the one that begins at `start` on, as blocks of text, and where the next one begins.
-
-        Raises:
-            DataError: naming file and line, row or byte. RunError: the hub does not answer.
-        """
-        ...
+_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,11 @@ class FileShard:
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
+        """Each document from the one that begins at `start` on, as blocks of text, and where the next one begins.
+
+        Raises:
+            DataError: naming file and line, row or byte.
+        """
         return documents(self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS)
 
 
@@ -71,55 +73,35 @@ class TableShard:
 
 @dataclass(frozen=True)
 class HubShard:
-    """A file of text on the hub (hf://…): what is read of it goes over the wire, and nothing is kept."""
+    """A file of text on the hub."""
 
-    address: str
+    file: HubFile
     kind: Kind
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
+        """As `FileShard.documents`; RunError where the hub does not answer."""
         try:
-            yield from documents(_HubFile(self.address), self.kind, self.text_key, start, empty=True)
+            yield from documents(self.file, self.kind, self.text_key, start, empty=True)
         except ShardwiseError:
             raise
         except Exception as error:  # noqa: BLE001  the hub's client and its transport: any
             reason = str(error).partition("\n")[0]
-            raise RunError(f"{self.address} cannot be read: {type(error).__name__}: {reason}") from None
+            raise RunError(f"{self.file} cannot be read: {type(error).__name__}: {reason}") from None
 
 
-@dataclass(frozen=True)
-class _HubFile:
-    address: str
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.address).name
-
-    @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.address).suffix
-
-    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
-        from huggingface_hub import HfFileSystem
-
-        opened: IO[bytes] = HfFileSystem().open(self.address, mode)
-        return opened
-
-    def __str__(self) -> str:
-        return self.address
+Shard = FileShard | TableShard | HubShard
 
 
 def open_shard(file: str, data: DataConfig) -> Shard:
-    """The shard that a file, or an address on the hub, of the `data` section is.
+    """The shard of a file, or of an address on the hub, that the `data` section names.
 
     Raises:
         DataError: it cannot be streamed.
     """
     if data.is_hub_dataset:
-        if PurePosixPath(file.removesuffix(".gz")).suffix in _LINES:
-            return HubShard(file, "jsonl", data.text_key)
-        if file.endswith(".parquet"):
-            return HubShard(file, "parquet", data.text_key)
+        if file.endswith((*_LINES, ".parquet")):
+            return HubShard(HubFile(file), "jsonl" if file.endswith(_LINES) else "parquet", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"

@@ -150,7 +150,7 @@ def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(folder: st
         dp_size = data.draw(st.sampled_from([each for each in (1, 2, 3, 4) if global_batch % each == 0]))
         share = global_batch // dp_size
         micro_batch = data.draw(st.sampled_from([each for each in range(1, share + 1) if share % each == 0]))
-        ranks = [all_of(folder) for _ in range(dp_size)]  # each opens the shards anew
+        ranks = [all_of(folder) for _ in range(dp_size)]  # each opens the shards itself
         for step in range(begin, end):
             parts = [
                 each.local_batch(step * global_batch, global_batch, rank, dp_size, micro_batch)
@@ -338,14 +338,14 @@ def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
             "masked_lm_positions",
             (6, 0),
             16,
-            "masked_lm_positions[0] (16) must be in 0 … 15: it lies beyond the sequence; write the shard anew",
+            "masked_lm_positions[0] (16) must be in 0 … 15: it lies beyond the sequence; write the shard again",
         ),
         ("masked_lm_positions", (6, 0), -2, "masked_lm_positions[0] (-2) must be in 0 … 15: it lies beyond the sequ"),
         ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 is there twice"),
-        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1: write the shard anew"),
-        ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more: write the shard anew"),
+        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1: write the shard again"),
+        ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more: write the shard again"),
         ("segment_ids", (6, 5), 2, "segment_ids[5] (2) must be in 0 … 1: set model.type_vocab_size to what the data"),
-        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1: write the shard anew"),
+        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1: write the shard again"),
     ],
 )
 def test_a_value_that_no_model_reads_is_named_when_it_is_read(

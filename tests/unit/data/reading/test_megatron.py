@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
         r"data\.idx \(33 bytes\) must have 34 bytes or more: it is truncated",
     ),
     "magic": (idx_bytes(magic=b"MMIDIDX\x00\x01"), None, r"data\.idx: byte 0 \(.*\) must be .*: it is no \.idx of Meg"),
-    "version": (idx_bytes(version=2), None, r"data\.idx: byte 9, the version \(2\), must be 1: write it anew"),
+    "version": (idx_bytes(version=2), None, r"data\.idx: byte 9, the version \(2\), must be 1: write it again"),
     "unknown dtype": (
         idx_bytes(code=9),
         None,
@@ -173,7 +173,7 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
     "a long .bin": (
         None,
         struct.pack("<7H", *TOKENS, 1),
-        r"data\.bin \(14 bytes\) must have 12 bytes.*: it goes on, or",
+        r"data\.bin \(14 bytes\) must have 12 bytes.*: it is longer, or",
     ),
 }
 

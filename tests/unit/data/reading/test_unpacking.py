@@ -1,4 +1,4 @@
-"""Compressed shards are unpacked once, and give what they gave; bad copies are made anew."""
+"""Compressed shards are unpacked once, and give what they gave; bad copies are made again."""
 
 import resource
 import shutil
