@@ -293,7 +293,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(indexed.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"data cannot be written: No space left on device; name a place that has room"):
         write(tmp_path / "data", [[[1, 2]]], 100)
     assert list(tmp_path.iterdir()) == []
@@ -318,7 +318,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_read(
             raise KilledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(indexed.os, "fsync", count)
+        patched.setattr(os, "fsync", count)
         with pytest.raises(KilledError):
             write(tmp_path / "data", [[[4, 5, 6]]], 100)
     if moment in (0, 1):
@@ -336,9 +336,7 @@ def test_the_dtype_follows_the_vocabulary() -> None:
 
 def test_all_tokens_are_on_the_disk_before_they_have_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: dict[int, int] = {}
-    monkeypatch.setattr(
-        indexed.os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size})
-    )
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
     write(tmp_path / "data", [[[1, 2, 3]]], 100)
     for suffix in (".bin", ".idx"):
         found = (tmp_path / f"data{suffix}").stat()
