@@ -25,20 +25,13 @@ from shardwise.data.formats.common import (
     tokenizer_of_tokens,
     without_tokenizer,
 )
-from shardwise.data.formats.inspection import (
-    SAMPLE_CHARACTERS,
-    Inspection,
-    Lengths,
-    Sample,
-    spread,
-    with_tokens,
-)
+from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Inspection, Lengths, Sample, spread, with_tokens
 from shardwise.data.formats.text import open_source_data, when_read
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.datasets import TOKENS, DataSet, library, open_dataset, require_library
+from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.sources import ColumnSource
-from shardwise.data.reading.text import require_sound
+from shardwise.data.reading.text import first_line, require_sound
 from shardwise.data.tokens.encoding import token_writers
 from shardwise.data.tokens.split import Split, plan_split
 from shardwise.errors import DataError, ShardwiseError
@@ -51,37 +44,26 @@ _TEXT = ("string", "large_string")
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
-    """Opens a data set's column of text or of tokens from the cache, which is filled first where it has none.
-
-    Raises:
-        DataError: the column cannot be read; a token is beyond the vocabulary or null; there are too few.
-    """
-    dataset = open_dataset(config.data)
+    """Opens a data set's column of text or of tokens from the cache, which is filled first where it has none."""
+    dataset = ColumnSource.open(config.data)
     if cache.known_content(root, dataset.stamp()) is None:  # only a text's content is known
         key = _key(dataset, config)
         if cache.open_entry(root, key) is not None or _holds_tokens(dataset, root):
-            return _open_tokens(dataset, key, config, root, announce, any_size)
+            entry = cache.open_or_build_tokens(
+                root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
+            )
+            return _prepared(entry, dataset, config, root, any_size)
     if any_size and config.data.tokenizer is None:
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )
-    return open_source_data(ColumnSource(dataset), config, root, announce, any_size=any_size)
+    return open_source_data(dataset, config, root, announce, any_size=any_size)
 
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
     """Opens the data set to know: one process does so at a time, as it is fetched first where it lies on the hub."""
     with cache.locked(root, dataset.stamp()[:32]):
         return dataset.holds_tokens
-
-
-def _open_tokens(
-    dataset: DataSet, key: str, config: Config, root: Path, announce: Announce, any_size: bool
-) -> PreparedText:
-    """The rows of a part, joined: nothing is put between them, so samples of any length are cut from one row."""
-    entry = cache.open_or_build_tokens(
-        root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
-    )
-    return _prepared(entry, dataset, config, root, any_size)
 
 
 def _key(dataset: DataSet, config: Config) -> str:
@@ -126,25 +108,28 @@ def _plan(dataset: DataSet, config: Config) -> Split:
 def _parts(
     dataset: DataSet, vocab_size: int, split: Split | None
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
-    """Rows of a part: how many begin, and their tokens. Without `split`, the splits that are read are the parts."""
-    start = 0
+    """Rows of a part: how many begin, and their tokens, joined with nothing between them.
+
+    Without `split`, the splits that are read are the parts.
+    """
+    start = 0  # tokens before, in the whole data set
     for part, name in zip(PART_NAMES, dataset.splits, strict=False):
         first = 0
         for array in dataset.rows(name):
-            lengths, after = _lengths(array), first + len(array)
+            lengths = _lengths(array)
             tokens = _tokens(array, lengths, dataset.where(name), first, vocab_size)
             if split is None:
                 yield part, len(array), tokens
-            elif split.documents is not None:
-                held = split.documents[first:after]
-                yield "eval", int(held.sum()), tokens[np.repeat(held, lengths)]
-                yield "train", int((~held).sum()), tokens[~np.repeat(held, lengths)]
             else:
-                cut = min(max(split.boundary - start, 0), len(tokens))
-                begun = int(np.searchsorted(np.cumsum(lengths) - lengths, cut))
-                yield "train", begun, tokens[:cut]
-                yield "eval", len(array) - begun, tokens[cut:]
-            first, start = after, start + len(tokens)
+                if split.documents is not None:
+                    rows = split.documents[first : first + len(array)]
+                    held = np.repeat(rows, lengths)
+                else:
+                    rows = start + np.cumsum(lengths) - lengths >= split.boundary
+                    held = start + np.arange(len(tokens)) >= split.boundary
+                yield "train", int((~rows).sum()), tokens[~held]
+                yield "eval", int(rows.sum()), tokens[held]
+            first, start = first + len(array), start + len(tokens)
 
 
 def _lengths(array: Any) -> npt.NDArray[np.int64]:
@@ -208,7 +193,7 @@ def glance(config: Config) -> str:
     if config.data.is_hub_dataset:
         hub.place_of_dataset(config.data.dataset, BUILT_IN_TEXTS)
         return ON_HUB
-    dataset = open_dataset(config.data)
+    dataset = DataSet.open(config.data)
     dataset.stamp()
     number = sum(map(len, dataset.files().values()))
     return f"a data set of {counted(number, 'file')}, {when_read(config)}"
@@ -226,7 +211,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     except ShardwiseError:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error) or type(error).__name__
         raise DataError(
             f"{path} cannot be opened as an arrow folder ({reason}): it is damaged, copy it again"
         ) from None

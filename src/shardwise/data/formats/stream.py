@@ -15,9 +15,7 @@ from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.formats.common import Announce, PreparedText, entry_problems, in_pairs, needed_parts
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.datasets import DataSet, open_dataset
-from shardwise.data.reading.detect import detect
-from shardwise.data.reading.sources import FileSource, Piece, open_source
+from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, PythonSource, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
 from shardwise.data.reading.text import readable
 from shardwise.data.samples.batch import Batches
@@ -81,16 +79,13 @@ class PreparedStream(PreparedText):
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedStream:
-    """Opens a stream; its first documents are read where the cache `root` does not know them.
-
-    Raises:
-        DataError: the data cannot be streamed, or its first documents cannot be read, or they are too few.
-    """
-    files = _Files.of(config)
+    """Opens a stream; its first documents are read where the cache `root` does not know them."""
+    source = open_source(config.data)
+    assert not isinstance(source, PythonSource)
     entry = cache.open_or_build_tokens(
         root,
-        _key(config, files.stamp()),
-        lambda folder: _build(folder, files, config),
+        _key(config, source.stamp() if isinstance(source, ColumnSource) else _facts(source.files, hashed=False)),
+        lambda folder: _build(folder, source, config),
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
@@ -109,37 +104,6 @@ def require_streamable(config: Config) -> None:
             f"data.split ({config.data.split}) must be two weights, training and evaluation, with data.streaming "
             "(true), or names of splits"
         )
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files that a stream is read from: of a data set, or those that a path names."""
-
-    dataset: DataSet | None
-    paths: tuple[Path, ...]
-
-    @classmethod
-    def of(cls, config: Config) -> _Files:
-        if detect(config.data) == "datasets":
-            return cls(open_dataset(config.data), ())
-        source = open_source(config.data)
-        assert isinstance(source, FileSource)
-        return cls(None, source.files)
-
-    def stamp(self) -> str:
-        return self.dataset.stamp() if self.dataset is not None else _facts(self.paths, hashed=False)
-
-    def by_split(self) -> dict[str, list[str]]:
-        """By the splits that are parts, by one name where there are none; of use in any folder."""
-        if self.dataset is None:
-            return {"": [str(path.absolute()) for path in self.paths]}
-        return self.dataset.files()
-
-    def digest(self) -> str:
-        """The same on any machine."""
-        if self.dataset is not None and self.dataset.data.is_hub_dataset:
-            return self.dataset.stamp()
-        return _facts([Path(file) for files in self.by_split().values() for file in files], hashed=True)
 
 
 def _key(config: Config, stamp: str) -> str:
@@ -173,13 +137,16 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
     return cache.digest_of(facts)
 
 
-def _build(folder: Path, files: _Files, config: Config) -> None:
+def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> None:
     data = config.data
     assert data.tokenizer is not None
     tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
     export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
-    by_split = files.by_split()
-    shards = {name: [open_shard(file, data) for file in each] for name, each in by_split.items()}
+    # Paths are absolute, as another run may start in another folder.
+    by_split = (
+        source.files() if isinstance(source, ColumnSource) else {"": [str(path.absolute()) for path in source.files]}
+    )
+    shards = {name: [open_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))
     documents, after, whole = _first_block(shards[first], data.shuffle_buffer)
     held = HeldOut(*after, 0.0 if data.split_names else _share(config))
@@ -194,7 +161,11 @@ def _build(folder: Path, files: _Files, config: Config) -> None:
                 yield from ((own, piece) for piece in _pieces(pieces))
 
     facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, folder))
-    digests = [files.digest(), cache.tokenizer_digest(folder / "tokenizer"), *(row["sha256"] for row in facts.values())]
+    if isinstance(source, ColumnSource) and data.is_hub_dataset:
+        content = source.stamp()  # a commit, the same on any machine
+    else:
+        content = _facts([Path(file) for files in by_split.values() for file in files], hashed=True)
+    digests = [content, cache.tokenizer_digest(folder / "tokenizer"), *(row["sha256"] for row in facts.values())]
     manifest: dict[str, Any] = {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         **facts,

@@ -92,7 +92,7 @@ def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan
     with contextlib.ExitStack() as held:
         if isinstance(source, ColumnSource):
             # One process reads it, as it is fetched first where it lies on the hub; the others wait.
-            held.enter_context(cache.locked(root, source.dataset.stamp()[:32]))
+            held.enter_context(cache.locked(root, source.stamp()[:32]))
             content = cache.known_content(root, stamp)
             if content is not None:
                 return content, None
@@ -117,10 +117,10 @@ def _scan(source: Source) -> _Scan:
 
 def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tuple[Part, Piece]]:
     """All pieces of a text with their parts, which are the data set's own where it has them, else those of `split`."""
-    if not isinstance(source, ColumnSource) or not source.dataset.data.split_names:
+    if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))
         return
-    for part, name in zip(PART_NAMES, source.dataset.splits, strict=False):
+    for part, name in zip(PART_NAMES, source.splits, strict=False):
         for piece in digest.watch(source.pieces_of(name)):
             yield part, piece
         digest.end_part()

@@ -12,15 +12,15 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading.text import readable, require_sound, row_text, slices
+from shardwise.data.reading.text import first_line, optional_library, readable, require_sound
 from shardwise.errors import ConfigError, DataError, listing, nearest_name
 from shardwise.names import name_problem
 
@@ -30,10 +30,7 @@ _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _ROWS = 1000
 _UNNAMED = ""
 _T = TypeVar("_T")
-_MISSING = (
-    "data sets of the hub and of save_to_disk need the library datasets, which is not installed: "
-    "pip install 'shardwise[datasets]'"
-)
+_NEEDED = "data sets of the hub and of save_to_disk need the library"
 # How the library begins where a configuration is not there, or must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
 
@@ -103,7 +100,7 @@ class _Saved:
         except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
             for path in files:
                 require_whole(path)
-            raise DataError(f"{folder} cannot be opened as a data set ({_first_line(error)}): save it again") from None
+            raise DataError(f"{folder} cannot be opened as a data set ({first_line(error)}): save it again") from None
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,7 @@ class _OnHub:
         cause = error.__cause__ or error
         return DataError(
             f"data.dataset ({self.repository}) cannot be loaded at commit {self.folder.name}: {type(cause).__name__}: "
-            f"{_first_line(cause)}"
+            f"{first_line(cause)}"
         )
 
 
@@ -198,6 +195,21 @@ class DataSet:
 
     data: DataConfig
     tables: _Saved | _OnHub
+
+    @classmethod
+    def open(cls, data: DataConfig) -> Self:
+        """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found.
+
+        Raises:
+            DataError: that was not called.
+        """
+        if data.path is not None:
+            return cls(data, _Saved(Path(data.path).expanduser()))
+        try:
+            repository, folder = hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, cached=True)
+        except ConfigError as error:
+            raise DataError(error.problems) from None
+        return cls(data, _OnHub(repository, data.config, folder))
 
     @property
     def name(self) -> str:
@@ -292,20 +304,10 @@ class DataSet:
             raise DataError(f"the column {self.column!r} of {self.shown} must hold the same in all splits")
         return kinds[0]
 
-    def documents(self, split: str) -> Iterator[Iterable[str]]:
-        """Each text of a split that is not empty, as blocks."""
-        number = 0
-        for array in self._arrays(split):
-            for value in array:
-                where = f"{self.where(split)}: row {number}"
-                number += 1
-                if text := row_text(value, where, self.column, empty=True):
-                    yield slices(text)
-
     def rows(self, split: str) -> Iterator[Any]:
         """Lists of token ids: arrow arrays of many rows each, none of them null."""
         number = 0
-        for array in self._arrays(split):
+        for array in self.arrays(split):
             if array.null_count:
                 row = number + array.is_null().to_pylist().index(True)
                 raise DataError(f"{self.where(split)}: row {row}: the column {self.column!r} is null: remove the row")
@@ -316,7 +318,8 @@ class DataSet:
         """What messages about a row of a split begin with."""
         return f"{self.shown}, split {split}" if split != _UNNAMED else self.shown
 
-    def _arrays(self, split: str) -> Iterator[Any]:
+    def arrays(self, split: str) -> Iterator[Any]:
+        """The values of the column: arrow arrays of many rows each."""
         row = 0
         table = self._splits[split].select_columns([self.column]).with_format("arrow")
         for batch in table.iter(batch_size=_ROWS):
@@ -349,22 +352,10 @@ def require_library(data: DataConfig) -> None:
     """Raises ConfigError where the library is not installed; it is not imported."""
     if importlib.util.find_spec("datasets") is None:
         near = nearest_name(data.dataset, BUILT_IN_TEXTS) if data.is_hub_dataset else None
-        raise ConfigError(_MISSING + (f"; did you mean data.dataset={near}?" if near else ""))
-
-
-def open_dataset(data: DataConfig) -> DataSet:
-    """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found.
-
-    Raises:
-        DataError: that was not called.
-    """
-    if data.path is not None:
-        return DataSet(data, _Saved(Path(data.path).expanduser()))
-    try:
-        repository, folder = hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, cached=True)
-    except ConfigError as error:
-        raise DataError(error.problems) from None
-    return DataSet(data, _OnHub(repository, data.config, folder))
+        raise ConfigError(
+            f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
+            + (f"; did you mean data.dataset={near}?" if near else "")
+        )
 
 
 def library() -> Any:
@@ -373,10 +364,7 @@ def library() -> Any:
     Raises:
         DataError: it is not installed.
     """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise DataError(f"{_MISSING} ({error})") from None
+    datasets = optional_library("datasets", _NEEDED, "datasets")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.ERROR)
@@ -409,9 +397,5 @@ def require_whole(path: Path) -> None:
                 pass
     except (OSError, arrow.ArrowException) as error:
         raise DataError(
-            f"{path} is cut off or damaged ({_first_line(error)}): copy or save the data set again"
+            f"{path} is cut off or damaged ({first_line(error)}): copy or save the data set again"
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

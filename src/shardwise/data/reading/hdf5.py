@@ -15,16 +15,15 @@ import contextlib
 import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.libraries import optional_library
-from shardwise.data.reading.text import readable
+from shardwise.data.reading.text import first_line, optional_library, readable
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing
 
@@ -39,7 +38,6 @@ KEYS = {
 """The arrays of a shard and their dimensions."""
 _WORDS = {"N": "rows", "S": "tokens a row", "P": "predictions a row"}
 AGAIN = "write the shard again"
-_VOCABULARY = "set model.vocab_size to that of the tokenizer that made the data"
 PATTERN = "*_training_*.hdf5"
 """The files of a folder that are shards."""
 _SUFFIXES = (".hdf5", ".h5")
@@ -75,24 +73,21 @@ class Shard:
         Raises:
             DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
         """
-        sizes: dict[str, tuple[str, int]] = {}
+        sizes: dict[str, tuple[str, int]] = {}  # of each dimension: the first key that has it, and its length
         with opened(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
                     first, expected = sizes.setdefault(dimension, (key, length))
+                    words = _WORDS[dimension]
                     if length != expected:
-                        words = _WORDS[dimension]
                         raise DataError(
                             f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
                             f"{AGAIN}"
                         )
+                    if length == 0:
+                        raise DataError(f"{path}: {key} (0 {words}) must have 1 or more: remove the file, or {AGAIN}")
             nbytes = sum(file[key].nbytes for key in KEYS)
             chunked = any(file[key].ndim > 1 and file[key].chunks is not None for key in KEYS)
-        for dimension, (key, length) in sizes.items():
-            if length == 0:
-                raise DataError(
-                    f"{path}: {key} (0 {_WORDS[dimension]}) must have 1 or more: remove the file, or {AGAIN}"
-                )
         rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
         if sequence_length not in (None, length):
             raise DataError(
@@ -135,8 +130,7 @@ def _reading(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{path} cannot be read ({reason}): it is damaged, copy it again") from None
+        raise DataError(f"{path} cannot be read ({first_line(error)}): it is damaged, copy it again") from None
 
 
 def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
@@ -221,14 +215,13 @@ class Shards:
         self.length = shards[0].length
         self.predictions = max(shard.predictions for shard in shards)
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
-        self._open: dict[int, dict[str, npt.NDArray[Any]]] = {}
-        self._opening = Lock()
-        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {AGAIN}")
+        self._arrays = lru_cache(maxsize=_SHARDS_KEPT)(lambda number: shards[number].arrays())
+        token = (vocab_size - 1, "set model.vocab_size to that of the tokenizer that made the data")
         self._limits = {
             "input_ids": token,
             "input_mask": (1, AGAIN),
             "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {AGAIN}"),
-            "masked_lm_positions": place,
+            "masked_lm_positions": (self.length - 1, f"it lies beyond the sequence; {AGAIN}"),
             "masked_lm_ids": token,
             "next_sentence_labels": (1, AGAIN),
         }
@@ -244,57 +237,37 @@ class Shards:
             DataError: a value is none that the model can read, or a file cannot be read; file and row are named.
         """
         sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
-        found = {key: np.zeros([sizes[each] for each in dimensions], np.int64) for key, dimensions in KEYS.items()}
-        numbers_B = np.searchsorted(self._begins, rows_B, side="right") - 1
-        for number in np.unique(numbers_B).tolist():
-            chosen = np.flatnonzero(numbers_B == number)
+        result = {key: np.zeros([sizes[each] for each in dimensions], np.int64) for key, dimensions in KEYS.items()}
+        shards_B = np.searchsorted(self._begins, rows_B, side="right") - 1
+        for number in np.unique(shards_B).tolist():
+            chosen = np.flatnonzero(shards_B == number)
+            # A shard is read in ascending order, each row once.
             rows, places = np.unique(rows_B[chosen] - self._begins[number], return_inverse=True)
-            for key, array in self._read(number, rows).items():
-                if array.ndim == 1:
-                    found[key][chosen] = array[places]
-                else:
-                    found[key][chosen, : array.shape[1]] = array[places]
-        return found
+            arrays = {key: array[rows].astype(np.int64) for key, array in self._arrays(number).items()}
+            self._check(self.shards[number].path, rows, arrays)
+            for key, array in arrays.items():
+                place: tuple[Any, ...] = (chosen, *map(slice, array.shape[1:]))
+                result[key][place] = array[places]
+        return result
 
-    def _read(self, number: int, rows: IntArray) -> dict[str, IntArray]:
-        """Ascending rows of one shard."""
-        found = {key: array[rows].astype(np.int64) for key, array in self._arrays(number).items()}
-        self._check(self.shards[number].path, rows, found)
-        return found
-
-    def _arrays(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        """Of one shard; of those that are mapped the one that was not used for longest gives way."""
-        with self._opening:
-            found = self._open.pop(number, None)
-            if found is None:
-                while len(self._open) >= _SHARDS_KEPT:
-                    del self._open[next(iter(self._open))]
-                found = self.shards[number].arrays()
-            self._open[number] = found
-        return found
-
-    def _check(self, path: Path, rows: IntArray, found: dict[str, IntArray]) -> None:
-        listed = in_list(found["masked_lm_positions"])
+    def _check(self, path: Path, rows: IntArray, arrays: dict[str, IntArray]) -> None:
+        listed = in_list(arrays["masked_lm_positions"])
         for key, (largest, what_to_do) in self._limits.items():
-            wrong = (found[key] < 0) | (found[key] > largest)
+            wrong = (arrays[key] < 0) | (arrays[key] > largest)
             if KEYS[key] == "NP":
                 wrong &= listed
-            if wrong.any():
-                row, *column = np.argwhere(wrong)[0].tolist()
-                place = "".join(f"[{each}]" for each in column)
+            for row, *column in np.argwhere(wrong)[:1].tolist():
+                place = "".join(f"[{number}]" for number in column)
                 raise DataError(
-                    f"{path}: row {rows[row]}: {key}{place} ({found[key][row, *column]}) must be in 0 … {largest}: "
+                    f"{path}: row {rows[row]}: {key}{place} ({arrays[key][row, *column]}) must be in 0 … {largest}: "
                     f"{what_to_do}"
                 )
-        empty = np.flatnonzero(~found["input_mask"].any(axis=1))
-        if empty.size:
-            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {AGAIN}")
+        for row in np.flatnonzero(~arrays["input_mask"].any(axis=1))[:1]:
+            raise DataError(f"{path}: row {rows[row]}: input_mask must be 1 for a token or more: {AGAIN}")
         # What is in no list becomes -1, -2, …, so that only positions of a list can be equal.
-        places = np.where(listed, found["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
+        places = np.where(listed, arrays["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
         ordered = np.sort(places, axis=1)
-        twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
-        if twice.size:
-            row, column = twice[0].tolist()
+        for row, column in np.argwhere(ordered[:, 1:] == ordered[:, :-1])[:1].tolist():
             raise DataError(
                 f"{path}: row {rows[row]}: masked_lm_positions must name each position once, and "
                 f"{ordered[row, column]} is there twice: {AGAIN}"
@@ -303,5 +276,5 @@ class Shards:
 
 def in_list(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
     """Which of the masked positions come before the first 0, [B, P]."""
-    found: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
-    return found
+    listed: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
+    return listed

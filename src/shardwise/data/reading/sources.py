@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.datasets import DataSet, open_dataset
+from shardwise.data.reading.datasets import DataSet
 from shardwise.data.reading.detect import detect
-from shardwise.data.reading.text import BLOCK, Kind, convert_command, documents, kind_of, readable, slices
+from shardwise.data.reading.text import BLOCK, Kind, convert_command, documents, kind_of, readable, row_text, slices
 from shardwise.errors import DataError
 
 PIECE_CHARACTERS = BLOCK
@@ -80,32 +80,26 @@ class FileSource:
                 yield from cut_document(blocks)
 
 
-@dataclass(frozen=True)
-class ColumnSource:
+class ColumnSource(DataSet):
     """The texts of a data set's column: those of one split after those of another."""
 
-    dataset: DataSet
-
-    @property
-    def name(self) -> str:
-        return self.dataset.name
-
-    def stamp(self) -> str | None:
-        return self.dataset.stamp()
-
     def pieces(self) -> Iterator[Piece]:
-        for split in self.dataset.splits:
+        for split in self.splits:
             yield from self.pieces_of(split)
 
     def pieces_of(self, split: str) -> Iterator[Piece]:
-        """All documents of one split."""
-        if self.dataset.holds_tokens:
+        """All documents of one split; rows without text are left out."""
+        if self.holds_tokens:
             raise DataError(
-                f"the column {self.dataset.column!r} of {self.dataset.shown} must hold text where text is read, and it "
-                "holds tokens: set data.text_key"
+                f"the column {self.column!r} of {self.shown} must hold text where text is read, and it holds tokens: "
+                "set data.text_key"
             )
-        for blocks in self.dataset.documents(split):
-            yield from cut_document(blocks)
+        row = 0
+        for array in self.arrays(split):
+            for value in array:
+                text = row_text(value, f"{self.where(split)}: row {row}", self.column, empty=True)
+                yield from cut_document(slices(text))
+                row += 1
 
 
 @dataclass(frozen=True)
@@ -139,7 +133,7 @@ def open_source(data: DataConfig) -> Source:
         DataError: when it is missing or holds no files.
     """
     if detect(data) == "datasets":
-        return ColumnSource(open_dataset(data))
+        return ColumnSource.open(data)
     if data.path is not None:
         path = Path(data.path).expanduser()
         with readable(path):

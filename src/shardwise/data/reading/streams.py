@@ -15,6 +15,7 @@ from shardwise.data.reading.text import (
     HubFile,
     Kind,
     documents,
+    first_line,
     kind_of,
     require_sound,
     require_text,
@@ -30,9 +31,9 @@ _LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 @dataclass(frozen=True)
 class FileShard:
-    """A file of text on this machine."""
+    """A file of text, on this machine or on the hub, where lines and rows without text are left out."""
 
-    path: Path
+    path: Path | HubFile
     kind: Kind
     text_key: str
 
@@ -40,9 +41,17 @@ class FileShard:
         """Each document from the one that begins at `start` on, as blocks of text, and where the next one begins.
 
         Raises:
-            DataError: naming file and line, row or byte.
+            DataError: naming file and line, row or byte. RunError: the hub does not answer.
         """
-        return documents(self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS)
+        on_hub = isinstance(self.path, HubFile)
+        try:
+            yield from documents(self.path, self.kind, self.text_key, start, empty=on_hub, longest=BLOCK_CHARACTERS)
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            if not on_hub:
+                raise
+            raise RunError(f"{self.path} cannot be read: {type(error).__name__}: {first_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -71,26 +80,7 @@ class TableShard:
         return table.column(self.column)
 
 
-@dataclass(frozen=True)
-class HubShard:
-    """A file of text on the hub."""
-
-    file: HubFile
-    kind: Kind
-    text_key: str
-
-    def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        """As `FileShard.documents`; RunError where the hub does not answer."""
-        try:
-            yield from documents(self.file, self.kind, self.text_key, start, empty=True)
-        except ShardwiseError:
-            raise
-        except Exception as error:  # noqa: BLE001  the hub's client and its transport: any
-            reason = str(error).partition("\n")[0]
-            raise RunError(f"{self.file} cannot be read: {type(error).__name__}: {reason}") from None
-
-
-Shard = FileShard | TableShard | HubShard
+Shard = FileShard | TableShard
 
 
 def open_shard(file: str, data: DataConfig) -> Shard:
@@ -101,7 +91,7 @@ def open_shard(file: str, data: DataConfig) -> Shard:
     """
     if data.is_hub_dataset:
         if file.endswith((*_LINES, ".parquet")):
-            return HubShard(HubFile(file), "jsonl" if file.endswith(_LINES) else "parquet", data.text_key)
+            return FileShard(HubFile(file), "jsonl" if file.endswith(_LINES) else "parquet", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"

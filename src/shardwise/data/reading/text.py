@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import importlib
 import json
 import zlib
 from bisect import bisect_right
@@ -15,7 +16,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from shardwise.data.reading.libraries import optional_library
 from shardwise.errors import DataError, listing
 from shardwise.files import reason_of
 
@@ -296,12 +296,33 @@ def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
     return text
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what a library says, without a period."""
+    return str(error).partition("\n")[0].rstrip(".")
+
+
 def _first_sentence(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return first_line(error).partition(". ")[0]
+
+
+def optional_library(module: str, who_needs: str, extra: str) -> Any:
+    """The imported module of a library that only some formats need.
+
+    Args:
+        who_needs: the beginning of the message, such as "parquet files need".
+        extra: the extra of this package that installs it.
+
+    Raises:
+        DataError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise DataError(f"{who_needs} {library} ({error}): pip install 'shardwise[{extra}]'") from None
 
 
 def _arrow(module: str) -> Any:
-    """pyarrow, which is imported where it is needed and nowhere else."""
     return optional_library(module, "parquet files need", "parquet")
 
 

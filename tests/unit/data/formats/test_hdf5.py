@@ -181,9 +181,9 @@ def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPa
     expected = numbers(all_of(folder).global_batch(0, 15))
     monkeypatch.setattr(hdf5, "_SHARDS_KEPT", 1)
     batches = all_of(folder)
-    assert batches.shards._open == {}, "mapped when they are read"
+    assert batches.shards._arrays.cache_info().currsize == 0, "mapped when they are read"
     assert numbers(batches.global_batch(0, 15)) == expected
-    assert len(batches.shards._open) == 1
+    assert batches.shards._arrays.cache_info().currsize == 1
 
 
 def test_rows_are_found_by_file_and_row(folder: str) -> None:
