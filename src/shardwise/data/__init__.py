@@ -1,11 +1,4 @@
-"""Data: text becomes tokens once, and tokens become the same batches at any layout. Nothing here imports torch.
-
-reading    the files: which format they have, and what they hold
-tokens     text to tokens: tokenizers, sentences, the held-out part
-samples    tokens to samples and batches
-formats    what commands do with data of each format
-opening    the way of every command to them
-"""
+"""Data: text becomes tokens once, and tokens become the same batches at any layout. Nothing here imports torch."""
 
 from shardwise.data.formats.common import PreparedData, PreparedText, make_batches, make_evaluation
 from shardwise.data.formats.hdf5 import PreparedShards

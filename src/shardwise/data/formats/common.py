@@ -187,9 +187,13 @@ def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) 
     path = config.data.tokenizer
     if tokenizer is None or path is None:
         return None
-    return cache.open_or_build_tokenizer(
-        root, user_tokenizer_digest(path)[:32], lambda folder: export_user_tokenizer(path, tokenizer, folder)
-    )
+
+    def build(folder: Path) -> dict[str, str]:
+        export_user_tokenizer(path, tokenizer, folder / "tokenizer")
+        return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
+
+    key = user_tokenizer_digest(path)[:32]
+    return cache.open_or_build(root, "tokenizers", key, cache.has_its_tokenizer, build).tokenizer_path
 
 
 def padding_problems(special: PairTokens | None, config: Config) -> list[str]:

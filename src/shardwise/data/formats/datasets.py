@@ -15,6 +15,7 @@ import numpy.typing as npt
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
 from shardwise.data import cache
+from shardwise.data.formats import text
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
@@ -26,7 +27,6 @@ from shardwise.data.formats.common import (
     without_tokenizer,
 )
 from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Inspection, Lengths, Sample, spread, with_tokens
-from shardwise.data.formats.text import open_source_data, when_read
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
@@ -48,7 +48,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     dataset = ColumnSource.open(config.data)
     if cache.known_content(root, dataset.stamp()) is None:  # only a text's content is known
         key = _key(dataset, config)
-        if cache.open_entry(root, key) is not None or _holds_tokens(dataset, root):
+        if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
             entry = cache.open_or_build_tokens(
                 root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
             )
@@ -57,7 +57,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )
-    return open_source_data(dataset, config, root, announce, any_size=any_size)
+    return text.open_data(config, root, announce, any_size=any_size, source=dataset)
 
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
@@ -77,7 +77,7 @@ def _key(dataset: DataSet, config: Config) -> str:
     )
 
 
-def _build(folder: Path, dataset: DataSet, config: Config) -> None:
+def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
     vocab_size, dtype = config.model.vocab_size, cache.token_dtype(config.model.vocab_size)
     split = None if config.data.split_names else _plan(dataset, config)
     rows = 0
@@ -89,7 +89,7 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> None:
             rows += number
     facts: dict[str, Any] = {part: writer.facts() for part, writer in writers.items()}
     digests = ["tokens", dtype.str, *(row["sha256"] for row in facts.values())]
-    manifest: dict[str, Any] = {
+    return {
         "dtype": dtype.str,
         "vocab_size": vocab_size,
         "documents": rows,
@@ -97,7 +97,6 @@ def _build(folder: Path, dataset: DataSet, config: Config) -> None:
         "tokenizer": None,
         "fingerprint": cache.fingerprint_of(digests),
     }
-    cache.write_manifest(folder, manifest)
 
 
 def _plan(dataset: DataSet, config: Config) -> Split:
@@ -196,7 +195,7 @@ def glance(config: Config) -> str:
     dataset = DataSet.open(config.data)
     dataset.stamp()
     number = sum(map(len, dataset.files().values()))
-    return f"a data set of {counted(number, 'file')}, {when_read(config)}"
+    return f"a data set of {counted(number, 'file')}, {text.when_read(config)}"
 
 
 def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:

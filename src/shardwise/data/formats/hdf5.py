@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +22,9 @@ from shardwise.data.formats.common import (
 )
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
-from shardwise.data.reading.hdf5 import Shard, Shards, in_list, library, shard_paths
+from shardwise.data.reading.hdf5 import Shard, Shards, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text import readable
-from shardwise.data.reading.unpacking import unpack
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.shards import ShardBatches
 from shardwise.errors import DataError, listing
@@ -41,11 +41,7 @@ _RUNS, _RUN = 64, 64
 
 @dataclass(frozen=True)
 class PreparedShards(PreparedData):
-    """HDF5 shards.
-
-    Attributes:
-        bounds: the first row of the training, the evaluation and the test part, then the number of rows.
-    """
+    """HDF5 shards, and the first row of the training, the evaluation and the test part, then the number of rows."""
 
     shards: Shards
     bounds: Sequence[int]
@@ -72,11 +68,7 @@ class PreparedShards(PreparedData):
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedShards:
-    """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache.
-
-    Raises:
-        DataError: with every problem of the files and the tokenizer, or of the parts' sizes.
-    """
+    """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache."""
     data, model = config.data, require_bert(config)
     shards, problems = [], []
     library()
@@ -94,7 +86,13 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
         raise DataError(problems)
     rows = Shards(unpack(root, shards, announce), model.vocab_size, model.type_vocab_size)
     bounds = part_bounds(len(rows), data.split_weights)
-    if not any_size and (problems := _too_few(bounds, config)):
+    problems = [
+        f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at data.split={data.split}) "
+        "must hold at least one: give more shards or another split"
+        for part, (first, after) in zip(needed_parts(config), pairwise(bounds), strict=False)
+        if first == after and not any_size
+    ]
+    if problems:
         raise DataError(problems)
     return PreparedShards(
         tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
@@ -152,15 +150,6 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     return with_tokens(found, tokenizer, ids, [values["input_ids"]], number * first.length)
 
 
-def _too_few(bounds: Sequence[int], config: Config) -> list[str]:
-    return [
-        f"the {PART_NAMES[part]} part of data.path {config.data.name} (0 of {bounds[-1]:,} samples at "
-        f"data.split={config.data.split}) must hold at least one: give more shards or another split"
-        for number, part in enumerate(needed_parts(config))
-        if bounds[number + 1] == bounds[number]
-    ]
-
-
 def _fingerprint(shards: Sequence[Shard], bounds: Sequence[int]) -> str:
     """Of the names and of blocks that are spread over the shards: reading all of them would take minutes."""
     blocks = max(2, _CHECKED_BLOCKS // len(shards))
@@ -177,8 +166,8 @@ def _summary(shards: Shards, bounds: Sequence[int], config: Config) -> str:
         unread.append(f"data.max_predictions ({config.data.max_predictions})")
     if config.data.masked_fraction != MASKED_FRACTION:
         unread.append(f"data.masked_fraction ({config.data.masked_fraction})")
-    told = f", whatever {listing(unread)} may say" if unread else ""
+    ignored = f", whatever {listing(unread)} may say" if unread else ""
     return (
         f"{config.data.name}: {size(total)}, {counted(number, 'shard')}, {describe_sizes(sizes)} samples of "
-        f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{told}"
+        f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{ignored}"
     )

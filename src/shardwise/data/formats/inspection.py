@@ -97,13 +97,10 @@ def with_tokens(
 
     Args:
         found: all else; its manifest may name the tokenizer that shows samples as text.
-        named: the tokenizer that the user names instead.
+        named: the tokenizer that the user names instead; ConfigError where it cannot be opened.
         first: the tokens of the first samples.
         looked_at: some of the tokens, or all.
         total: how many tokens there are.
-
-    Raises:
-        ConfigError: the user's tokenizer cannot be opened.
     """
     tokenizer, notes = _tokenizer(named, found.manifest)
     blocks = [block for block in looked_at if block.size]

@@ -61,22 +61,17 @@ class PreparedDocuments(PreparedData):
         return sum(map(len, self.parts[part]))
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
-        for documents in self.parts[part]:
-            if len(documents):
-                return documents.beginning(tokens)
-        return []
+        return next((documents.beginning(tokens) for documents in self.parts[part] if len(documents)), [])
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         """As `PreparedData`; a data set whose part holds less than one sample is left out of it."""
-        found = [
-            (weight, batches)
-            for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True))
-            if (batches := self._of_one(config, documents, number, evaluation, tail)) is not None
-        ]
-        if len(found) < 2:
-            return found[0][1] if found else None
-        weights, sources = zip(*found, strict=True)
-        return BlendedBatches(weights, sources)
+        weights, sources = [], []
+        for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True)):
+            batches = self._of_one(config, documents, number, evaluation, tail)
+            if batches is not None:
+                weights.append(weight)
+                sources.append(batches)
+        return BlendedBatches(weights, sources) if len(sources) > 1 else next(iter(sources), None)
 
     def _of_one(
         self, config: Config, documents: Documents, number: int, evaluation: bool, tail: bool
@@ -96,11 +91,7 @@ class PreparedDocuments(PreparedData):
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedDocuments:
-    """Opens the data sets of `config`; only the tokenizer, where one is named, is kept in the cache `root`.
-
-    Raises:
-        DataError: with every problem of the files, of the tokenizer and of the parts' sizes.
-    """
+    """Opens the data sets of `config`; only the tokenizer, where one is named, is kept in the cache `root`."""
     problems = without_tokenizer(config)
     files: list[IndexedFile] = []
     for _, prefix in config.data.weighted_prefixes:

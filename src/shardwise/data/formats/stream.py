@@ -13,8 +13,8 @@ from typing import Any
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import Announce, PreparedText, entry_problems, in_pairs, needed_parts
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
+from shardwise.data.formats.common import Announce, PreparedText, entry_problems, needed_parts
+from shardwise.data.parts import PARTS, Part, describe_sizes
 from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, PythonSource, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
 from shardwise.data.reading.text import readable
@@ -92,20 +92,6 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     return _prepared(entry, config, any_size)
 
 
-def require_streamable(config: Config) -> None:
-    """Raises DataError where the configuration asks of a stream what only prepared text gives."""
-    if in_pairs(config):
-        raise DataError(
-            f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
-            "made of prepared text"
-        )
-    if config.data.split_weights[2] and not config.data.split_names:
-        raise DataError(
-            f"data.split ({config.data.split}) must be two weights, training and evaluation, with data.streaming "
-            "(true), or names of splits"
-        )
-
-
 def _key(config: Config, stamp: str) -> str:
     data = config.data
     assert data.tokenizer is not None
@@ -137,7 +123,7 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
     return cache.digest_of(facts)
 
 
-def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> None:
+def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> dict[str, Any]:
     data = config.data
     assert data.tokenizer is not None
     tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
@@ -148,34 +134,39 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> N
     )
     shards = {name: [open_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))
-    documents, after, whole = _first_block(shards[first], data.shuffle_buffer)
+    block, after, whole = _first_block(shards[first], data.shuffle_buffer)
     held = HeldOut(*after, 0.0 if data.split_names else _share(config))
 
-    def parts() -> Iterator[tuple[Part, Piece]]:
-        for begin, pieces in documents:
-            part: Part = "eval" if begin in held else "train"
-            if part == "eval" or whole:
-                yield from ((part, piece) for piece in _pieces(pieces))
-        for own, name in zip(tuple(PART_NAMES)[1:], list(shards)[1:], strict=False):
-            for _, pieces in _first_block(shards[name], data.shuffle_buffer)[0]:
-                yield from ((own, piece) for piece in _pieces(pieces))
+    def documents() -> Iterator[tuple[Part, list[str]]]:
+        for begin, texts in block:
+            if begin in held:
+                yield "eval", texts
+            elif whole:
+                yield "train", texts
+        for part, name in zip(PARTS[1:], list(shards)[1:], strict=False):
+            for _, texts in _first_block(shards[name], data.shuffle_buffer)[0]:
+                yield part, texts
 
-    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, folder))
+    pieces = (
+        (part, Piece(text, ends_document=number == len(texts)))
+        for part, texts in documents()
+        for number, text in enumerate(texts, start=1)
+    )
+    facts: dict[str, Any] = dict(encode_documents(pieces, tokenizer, folder))
     if isinstance(source, ColumnSource) and data.is_hub_dataset:
         content = source.stamp()  # a commit, the same on any machine
     else:
         content = _facts([Path(file) for files in by_split.values() for file in files], hashed=True)
-    digests = [content, cache.tokenizer_digest(folder / "tokenizer"), *(row["sha256"] for row in facts.values())]
-    manifest: dict[str, Any] = {
+    digest = cache.tokenizer_digest(folder / "tokenizer")
+    return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         **facts,
         "files": by_split[first],
         "held": asdict(held),
         "whole": whole,
-        "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.fingerprint_of(digests),
+        "tokenizer": digest,
+        "fingerprint": cache.fingerprint_of([content, digest, *(row["sha256"] for row in facts.values())]),
     }
-    cache.write_manifest(folder, manifest)
 
 
 def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[str]]], _Begin, bool]:
@@ -191,11 +182,6 @@ def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begi
             characters += sum(map(len, pieces))
             begin = after
     return documents, (len(shards), 0), True
-
-
-def _pieces(texts: list[str]) -> Iterator[Piece]:
-    for number, text in enumerate(texts, start=1):
-        yield Piece(text, ends_document=number == len(texts))
 
 
 def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStream:

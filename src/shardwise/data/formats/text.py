@@ -61,17 +61,11 @@ class _Scan:
     characters: npt.NDArray[np.int64]
 
 
-def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
-    """Opens the text of `config`, which is tokenized first where the cache `root` has no tokens of it.
-
-    Raises:
-        DataError: the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
-    """
-    return open_source_data(open_source(config.data), config, root, announce, any_size=any_size)
-
-
-def open_source_data(source: Source, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
-    """As `open_data`, of this text."""
+def open_data(
+    config: Config, root: Path, announce: Announce, *, any_size: bool, source: Source | None = None
+) -> PreparedText:
+    """Opens `source`, or the text of `config`, tokenizing it first where the cache `root` has no tokens of it."""
+    source = source or open_source(config.data)
     content, scan = _content(root, source, announce)
     entry = cache.open_or_build_tokens(
         root,
@@ -138,7 +132,7 @@ def _key(content: str, config: Config) -> str:
     return cache.key_of(described | ({"sentences": RULE} if in_pairs(config) else {}))
 
 
-def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> None:
+def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[str, Any]:
     split = plan_split(scan.characters, config.data.split_weights)
     own, pairs = config.data.tokenizer, in_pairs(config)
     if own is None:
@@ -158,7 +152,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> None:
         if part == "test" and not config.data.split_names:
             continue  # it is empty, and fingerprints from before there was a test part must stay
         digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
-    manifest = {
+    return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
         "content": scan.content,
@@ -167,10 +161,8 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> None:
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
         "fingerprint": cache.fingerprint_of(digests),
+        **({"pair_tokens": asdict(tokenizer.pair_tokens())} if pairs else {}),
     }
-    if pairs:
-        manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
-    cache.write_manifest(folder, manifest)
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, Piece]], characters: int) -> Iterator[str]:

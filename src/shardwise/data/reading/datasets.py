@@ -6,6 +6,7 @@ library takes seconds to import and asks the hub, so it is imported only where t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -43,17 +44,33 @@ class _Saved:
 
     @property
     def stamp(self) -> list[Any]:
-        """Facts that change when the tables do, found without the library."""
-        return [[str(folder.absolute()), *self._facts(folder)] for folder in self._folders().values()]
+        """Facts that change when the tables do, found without the library: its fingerprints, sizes and times."""
+        stamp = []
+        for folder in self._folders().values():
+            facts: list[Any] = [str(folder.absolute()), _json(folder / _STATE).get("_fingerprint")]
+            for path in self._files(folder):
+                with readable(path):
+                    status = path.stat()
+                facts.append([path.name, status.st_size, status.st_mtime_ns])
+            stamp.append(facts)
+        return stamp
 
     def load(self) -> Mapping[str, Any]:
-        """A table of each split, by its name; `_UNNAMED` where there are no splits.
-
-        Raises:
-            DataError: there is none, or it is damaged.
-        """
+        """A table of each split, by its name, `_UNNAMED` where there are no splits; DataError where one is damaged."""
         datasets = library()
-        return {name: self._table(datasets, folder) for name, folder in self._folders().items()}
+        tables = {}
+        for name, folder in self._folders().items():
+            files = self._files(folder)
+            if not files:
+                raise DataError(f"{folder} is a data set without rows: save one that has some")
+            try:
+                tables[name] = datasets.Dataset.load_from_disk(str(folder))
+            except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
+                for path in files:
+                    require_whole(path)
+                reason = first_line(error)
+                raise DataError(f"{folder} cannot be opened as a data set ({reason}): save it again") from None
+        return tables
 
     def files(self) -> Mapping[str, list[str]]:
         """The files that a stream of each split is read from, in their order."""
@@ -74,15 +91,6 @@ class _Saved:
             f"neither {_STATE} nor {_SPLITS}"
         )
 
-    def _facts(self, folder: Path) -> list[Any]:
-        """The library's fingerprint of a table, and sizes and times of its files."""
-        facts: list[Any] = [_json(folder / _STATE).get("_fingerprint")]
-        for path in self._files(folder):
-            with readable(path):
-                status = path.stat()
-            facts.append([path.name, status.st_size, status.st_mtime_ns])
-        return facts
-
     def _files(self, folder: Path) -> list[Path]:
         try:
             return [
@@ -90,17 +98,6 @@ class _Saved:
             ]
         except (KeyError, TypeError):
             raise DataError(f"{folder / _STATE} must list the data set's files: save it again") from None
-
-    def _table(self, datasets: Any, folder: Path) -> Any:
-        files = self._files(folder)
-        if not files:
-            raise DataError(f"{folder} is a data set without rows: save one that has some")
-        try:
-            return datasets.Dataset.load_from_disk(str(folder))
-        except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
-            for path in files:
-                require_whole(path)
-            raise DataError(f"{folder} cannot be opened as a data set ({first_line(error)}): save it again") from None
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,14 @@ class _OnHub:
         try:
             builder = datasets.load_dataset_builder(place, self.config, revision=self.folder.name)
         except Exception as error:  # noqa: BLE001  as above
-            raise self._without_config(datasets, place, error) from None
+            names = []
+            if str(error).startswith(_NO_CONFIG):
+                with contextlib.suppress(Exception):
+                    names = datasets.get_dataset_config_names(place, revision=self.folder.name)
+            if not names:
+                raise self._refusal(error) from None
+            given = f"data.config ({self.config})" if self.config else "data.config"
+            raise DataError(f"{given} must name a configuration of {self.repository}: {listing(names, 'or')}") from None
         if builder.hash != self.folder.name:  # without access to the hub it takes any commit that it has
             raise DataError(
                 f"data.dataset ({self.repository}) cannot be fetched at commit {self.folder.name}: there is no access "
@@ -149,9 +153,7 @@ class _OnHub:
         return builder
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
-        """A repository's card may name any file, of another place or of this machine; older releases of the library
-        read it.
-        """
+        """DataError where the card names a file of another place or of this machine, which old releases would read."""
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
             before, _, name = archive.partition(place)
@@ -171,16 +173,6 @@ class _OnHub:
         whole = all(len(table) == builder.info.splits[name].num_examples for name, table in tables.items())
         return tables if whole else None
 
-    def _without_config(self, datasets: Any, place: str, error: Exception) -> DataError:
-        if not str(error).startswith(_NO_CONFIG):
-            return self._refusal(error)
-        try:
-            names = datasets.get_dataset_config_names(place, revision=self.folder.name)
-        except Exception:  # noqa: BLE001  as above
-            return self._refusal(error)
-        given = f"data.config ({self.config})" if self.config else "data.config"
-        return DataError(f"{given} must name a configuration of {self.repository}: {listing(names, 'or')}")
-
     def _refusal(self, error: Exception) -> DataError:
         cause = error.__cause__ or error
         return DataError(
@@ -198,11 +190,7 @@ class DataSet:
 
     @classmethod
     def open(cls, data: DataConfig) -> Self:
-        """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found.
-
-        Raises:
-            DataError: that was not called.
-        """
+        """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
         if data.path is not None:
             return cls(data, _Saved(Path(data.path).expanduser()))
         try:
@@ -232,11 +220,7 @@ class DataSet:
         return self._chosen(self.tables.load())
 
     def files(self) -> dict[str, list[str]]:
-        """The files of the splits that are read, which are not opened.
-
-        Raises:
-            DataError: there is no such split.
-        """
+        """The files of the splits that are read, which are not opened; DataError where there is no such split."""
         return self._chosen(self.tables.files())
 
     def _chosen(self, by_split: Mapping[str, _T]) -> dict[str, _T]:
@@ -263,11 +247,7 @@ class DataSet:
 
     @cached_property
     def column(self) -> str:
-        """The column that is read: `data.text_key`, or token ids where there is no text.
-
-        Raises:
-            DataError: there is neither.
-        """
+        """The column that is read: `data.text_key`, or token ids where there is no text; DataError without either."""
         columns = next(iter(self._splits.values())).column_names
         for name in (self.data.text_key, TOKENS):
             if name in columns and (name == self.data.text_key or self.data.text_key == "text"):
@@ -279,11 +259,7 @@ class DataSet:
 
     @cached_property
     def holds_tokens(self) -> bool:
-        """Whether the column holds lists of token ids; else it holds text.
-
-        Raises:
-            DataError: it holds something else.
-        """
+        """Whether the column holds lists of token ids; else it holds text, or a DataError says what."""
         arrow = importlib.import_module("pyarrow").types
         kinds = []
         for name, table in self._splits.items():
@@ -330,10 +306,7 @@ class DataSet:
 
 
 def is_saved(path: Path, *, damaged: bool = False) -> bool:
-    """Whether `path` is a folder that `save_to_disk` wrote.
-
-    damaged: a folder that lacks the description of its columns counts too.
-    """
+    """Whether `path` is a folder that `save_to_disk` wrote; `damaged`: its description of columns may be missing."""
     return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (damaged or (path / _INFO).is_file()))
 
 
@@ -359,11 +332,7 @@ def require_library(data: DataConfig) -> None:
 
 
 def library() -> Any:
-    """datasets, quiet; it takes seconds to import.
-
-    Raises:
-        DataError: it is not installed.
-    """
+    """datasets, made quiet; it takes seconds to import. DataError where it is not installed."""
     datasets = optional_library("datasets", _NEEDED, "datasets")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()

@@ -6,6 +6,10 @@
 
 N and P may be others in each shard; the integers may have any width. A sample is a row of a shard.
 
+Rows are read in random order. In an array that is stored in chunks, as all compressed ones are, reading one row means
+decompressing every chunk that it crosses, which hold thousands of rows. `unpack` copies such arrays into the cache, row
+after row: ROOT/shards/KEY/ has NAME.npy of each array, and manifest.json.
+
 Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions of a sample, at most.
 """
 
@@ -13,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import glob
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import DataConfig
+from shardwise.data import cache
 from shardwise.data.reading.text import first_line, optional_library, readable
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing
+from shardwise.files import free_bytes
+from shardwise.units import counted, size
 
 KEYS = {
     "input_ids": "NS",
@@ -43,6 +51,10 @@ PATTERN = "*_training_*.hdf5"
 _SUFFIXES = (".hdf5", ".h5")
 # Far below the usual limit of 65,530 maps of a process, of which a shard takes one for each array.
 _SHARDS_KEPT = 1024
+_ENTRIES = "shards"
+_BLOCK_BYTES = 1 << 24
+# Of each array: a folder may hold thousands of shards.
+_CHECKED_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -175,11 +187,7 @@ def names_shards(path: Path) -> bool:
 
 
 def shard_paths(data: DataConfig) -> list[Path]:
-    """The files that `data.path` names, by name: one file, the shards of a folder, or what a glob matches.
-
-    Raises:
-        DataError: there are none.
-    """
+    """The files that `data.path` names, sorted: a file, the shards of a folder, or what a glob matches; never none."""
     assert data.path is not None
     path = Path(data.path).expanduser()
     with readable(path):
@@ -202,6 +210,74 @@ def _matches(path: Path) -> list[Path]:
     """The files that a glob matches, by name; a link to nowhere stays, and fails by its name."""
     matches = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
     return sorted(match for match in map(Path, matches) if not match.is_dir())
+
+
+def unpack(root: Path, shards: Sequence[Shard], announce: Callable[[str], None] | None) -> list[Shard]:
+    """The shards; those that are stored in chunks read their arrays from the cache `root`.
+
+    Any number of processes may call it at once: each file is unpacked by one of them. DataError where a file cannot be
+    read, or the cache cannot be written or has no room.
+    """
+    keys = {shard.path: _key(shard) for shard in shards if shard.chunked}
+    missing = [
+        shard
+        for shard in shards
+        if shard.chunked and cache.open_entry(root, _ENTRIES, keys[shard.path], _is_sound) is None
+    ]
+    if missing:
+        with cache.writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            needed, free = sum(shard.nbytes for shard in missing), free_bytes(root)
+        number = counted(len(missing), "shard")
+        if needed > free:
+            raise DataError(
+                f"the data cache {root} ({size(free)} free) must have room for {number} that {size(needed)} take "
+                "unpacked: set SHARDWISE_CACHE to a folder with room, or write the shards without compression"
+            )
+        if announce is not None:
+            announce(f"unpacking {number}, {size(needed)}: once, then cached in {root}")
+    for shard in missing:
+        cache.open_or_build(root, _ENTRIES, keys[shard.path], _is_sound, partial(_build, shard))
+    return [replace(shard, unpacked=root / _ENTRIES / keys[shard.path]) if shard.chunked else shard for shard in shards]
+
+
+def _key(shard: Shard) -> str:
+    """The key of the shard's entry in the cache; another file at the same path has another key."""
+    with readable(shard.path):
+        status = shard.path.stat()
+        facts = [str(shard.path.absolute()), status.st_size, status.st_mtime_ns, cache.FORMAT]
+        digest = hashlib.sha256(f"{facts} {cache.spread_digest(shard.path, _CHECKED_BLOCKS)}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _build(shard: Shard, folder: Path) -> dict[str, Any]:
+    with opened(shard.path) as file:
+        arrays = {name: _copy(shard.path, file[name], folder / f"{name}.npy") for name in KEYS}
+    return {"source": str(shard.path), "arrays": arrays}
+
+
+def _copy(path: Path, array: Any, target: Path) -> str:
+    """Copies one array in blocks of rows; returns the digest that it is checked by."""
+    rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
+    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    # Not mapped: on a full disk, writing to mapped memory ends the process without a message.
+    with target.open("wb") as copy:
+        np.lib.format.write_array_header_1_0(copy, header)
+        for start in range(0, len(array), rows):
+            try:
+                block = array[start : start + rows]
+            except (OSError, RuntimeError) as error:
+                raise DataError(
+                    f"{path}: rows {start} to {min(start + rows, len(array)) - 1} cannot be read ({error}): the file "
+                    "is damaged, copy it again"
+                ) from None
+            copy.write(np.ascontiguousarray(block).data)
+    return cache.spread_digest(target, _CHECKED_BLOCKS)
+
+
+def _is_sound(entry: cache.Entry) -> bool:
+    digests = {name: cache.spread_digest(entry.path / f"{name}.npy", _CHECKED_BLOCKS) for name in KEYS}
+    return bool(entry.manifest["arrays"] == digests)
 
 
 class Shards:

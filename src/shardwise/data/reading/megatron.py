@@ -131,11 +131,7 @@ class IndexedFile:
 
 
 def count_sequences(path: str | Path) -> int:
-    """The number of sequences of a data set, from the header of its .idx.
-
-    Raises:
-        DataError: as `IndexedFile.open`, where the header shows it.
-    """
+    """The number of sequences of a data set, from the header of its .idx; DataError as from `IndexedFile.open`."""
     _, idx_path = _existing_files(prefix_of(path))
     with readable(idx_path):
         return _read_header(idx_path)[1]
@@ -350,10 +346,7 @@ class IndexedWriter:
                 self._finish()
 
     def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
-        """One more document: its tokens, and how many each of its sequences has (None: it is one sequence).
-
-        A document without tokens has no sequences.
-        """
+        """One more document: its tokens, and how many each of its sequences has (None: one sequence, or empty)."""
         row = np.asarray(tokens, dtype=np.int64)
         lengths = np.asarray(([len(row)] if len(row) else []) if sizes is None else sizes, dtype=np.int64)
         self.extend(row, lengths, np.array([len(lengths)]))
@@ -369,19 +362,19 @@ class IndexedWriter:
             self._unfinished.extend(tokens, sizes, ends)
 
     def _finish(self) -> None:
-        idx_path = self._folder / "idx"
-        with idx_path.open("wb") as idx:
+        new_bin, new_idx = self._folder / "bin", self._folder / "idx"
+        with new_idx.open("wb") as idx:
             self._unfinished.write_index(idx)
             to_disk(idx)
         to_disk(self._unfinished.files[0])
-        target, old_idx = _files(self.prefix)
+        bin_path, idx_path = _files(self.prefix)
         # The new .bin must never stand beside the old .idx.
-        old_idx.unlink(missing_ok=True)
-        sync_folder(target.parent)
-        (self._folder / "bin").replace(target)
-        sync_folder(target.parent)
-        idx_path.replace(old_idx)
-        sync_folder(target.parent)
+        idx_path.unlink(missing_ok=True)
+        sync_folder(self.prefix.parent)
+        new_bin.replace(bin_path)
+        sync_folder(self.prefix.parent)
+        new_idx.replace(idx_path)
+        sync_folder(self.prefix.parent)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -127,11 +127,7 @@ Source = FileSource | ColumnSource | PythonSource
 
 
 def open_source(data: DataConfig) -> Source:
-    """The text that the `data` section names.
-
-    Raises:
-        DataError: when it is missing or holds no files.
-    """
+    """The text that the `data` section names; DataError where it is missing or holds no files."""
     if detect(data) == "datasets":
         return ColumnSource.open(data)
     if data.path is not None:

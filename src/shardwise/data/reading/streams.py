@@ -84,11 +84,7 @@ Shard = FileShard | TableShard
 
 
 def open_shard(file: str, data: DataConfig) -> Shard:
-    """The shard of a file, or of an address on the hub, that the `data` section names.
-
-    Raises:
-        DataError: it cannot be streamed.
-    """
+    """The shard of a file, or of an address on the hub; DataError where it cannot be streamed."""
     if data.is_hub_dataset:
         if file.endswith((*_LINES, ".parquet")):
             return FileShard(HubFile(file), "jsonl" if file.endswith(_LINES) else "parquet", data.text_key)

@@ -267,10 +267,7 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
 
 
 def require_sound(array: Any, where: str, key: str) -> None:
-    """Raises DataError where values of an arrow array, which is mapped, lie beyond it: reading them ends the process.
-
-    where: what the message begins with. Whether text is UTF-8 is seen when it is read.
-    """
+    """Raises DataError where values of a mapped arrow array lie beyond it, as reading them would end the process."""
     arrow = _arrow("pyarrow")
     plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     try:
@@ -282,11 +279,7 @@ def require_sound(array: Any, where: str, key: str) -> None:
 
 
 def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
-    """The text of an arrow scalar, the value of column `key`; `empty`: it may have none.
-
-    Raises:
-        DataError: it is null, empty or not UTF-8.
-    """
+    """The text of an arrow scalar of column `key`; DataError where it is not UTF-8, or null or empty unless `empty`."""
     try:
         text: str | None = value.as_py()
     except UnicodeDecodeError as error:

@@ -306,9 +306,7 @@ def test_too_few_documents_are_refused(tmp_path: Path) -> None:
 
 
 def test_text_has_no_test_part(tmp_path: Path) -> None:
-    text = (
-        r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data and"
-    )
+    text = r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data, "
     with pytest.raises(DataError, match=text):
         prepare(config(dataset="tiny", split="8,1,1"), tmp_path / "cache")
     data = prepare(config(dataset="tiny"), tmp_path / "cache")
