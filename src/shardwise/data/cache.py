@@ -52,7 +52,7 @@ def cache_root(chosen: Path | None = None) -> Path:
 
 @contextlib.contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """Turns a failure to write under `root` into a sentence for the user."""
+    """Turns a failure to write under `root` into a DataError."""
     try:
         yield
     except OSError as error:

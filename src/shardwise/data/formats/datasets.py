@@ -80,19 +80,17 @@ def _key(dataset: DataSet, config: Config) -> str:
 def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
     vocab_size, dtype = config.model.vocab_size, cache.token_dtype(config.model.vocab_size)
     split = None if config.data.split_names else _plan(dataset, config)
-    rows = 0
     with ExitStack() as files:
         writers = token_writers(files, dtype, folder)
         for part, number, tokens in _parts(dataset, vocab_size, split):
             writers[part].write(tokens)
             writers[part].documents += number
-            rows += number
     facts: dict[str, Any] = {part: writer.facts() for part, writer in writers.items()}
     digests = ["tokens", dtype.str, *(row["sha256"] for row in facts.values())]
     return {
         "dtype": dtype.str,
         "vocab_size": vocab_size,
-        "documents": rows,
+        "documents": sum(writer.documents for writer in writers.values()),
         **facts,
         "tokenizer": None,
         "fingerprint": cache.fingerprint_of(digests),
@@ -133,8 +131,8 @@ def _parts(
 
 def _lengths(array: Any) -> npt.NDArray[np.int64]:
     """Tokens of each row."""
-    found = importlib.import_module("pyarrow.compute").list_value_length(array)
-    lengths: npt.NDArray[np.int64] = found.to_numpy(zero_copy_only=False).astype(np.int64)
+    counts = importlib.import_module("pyarrow.compute").list_value_length(array)
+    lengths: npt.NDArray[np.int64] = counts.to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
@@ -143,23 +141,19 @@ def _tokens(
 ) -> npt.NDArray[np.integer[Any]]:
     """All tokens of rows of these lengths, of which the first is row number `first`."""
     flat = array.flatten()
-    if flat.null_count:
-        at = flat.is_null().to_pylist().index(True)
-        raise DataError(f"{_place(at, lengths, where, first)} is null: a row must hold tokens alone")
-    tokens: npt.NDArray[np.integer[Any]] = flat.to_numpy()
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    nulls = flat.is_null().to_numpy(zero_copy_only=False)
+    tokens: npt.NDArray[np.integer[Any]] = flat.fill_null(0).to_numpy()
+    for at in np.flatnonzero(nulls | (tokens < 0) | (tokens >= vocab_size))[:1]:
+        ends = np.cumsum(lengths)
+        row = int(np.searchsorted(ends, at, side="right"))
+        place = f"{where}: row {first + row}: token {at - (ends[row] - lengths[row])}"
+        if nulls[at]:
+            raise DataError(f"{place} is null: a row must hold tokens alone")
         raise DataError(
-            f"{_place(at, lengths, where, first)} ({tokens[at]}) must be in 0 … {vocab_size - 1}: set model.vocab_size "
-            "to that of the tokenizer that made the data"
+            f"{place} ({tokens[at]}) must be in 0 … {vocab_size - 1}: set model.vocab_size to that of the tokenizer "
+            "that made the data"
         )
     return tokens
-
-
-def _place(at: int, lengths: npt.NDArray[np.int64], where: str, first: int) -> str:
-    ends = np.cumsum(lengths)
-    row = int(np.searchsorted(ends, at, side="right"))
-    return f"{where}: row {first + row}: token {at - int(ends[row] - lengths[row])}"
 
 
 def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, any_size: bool) -> PreparedText:
@@ -175,12 +169,12 @@ def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, 
     if problems:
         raise DataError(problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
-    held = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
+    nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
     number = counted(entry.manifest["documents"], "row")
     return PreparedText(
         tokenizer_in_cache(config, tokenizer, root),
         entry.manifest["fingerprint"],
-        f"{dataset.name}: {size(held)}, {number}, {describe_sizes(sizes)} tokens",
+        f"{dataset.name}: {size(nbytes)}, {number}, {describe_sizes(sizes)} tokens",
         tokens={part: entry.tokens(part) for part in PARTS},
         vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
@@ -223,7 +217,7 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
     columns = list(table.column_names)
     types = {name: str(table.features.arrow_schema.field(name).type) for name in columns}
     by_split = f"{total:,}" if "" in splits else ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
-    found = Inspection(
+    inspection = Inspection(
         str(path),
         "arrow",
         sum(file.stat().st_size for file in path.rglob("*.arrow")),
@@ -234,7 +228,7 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
     has_tokens = "list<" in types.get(TOKENS, "")
     column = TOKENS if has_tokens else next((name for name in columns if types[name] in _TEXT), None)
     if column is None or not len(table):
-        return found
+        return inspection
     arrow = importlib.import_module("pyarrow.compute")
     table = table.select_columns([column]).with_format("arrow")
     looked_at = table[spread(len(table), _ARROW_ROWS).tolist()].column(0)
@@ -243,12 +237,12 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
         require_sound(array, str(path), column)
     unit, count = ("tokens", arrow.list_value_length) if has_tokens else ("characters", arrow.utf8_length)
     lengths = Lengths.of(f"{unit} of {column}", count(looked_at).fill_null(0).to_numpy(), total)
-    found = replace(found, lengths=lengths)
+    inspection = replace(inspection, lengths=lengths)
     if not has_tokens:
         texts = enumerate(leading.to_pylist())
         return replace(
-            found, samples=[Sample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts]
+            inspection, samples=[Sample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts]
         )
     ids = [np.array(row or []) for row in leading.to_pylist()]
-    held = arrow.list_flatten(looked_at).drop_null().to_numpy()
-    return with_tokens(found, tokenizer, ids, [held], round(lengths.mean * total))
+    seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
+    return with_tokens(inspection, tokenizer, ids, [seen], round(lengths.mean * total))

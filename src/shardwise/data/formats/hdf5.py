@@ -123,13 +123,13 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     masked = float(in_list(values["masked_lm_positions"]).sum(axis=1).mean())
     follows = float((values["next_sentence_labels"] == 0).mean())
     sizes = sorted(shard.rows for shard in shards.shards)
-    held = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} … {sizes[-1]:,}"
-    found = Inspection(
+    rows_each = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} … {sizes[-1]:,}"
+    inspection = Inspection(
         str(data.path),
         "HDF5 shards of sentence pairs",
         sum(path.stat().st_size for path in paths),
         rows=[
-            ("shards", f"{len(paths):,} of {held} samples"),
+            ("shards", f"{len(paths):,} of {rows_each} samples"),
             ("samples", f"{number:,} of {first.length:,} tokens, at most {shards.predictions:,} of them masked"),
             ("masked", f"{masked:.1f} tokens a sample"),
             ("next sentence", f"follows in {follows:.0%} of the samples, and is a random one in the rest"),
@@ -147,7 +147,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         manifest=read_manifest(of_folder(first.path.parent)),
     )
     ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]
-    return with_tokens(found, tokenizer, ids, [values["input_ids"]], number * first.length)
+    return with_tokens(inspection, tokenizer, ids, [values["input_ids"]], number * first.length)
 
 
 def _fingerprint(shards: Sequence[Shard], bounds: Sequence[int]) -> str:
@@ -166,7 +166,7 @@ def _summary(shards: Shards, bounds: Sequence[int], config: Config) -> str:
         unread.append(f"data.max_predictions ({config.data.max_predictions})")
     if config.data.masked_fraction != MASKED_FRACTION:
         unread.append(f"data.masked_fraction ({config.data.masked_fraction})")
-    ignored = f", whatever {listing(unread)} may say" if unread else ""
+    ignored = f"; {listing(unread)} not used, as shards have their masks" if unread else ""
     return (
         f"{config.data.name}: {size(total)}, {counted(number, 'shard')}, {describe_sizes(sizes)} samples of "
         f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{ignored}"

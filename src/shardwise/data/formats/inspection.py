@@ -49,9 +49,9 @@ class Lengths:
         bits = np.ceil(np.log2(lengths + 1)).astype(np.int64)
         bins = []
         for low in range(int(bits.min()), int(bits.max()) + 1, step):
-            held = lengths[(bits >= low) & (bits < low + step)]
+            inside = lengths[(bits >= low) & (bits < low + step)]
             first, last = (1 << low) >> 1, (1 << (low + step - 1)) - 1
-            bins.append((max(first, least), min(max(last, first), most), len(held)))
+            bins.append((max(first, least), min(max(last, first), most), len(inside)))
         return cls(what, len(lengths), number, least, most, float(lengths.mean()), float(np.median(lengths)), bins)
 
 
@@ -91,18 +91,18 @@ class Inspection:
 
 
 def with_tokens(
-    found: Inspection, named: str | None, first: Iterable[_Tokens], looked_at: Sequence[_Tokens], total: int
+    inspection: Inspection, named: str | None, first: Iterable[_Tokens], looked_at: Sequence[_Tokens], total: int
 ) -> Inspection:
     """An inspection of data that hold tokens, with the range of the ids and the first samples.
 
     Args:
-        found: all else; its manifest may name the tokenizer that shows samples as text.
+        inspection: all else; its manifest may name the tokenizer that shows samples as text.
         named: the tokenizer that the user names instead; ConfigError where it cannot be opened.
         first: the tokens of the first samples.
         looked_at: some of the tokens, or all.
         total: how many tokens there are.
     """
-    tokenizer, notes = _tokenizer(named, found.manifest)
+    tokenizer, notes = _tokenizer(named, inspection.manifest)
     blocks = [block for block in looked_at if block.size]
     seen = sum(block.size for block in blocks)
     lowest = min((int(block.min()) for block in blocks), default=0)
@@ -111,8 +111,8 @@ def with_tokens(
         notes.append(
             f"the lowest id ({lowest:,}) is negative, which no token is: a run refuses it; prepare the data again"
         )
-    made = None if found.manifest is None else found.manifest["tokenizer"].get("vocab_size")
-    for whose, vocabulary in (("tokenizer", tokenizer and tokenizer.vocab_size), ("manifest", made)):
+    recorded = None if inspection.manifest is None else inspection.manifest["tokenizer"].get("vocab_size")
+    for whose, vocabulary in (("tokenizer", tokenizer and tokenizer.vocab_size), ("manifest", recorded)):
         if isinstance(vocabulary, int) and highest >= vocabulary:
             notes.append(
                 f"the highest id ({highest:,}) is beyond the vocabulary of the {whose} ({vocabulary:,}): other data, "
@@ -125,9 +125,9 @@ def with_tokens(
         samples.append(Sample(number, tokenizer.decode(ids) if tokenizer is not None and known else None, ids))
     of_these = "" if seen >= total else f" in {count(seen)} tokens that were looked at"
     return replace(
-        found,
-        rows=[*found.rows, ("ids", f"{lowest:,} … {highest:,}{of_these}")],
-        counts={**found.counts, "ids": {"lowest": lowest, "highest": highest, "looked_at": seen}},
+        inspection,
+        rows=[*inspection.rows, ("ids", f"{lowest:,} … {highest:,}{of_these}")],
+        counts={**inspection.counts, "ids": {"lowest": lowest, "highest": highest, "looked_at": seen}},
         samples=samples,
         notes=notes,
     )

@@ -134,7 +134,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     lengths = file.starts(chosen + 1) - file.starts(chosen)
     empty = int(np.count_nonzero(lengths == 0))
     looked_at = "" if len(chosen) == number else f" of {len(chosen):,} that were looked at"
-    found = Inspection(
+    inspection = Inspection(
         str(prefix),
         "Megatron .bin and .idx",
         sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
@@ -156,7 +156,8 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     starts = range(0, total, _BLOCK) if total <= _BLOCKS * _BLOCK else spread(total - _BLOCK + 1, _BLOCKS).tolist()
     blocks = [file.tokens[start : start + _BLOCK] for start in starts]
     bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
-    return with_tokens(found, tokenizer, [file.tokens[start:end] for start, end in pairwise(bounds)], blocks, total)
+    leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
+    return with_tokens(inspection, tokenizer, leading, blocks, total)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:
@@ -191,5 +192,5 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
         name = " + ".join(f"{weight / total:.3g} × {prefix}" for weight, prefix in config.data.weighted_prefixes)
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
-    held = size(sum(file.tokens.nbytes for file in files))
-    return f"{name}: {held}, {counted(number, 'document')}, {describe_sizes(tokens)} tokens"
+    nbytes = size(sum(file.tokens.nbytes for file in files))
+    return f"{name}: {nbytes}, {counted(number, 'document')}, {describe_sizes(tokens)} tokens"

@@ -192,12 +192,12 @@ def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStr
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}
     held_out: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
-    shown = f", {describe_sizes(held_out)} tokens" if held_out else ""
+    others = f", {describe_sizes(held_out)} tokens" if held_out else ""
     return PreparedStream(
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
-        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{shown}",
+        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{others}",
         files=tuple(facts["files"]),
         held=HeldOut(**facts["held"]),
         tokens=tokens,

@@ -83,10 +83,10 @@ def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan
     content = cache.known_content(root, stamp)
     if content is not None:
         return content, None
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as lock:
         if isinstance(source, ColumnSource):
             # One process reads it, as it is fetched first where it lies on the hub; the others wait.
-            held.enter_context(cache.locked(root, source.stamp()[:32]))
+            lock.enter_context(cache.locked(root, source.stamp()[:32]))
             content = cache.known_content(root, stamp)
             if content is not None:
                 return content, None

@@ -128,8 +128,8 @@ class _OnHub:
 
     def files(self) -> Mapping[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
-        found = self._builder(library()).config.data_files
-        return {str(name): list(files) for name, files in (found or {}).items()}
+        files = self._builder(library()).config.data_files or {}
+        return {str(name): list(addresses) for name, addresses in files.items()}
 
     def _builder(self, datasets: Any) -> Any:
         place = f"hf://datasets/{self.repository}"
@@ -158,7 +158,7 @@ class _OnHub:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
             before, _, name = archive.partition(place)
             names = [*(member.partition("://")[2] for member in members), name]
-            if before or any(name_problem(each, nested=True) for each in names):
+            if before or any(name_problem(name, nested=True) for name in names):
                 raise DataError(
                     f"the files of data.dataset ({self.repository}) must lie in its repository, and its card names "
                     f"{address}: set data.path to a copy of the files that you trust"
@@ -225,10 +225,10 @@ class DataSet:
 
     def _chosen(self, by_split: Mapping[str, _T]) -> dict[str, _T]:
         """What belongs to the splits that are read, in the order of the parts."""
-        named, held = self.data.split_names, [name for name in by_split if name != _UNNAMED]
+        named, names = self.data.split_names, [name for name in by_split if name != _UNNAMED]
         if named:
-            if not set(named) <= set(held):
-                has = f"it has {listing(held)}" if held else "it has none with names: give weights, such as 95,5"
+            if not set(named) <= set(names):
+                has = f"it has {listing(names)}" if names else "it has none with names: give weights, such as 95,5"
                 raise DataError(f"data.split ({self.data.split}) must name splits of {self.shown}: {has}")
             return {name: by_split[name] for name in named}
         if "train" in by_split:
@@ -236,8 +236,8 @@ class DataSet:
         if len(by_split) == 1:
             return dict(by_split)
         raise DataError(
-            f"data.split ({self.data.split}) must name the splits of {self.shown} to read, it has {listing(held)}: "
-            f"such as data.split={','.join(held[:2])}"
+            f"data.split ({self.data.split}) must name the splits of {self.shown} to read, it has {listing(names)}: "
+            f"such as data.split={','.join(names[:2])}"
         )
 
     @property
@@ -265,15 +265,15 @@ class DataSet:
         for name, table in self._splits.items():
             if self.column not in table.column_names:
                 raise DataError(f"{self.shown} has no column {self.column!r} in its split {name} (data.text_key)")
-            held = table.features.arrow_schema.field(self.column).type
-            is_list = arrow.is_list(held) or arrow.is_large_list(held) or arrow.is_fixed_size_list(held)
-            if is_list and arrow.is_integer(held.value_type):
+            type_ = table.features.arrow_schema.field(self.column).type
+            is_list = arrow.is_list(type_) or arrow.is_large_list(type_) or arrow.is_fixed_size_list(type_)
+            if is_list and arrow.is_integer(type_.value_type):
                 kinds.append(True)
-            elif arrow.is_string(held) or arrow.is_large_string(held):
+            elif arrow.is_string(type_) or arrow.is_large_string(type_):
                 kinds.append(False)
             else:
                 raise DataError(
-                    f"the column {self.column!r} of {self.shown} must hold text or lists of integers, not {held} "
+                    f"the column {self.column!r} of {self.shown} must hold text or lists of integers, not {type_} "
                     "(data.text_key)"
                 )
         if len(set(kinds)) > 1:

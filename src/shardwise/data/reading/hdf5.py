@@ -127,7 +127,7 @@ def opened(path: Path) -> Any:
     with readable(path), path.open("rb"):  # the library's own message would lack the reason
         pass
     if not h5py.is_hdf5(path):
-        raise DataError(f"{path} must be an HDF5 file, and it is none: leave it out, or copy it again")
+        raise DataError(f"{path} must be an HDF5 file, and it is not: leave it out, or copy it again")
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
@@ -136,7 +136,7 @@ def opened(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what the library says of an opened file whose inside is damaged, in any of its types, into a sentence."""
+    """Turns the library's errors about an opened file, which have many types, into a DataError."""
     try:
         yield
     except DataError:
@@ -146,7 +146,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
-    """An array of an opened file; read as a whole where it is so small that it does not lie by itself."""
+    """An array of an opened file, mapped; one so small that HDF5 stores it in the header is read."""
     offset = array.id.get_offset()
     if offset is None:
         return np.asarray(array[...])
@@ -157,12 +157,12 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     """The shape of one array of integers."""
     array, dimensions = file.get(key), KEYS[key]
     if array is None or not hasattr(array, "dtype"):
-        held = listing(sorted(file)) or "none"
+        keys = listing(sorted(file)) or "none"
         raise DataError(
-            f"{path} must have the array {key}, and its keys are {held}: a shard has {listing(KEYS)}; {AGAIN}"
+            f"{path} must have the array {key}, and its keys are {keys}: a shard has {listing(KEYS)}; {AGAIN}"
         )
     if array.file.filename != file.filename or array.external or (array.is_virtual and _elsewhere(array)):
-        raise DataError(f"{path}: {key} must lie in the file itself, and it leads to another one: {AGAIN}")
+        raise DataError(f"{path}: {key} must lie in the file itself, and it refers to another file: {AGAIN}")
     if array.dtype.kind == "O":
         raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {AGAIN}")
     if array.dtype.kind not in "iub":
@@ -213,7 +213,7 @@ def _matches(path: Path) -> list[Path]:
 
 
 def unpack(root: Path, shards: Sequence[Shard], announce: Callable[[str], None] | None) -> list[Shard]:
-    """The shards; those that are stored in chunks read their arrays from the cache `root`.
+    """The shards, where those that are stored in chunks have their arrays in the cache `root`.
 
     Any number of processes may call it at once: each file is unpacked by one of them. DataError where a file cannot be
     read, or the cache cannot be written or has no room.
@@ -303,17 +303,17 @@ class Shards:
         }
 
     def __len__(self) -> int:
-        """Of the rows."""
+        """The number of rows."""
         return int(self._begins[-1])
 
     def take(self, rows_B: IntArray) -> dict[str, IntArray]:
         """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B]; P is the largest of any shard.
 
         Raises:
-            DataError: a value is none that the model can read, or a file cannot be read; file and row are named.
+            DataError: a value is beyond its range, or a file cannot be read; names file and row.
         """
         sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
-        result = {key: np.zeros([sizes[each] for each in dimensions], np.int64) for key, dimensions in KEYS.items()}
+        result = {key: np.zeros([sizes[name] for name in dimensions], np.int64) for key, dimensions in KEYS.items()}
         shards_B = np.searchsorted(self._begins, rows_B, side="right") - 1
         for number in np.unique(shards_B).tolist():
             chosen = np.flatnonzero(shards_B == number)
@@ -346,7 +346,7 @@ class Shards:
         for row, column in np.argwhere(ordered[:, 1:] == ordered[:, :-1])[:1].tolist():
             raise DataError(
                 f"{path}: row {rows[row]}: masked_lm_positions must name each position once, and "
-                f"{ordered[row, column]} is there twice: {AGAIN}"
+                f"{ordered[row, column]} occurs twice: {AGAIN}"
             )
 
 

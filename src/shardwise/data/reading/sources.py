@@ -172,7 +172,7 @@ def _holds_tokens(path: Path) -> str:
 
 
 def _python_source(root: Path) -> PythonSource:
-    chosen: list[Path] = []
+    files: list[Path] = []
     total = 0
     for path in _walk(root, _PYTHON_SKIPPED):
         generated = path.name.startswith("_sysconfigdata") or path == root / _TOPICS
@@ -180,14 +180,14 @@ def _python_source(root: Path) -> PythonSource:
             continue
         size = path.stat().st_size
         if total + size <= _PYTHON_BYTES:
-            chosen.append(path)
+            files.append(path)
             total += size
-    if not chosen:
+    if not files:
         raise DataError(
             f"data.dataset (python) needs the standard library's sources, and {root} has none: "
             "set data.dataset=tiny, or data.path to your own text"
         )
-    return PythonSource(root, tuple(chosen))
+    return PythonSource(root, tuple(files))
 
 
 def _python_topics() -> list[str]:

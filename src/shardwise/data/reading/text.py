@@ -98,7 +98,7 @@ def readable(path: object) -> Iterator[None]:
 
 
 def convert_command(path: object) -> str:
-    """The command that makes data that runs read of a file of raw tokens, which lacks an index."""
+    """The command that converts a file of raw tokens, which lacks an index, to data that runs read."""
     return f"`shardwise data prepare {path} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
 
 
@@ -179,7 +179,7 @@ def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[
 
 
 def _line_name(path: Path | HubFile, start: int, number: int) -> str:
-    """What messages call line `number` after byte `start`: only they need to count the lines before."""
+    """The file and the number of a line, `number` lines after byte `start`; the lines before are only counted here."""
     before = 0
     with _opened(path) as file:
         while start > 0 and (block := file.read(min(start, BLOCK))):
@@ -227,7 +227,7 @@ def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[t
                 file = parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
             except arrow.ArrowInvalid as error:
                 raise DataError(
-                    f"{path} must be a parquet file, and it is none or is cut off ({_first_sentence(error)}): leave it "
+                    f"{path} must be a parquet file, and it is not or is cut off ({_first_sentence(error)}): leave it "
                     "out, or fetch or copy it again"
                 ) from None
             require_text(arrow, path, file.schema_arrow, key)
@@ -259,11 +259,11 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
             f"({listing(schema.names) or 'there is none'})"
         )
-    held, types = schema.field(key).type, arrow.types
-    if types.is_dictionary(held):
-        held = held.value_type
-    if not (types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)):
-        raise DataError(f"{path}: the column {key!r} must hold text, not {held} (data.text_key)")
+    type_, types = schema.field(key).type, arrow.types
+    if types.is_dictionary(type_):
+        type_ = type_.value_type
+    if not (types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_)):
+        raise DataError(f"{path}: the column {key!r} must hold text, not {type_} (data.text_key)")
 
 
 def require_sound(array: Any, where: str, key: str) -> None:

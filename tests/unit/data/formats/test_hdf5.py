@@ -237,7 +237,9 @@ def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Pa
     assert plain.endswith(f", 3 shards, {ending}")
     assert prepare(config(folder, split="2,1", max_predictions=6), tmp_path).summary == plain
     told = prepare(config(folder, split="2,1", max_predictions=5, masked_fraction=0.3), tmp_path).summary
-    assert told == f"{plain}, whatever data.max_predictions (5) and data.masked_fraction (0.3) may say"
+    assert (
+        told == f"{plain}; data.max_predictions (5) and data.masked_fraction (0.3) not used, as shards have their masks"
+    )
 
 
 def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
@@ -302,7 +304,7 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepare(config(str(tmp_path)), tmp_path / "cache")
     text, truncated, link, damaged = caught.value.problems
-    assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is none: leave it out, or copy it again"
+    assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is not: leave it out, or copy it again"
     assert truncated.startswith(f"{tmp_path}/a_training_1.hdf5 cannot be opened (")
     assert "truncated file" in truncated
     assert truncated.endswith("): it is damaged, copy it again")
@@ -341,7 +343,7 @@ def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
             "masked_lm_positions[0] (16) must be in 0 … 15: it lies beyond the sequence; write the shard again",
         ),
         ("masked_lm_positions", (6, 0), -2, "masked_lm_positions[0] (-2) must be in 0 … 15: it lies beyond the sequ"),
-        ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 is there twice"),
+        ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 occurs twice"),
         ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1: write the shard again"),
         ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more: write the shard again"),
         ("segment_ids", (6, 5), 2, "segment_ids[5] (2) must be in 0 … 1: set model.type_vocab_size to what the data"),

@@ -93,7 +93,7 @@ def test_an_array_that_leads_to_another_file_is_refused(way: str, tmp_path: Path
             layout[:] = h5py.VirtualSource(outside, "input_ids", secret.shape)
             file.create_virtual_dataset("input_ids", layout)
     assert refusal(config(path), tmp_path / "cache") == (
-        f"{path}: input_ids must lie in the file itself, and it leads to another one: write the shard again"
+        f"{path}: input_ids must lie in the file itself, and it refers to another file: write the shard again"
     )
 
 
