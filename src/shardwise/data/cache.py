@@ -188,7 +188,7 @@ def _building(target: Path, exclusive: bool) -> Iterator[Path]:
     folder.mkdir()
     try:
         yield folder
-        if target.exists():
+        if target.exists():  # damaged; a crash between the two renames leaves no entry, which is built again
             damaged = target.parent / f".damaged-{unique}"
             target.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)

@@ -188,7 +188,7 @@ def glance(config: Config) -> str:
         return ON_HUB
     dataset = DataSet.open(config.data)
     dataset.stamp()
-    number = sum(map(len, dataset.files().values()))
+    number = sum(map(len, dataset.files_by_split().values()))
     return f"a data set of {counted(number, 'file')}, {text.when_read(config)}"
 
 

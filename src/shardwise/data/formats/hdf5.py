@@ -94,11 +94,15 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     ]
     if problems:
         raise DataError(problems)
+    # Of names and of blocks that are spread over the shards: reading all of them would take minutes.
+    blocks = max(2, _CHECKED_BLOCKS // len(shards))
+    with readable("data.path"):
+        digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     return PreparedShards(
         tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
         shards=rows,
         bounds=bounds,
-        fingerprint=_fingerprint(shards, bounds),
+        fingerprint=cache.digest_of({"digests": digests, "bounds": bounds}),
         summary=_summary(rows, bounds, config),
     )
 
@@ -148,14 +152,6 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     )
     ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]
     return with_tokens(inspection, tokenizer, ids, [values["input_ids"]], number * first.length)
-
-
-def _fingerprint(shards: Sequence[Shard], bounds: Sequence[int]) -> str:
-    """Of the names and of blocks that are spread over the shards: reading all of them would take minutes."""
-    blocks = max(2, _CHECKED_BLOCKS // len(shards))
-    with readable("data.path"):
-        digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
-    return cache.digest_of({"digests": digests, "bounds": list(bounds)})
 
 
 def _summary(shards: Shards, bounds: Sequence[int], config: Config) -> str:

@@ -130,7 +130,9 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> d
     export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
     # Paths are absolute, as another run may start in another folder.
     by_split = (
-        source.files() if isinstance(source, ColumnSource) else {"": [str(path.absolute()) for path in source.files]}
+        source.files_by_split()
+        if isinstance(source, ColumnSource)
+        else {"": [str(path.absolute()) for path in source.files]}
     )
     shards = {name: [open_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))

@@ -114,6 +114,7 @@ class _OnHub:
 
     def load(self) -> Mapping[str, Any]:
         builder = self._builder(library())
+        # In the second turn, tables that are damaged are made again from the files in the hub's cache.
         for mode in ("reuse_dataset_if_exists", "reuse_cache_if_exists"):
             if mode == "reuse_cache_if_exists" or not Path(builder.cache_dir, _INFO).is_file():
                 hub.drop_damaged(self.folder)
@@ -219,7 +220,7 @@ class DataSet:
         """The tables that are read, by the names of their splits."""
         return self._chosen(self.tables.load())
 
-    def files(self) -> dict[str, list[str]]:
+    def files_by_split(self) -> dict[str, list[str]]:
         """The files of the splits that are read, which are not opened; DataError where there is no such split."""
         return self._chosen(self.tables.files())
 

@@ -153,9 +153,10 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none"
             )
         # As text, the tokens of a .bin would be refused at some byte, or even be read.
-        for file in files:
-            if kind is None and file.suffix == ".bin":
-                raise DataError(_holds_tokens(file))
+        for file in (file for file in files if kind is None and file.suffix == ".bin"):
+            if file.with_suffix(".idx").exists():
+                raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
+            raise DataError(f"{file} holds raw tokens, not text: {convert_command(file)}, which runs read")
         return FileSource(str(data.path), files, kind, data.text_key)
     if path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
@@ -163,12 +164,6 @@ def _user_source(path: Path, data: DataConfig) -> FileSource:
     raise DataError(
         f"data.path ({data.path}) does not exist{where}: name a text file, a .jsonl, a .parquet or a folder of them"
     )
-
-
-def _holds_tokens(path: Path) -> str:
-    if path.with_suffix(".idx").exists():
-        return f"{path} holds tokens, not text: name the data by their prefix, {path.with_suffix('')}"
-    return f"{path} holds raw tokens, not text: {convert_command(path)}, which runs read"
 
 
 def _python_source(root: Path) -> PythonSource:
