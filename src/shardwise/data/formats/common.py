@@ -117,7 +117,7 @@ def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, 
 def pair_batches(
     config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
 ) -> SampledBatches | None:
-    """Batches of sentence pairs; None of less than two samples, as the second sentence may come from another one."""
+    """Batches of sentence pairs; None of fewer than two samples, as the second sentence may be of another sample."""
     length = config.train.sequence_length
     if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
         return None
@@ -165,8 +165,8 @@ def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: lis
     """The tokenizer that `data.tokenizer` names, where data are tokens already; None where it names none.
 
     Args:
-        manifests: the records beside the data, which say what tokenizer made them.
-        problems: grows by what is wrong with the tokenizer; what is returned must not be used then.
+        manifests: the files beside the data that say which tokenizer made them.
+        problems: what is wrong with the tokenizer is appended; the result must not be used then.
     """
     named = config.data.tokenizer
     if named is None:
@@ -183,7 +183,7 @@ def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: lis
 
 
 def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) -> Path | None:
-    """The folder in the cache `root` of `tokenizer`, which `data.tokenizer` names; None of None."""
+    """The folder in the cache `root` that holds `tokenizer`, which `data.tokenizer` names; None where there is none."""
     path = config.data.tokenizer
     if tokenizer is None or path is None:
         return None

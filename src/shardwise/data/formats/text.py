@@ -122,11 +122,11 @@ def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tupl
 
 def _key(content: str, config: Config) -> str:
     """What decides the tokens, as a folder's name."""
-    own, weights = config.data.tokenizer, config.data.split_weights
+    named, weights = config.data.tokenizer, config.data.split_weights
     described = {
         "content": content,
         "split": list(config.data.split_names) or weights[1] / sum(weights),
-        "tokenizer": "byte-level BPE" if own is None else user_tokenizer_digest(own),
+        "tokenizer": "byte-level BPE" if named is None else user_tokenizer_digest(named),
         "vocab_size": config.model.vocab_size,
     }
     return cache.key_of(described | ({"sentences": RULE} if in_pairs(config) else {}))
@@ -134,14 +134,14 @@ def _key(content: str, config: Config) -> str:
 
 def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[str, Any]:
     split = plan_split(scan.characters, config.data.split_weights)
-    own, pairs = config.data.tokenizer, in_pairs(config)
-    if own is None:
+    named, pairs = config.data.tokenizer, in_pairs(config)
+    if named is None:
         texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
         tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
-        tokenizer = open_user_tokenizer(own, config.model.vocab_size, pairs=pairs)
-        export_user_tokenizer(own, tokenizer, folder / "tokenizer")
+        tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=pairs)
+        export_user_tokenizer(named, tokenizer, folder / "tokenizer")
     digest = ContentDigest()
     encode = encode_sentences if pairs else encode_documents
     parts = encode(_parts(source, split, digest), tokenizer, folder)

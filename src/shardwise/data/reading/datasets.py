@@ -312,7 +312,7 @@ def is_saved(path: Path, *, damaged: bool = False) -> bool:
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
-    """Finds out which commit of a hub's data set is read, for all processes of this machine.
+    """Looks up and stores the commit of a hub's data set that all processes of this machine read.
 
     Raises:
         ConfigError: there is none, or no access to it, or the library is not installed.

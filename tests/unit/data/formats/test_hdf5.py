@@ -11,19 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Config
-from shardwise.data import (
-    PreparedShards,
-    SentencePairBatches,
-    ShardBatches,
-    Tokenizer,
-    detect,
-    make_batches,
-    make_evaluation,
-    prepare,
-)
+from shardwise.data import Tokenizer, detect, make_batches, make_evaluation, prepare
+from shardwise.data.formats.hdf5 import PreparedShards
 from shardwise.data.reading import hdf5
 from shardwise.data.reading.hdf5 import Shard, Shards
 from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.pairs import SentencePairBatches
+from shardwise.data.samples.shards import ShardBatches
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 from tests.unit.data.formats.test_megatron import TEXT

@@ -8,20 +8,14 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, config_from
-from shardwise.data import (
-    BlendedBatches,
-    DocumentBatches,
-    PreparedDocuments,
-    SentencePairBatches,
-    Tokenizer,
-    detect,
-    make_batches,
-    make_evaluation,
-    prepare,
-)
+from shardwise.data import Tokenizer, detect, make_batches, make_evaluation, prepare
+from shardwise.data.formats.megatron import PreparedDocuments
 from shardwise.data.parts import part_bounds
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.blend import BlendedBatches
+from shardwise.data.samples.documents import DocumentBatches
+from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError

@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, config_from
-from shardwise.data import (
-    IGNORE,
-    Batch,
-    PairTokens,
-    PreparedData,
-    SentencePairBatches,
-    TokenBatches,
-    Tokenizer,
-    make_batches,
-    prepare,
-)
+from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, Tokenizer, make_batches, prepare
+from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.tokens.cutting import cut_sentences
+from shardwise.data.tokens.tokenizer import PairTokens
 from shardwise.errors import ConfigError, DataError
 from tests.unit.data.formats.test_text import config as causal
 from tests.unit.data.formats.test_text import stories
