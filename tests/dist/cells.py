@@ -291,7 +291,9 @@ def measure(cell: Cell, steps: int) -> Measured:
     mesh = shared_mesh(cell.tensor, cell.pipeline)
     data = make_data(config.model.vocab_size, samples=64, pairs="nsp" in config.model.objectives)
     sentences = dict.fromkeys(data.sentences, data.sentences["train"]) if data.sentences else data.sentences
-    trainer = build_trainer(config, mesh, replace(data, eval_tokens=data.train_tokens, sentences=sentences))
+    trainer = build_trainer(
+        config, mesh, replace(data, tokens=dict.fromkeys(data.tokens, data.tokens["train"]), sentences=sentences)
+    )
     if cell.uneven:
         uncount(trainer.batches)
     weights = canonical_weights(trainer.model)

@@ -75,7 +75,7 @@ def data(chosen: Config, tokens: int) -> PreparedText:
     whole = make_data(VOCABULARY, samples=1 + tokens // LENGTH, length=LENGTH, pairs=pairs)
     if pairs:
         return whole
-    return replace(whole, eval_tokens=whole.train_tokens[:tokens])
+    return replace(whole, tokens={**whole.tokens, "eval": whole.tokens["train"][:tokens]})
 
 
 def evaluated(chosen: Config, tokens: int) -> Evaluation:
@@ -106,7 +106,7 @@ def test_every_token_is_predicted_once(model: str, tokens: int) -> None:
     module = build_model(chosen, mesh(1).tp, sequence_parallel=False, dtype=torch.float32)
     fill(module, scale=0.2)
     assert isinstance(module, CausalLM)
-    row = torch.from_numpy(np.asarray(data(chosen, tokens).eval_tokens).astype(np.int64))
+    row = torch.from_numpy(np.asarray(data(chosen, tokens).tokens["eval"]).astype(np.int64))
     total, counted = 0.0, 0
     for start in range(0, tokens - 1, LENGTH):
         window = row[start : start + LENGTH + 1]

@@ -68,7 +68,7 @@ def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pai
         tokens.append((tokens[-1] * 7 + 3) % vocabulary if noise < 0.8 else int(noise * 1000) % vocabulary)
     row = np.asarray(tokens, dtype=np.uint16)
     evaluation = row[: 8 * length + 1]
-    data = PreparedText(Path(), row, evaluation, row[:0], "test", vocabulary, "test")
+    data = PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
     if not pairs:
         return data
     parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))

@@ -48,7 +48,7 @@ def evaluation_loss(folder: Path, config: Config) -> float:
     """Of a Hugging Face folder on the held-out batches."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     train = config.train
-    batches = TokenBatches(prepared(config).eval_tokens, train.sequence_length, train.seed)
+    batches = TokenBatches(prepared(config).tokens["eval"], train.sequence_length, train.seed)
     return loss_of(model, batches.eval_batches(train.eval_batches, train.global_batch, 0, 1, train.micro_batch))
 
 
@@ -56,7 +56,7 @@ def first_loss(folder: Path, config: Config) -> float:
     """Of a Hugging Face folder on the first global batch."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     train = config.train
-    batches = TokenBatches(prepared(config).train_tokens, train.sequence_length, train.seed)
+    batches = TokenBatches(prepared(config).tokens["train"], train.sequence_length, train.seed)
     return loss_of(model, batches.local_batch(0, train.global_batch, 0, 1, train.micro_batch))
 
 
@@ -74,7 +74,7 @@ def test_the_tokenizer_comes_along(trained: Trained) -> None:
     text = "In spring there lived a monk – naïve, 修道士."
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) <= 301
-    prompt = prepared(trained.config).eval_tokens[:16].tolist()
+    prompt = prepared(trained.config).tokens["eval"][:16].tolist()
     sample = json.loads((trained.run / "results.json").read_text())["sample"]
     assert sample.startswith(tokenizer.decode(prompt)), "the sample does not continue the held-out text"
     assert len(sample) > len(tokenizer.decode(prompt))

@@ -91,7 +91,9 @@ def test_every_role_makes_a_step(recipe: str, schedule: Schedule, rank: int, who
     mesh = Mesh(tensor=layout.tensor, pipeline=layout.pipeline, device="cpu")
     assert mesh.pp.rank == rank
     row = np.zeros(config.train.sequence_length * config.train.global_batch + 1, dtype=np.uint16)
-    data = PreparedText(Path(), row, row[:0], row[:0], "zeros", config.model.vocab_size, "zeros")
+    data = PreparedText(
+        Path(), "zeros", "zeros", {"train": row, "eval": row[:0], "test": row[:0]}, config.model.vocab_size
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer = build_trainer(config, mesh, data)
         assert trainer.pipeline is not None

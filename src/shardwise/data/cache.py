@@ -4,7 +4,7 @@
     ROOT/tokens/KEY/            tokenizer/ (of text), {train,eval,test}.bin, manifest.json; for sentence pairs also
                                 {train,eval,test}.{sentences,documents}.bin
     ROOT/tokenizers/KEY/        tokenizer/, manifest.json: a user's own, of data that are tokens already
-    ROOT/shards/KEY/            HDF5 arrays that lay in chunks (`unpacking`)
+    ROOT/shards/KEY/            HDF5 arrays that lay in chunks (`reading.hdf5`)
     ROOT/locks/KEY.lock         one process builds an entry, the others wait
 
 Tokens lie back to back as little-endian uint16 or int32, the bounds of sentences and documents (`Sentences`) as int64.
@@ -18,10 +18,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,6 @@ BOUNDS = ("sentences", "documents")
 BOUNDS_DTYPE = np.dtype("<i8")
 _BLOCK = 1 << 16
 _CHECKED_BLOCKS = 256
-_Opened = TypeVar("_Opened")
 
 
 def cache_root(chosen: Path | None = None) -> Path:
@@ -53,7 +52,7 @@ def cache_root(chosen: Path | None = None) -> Path:
 
 @contextlib.contextmanager
 def writing(root: Path) -> Iterator[None]:
-    """Turns a failure to write under `root` into a sentence for the user."""
+    """Turns a failure to write under `root` into a DataError."""
     try:
         yield
     except OSError as error:
@@ -113,7 +112,7 @@ class TokenWriter(ArrayWriter):
 
 @dataclass(frozen=True)
 class Entry:
-    """A sound entry of the cache."""
+    """A folder of the cache."""
 
     path: Path
     manifest: dict[str, Any]
@@ -142,46 +141,54 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
-def entry_path(root: Path, key: str, kind: str = "tokens") -> Path:
-    return root / kind / key
-
-
-def open_entry(root: Path, key: str) -> Entry | None:
-    """The entry, or None where it is absent, truncated or altered."""
-    path = entry_path(root, key)
+def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool]) -> Entry | None:
+    """The entry, or None where it is absent, of another format, or damaged as `is_sound` finds."""
+    path = root / kind / key
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        digest = manifest["tokenizer"]
-        sound = manifest["format"] == FORMAT and (digest is None or digest == tokenizer_digest(path / "tokenizer"))
-        itemsize = np.dtype(manifest["dtype"]).itemsize
-        for part in PARTS:
-            file, facts = path / f"{part}.bin", manifest[part]
-            sound = sound and file.stat().st_size == facts["tokens"] * itemsize
-            sound = sound and spread_digest(file) == facts["checked"]
-            for name, row in facts.get("bounds", {}).items():
-                file = path / f"{part}.{name}.bin"
-                sound = sound and name in BOUNDS
-                sound = sound and file.stat().st_size == row["length"] * BOUNDS_DTYPE.itemsize
-                sound = sound and spread_digest(file) == row["checked"]
-    except (OSError, ValueError, KeyError, TypeError):
+        entry = Entry(path, json.loads((path / "manifest.json").read_text(encoding="utf-8")))
+        return entry if entry.manifest["format"] == FORMAT and is_sound(entry) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Entry(path, manifest) if sound else None
+
+
+def open_tokens(root: Path, key: str) -> Entry | None:
+    """The entry of tokens, or None where it is absent, truncated or altered."""
+    return open_entry(root, "tokens", key, _are_sound_tokens)
+
+
+def _are_sound_tokens(entry: Entry) -> bool:
+    manifest, itemsize = entry.manifest, np.dtype(entry.manifest["dtype"]).itemsize
+    files = []
+    for part in PARTS:
+        facts = manifest[part]
+        files.append((f"{part}.bin", facts["tokens"] * itemsize, facts["checked"]))
+        for name in BOUNDS if "bounds" in facts else ():
+            row = facts["bounds"][name]
+            files.append((f"{part}.{name}.bin", row["length"] * BOUNDS_DTYPE.itemsize, row["checked"]))
+    return (manifest["tokenizer"] is None or has_its_tokenizer(entry)) and all(
+        (entry.path / name).stat().st_size == size and spread_digest(entry.path / name) == checked
+        for name, size, checked in files
+    )
+
+
+def has_its_tokenizer(entry: Entry) -> bool:
+    """Whether the tokenizer is the one that was written."""
+    return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
 
 @contextlib.contextmanager
-def _building(root: Path, key: str, exclusive: bool, kind: str) -> Iterator[Path]:
+def _building(target: Path, exclusive: bool) -> Iterator[Path]:
     """A folder to fill, which becomes the entry when the block ends without an error, and vanishes otherwise."""
-    target = entry_path(root, key, kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     if exclusive:
-        for leftover in target.parent.glob(f".*-{key}-*"):
+        for leftover in target.parent.glob(f".*-{target.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
-    unique = f"{key}-{os.getpid()}-{secrets.token_hex(4)}"
+    unique = f"{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     folder = target.parent / f".building-{unique}"
     folder.mkdir()
     try:
         yield folder
-        if target.exists():
+        if target.exists():  # damaged; a crash between the two renames leaves no entry, which is built again
             damaged = target.parent / f".damaged-{unique}"
             target.rename(damaged)
             shutil.rmtree(damaged, ignore_errors=True)
@@ -191,38 +198,46 @@ def _building(root: Path, key: str, exclusive: bool, kind: str) -> Iterator[Path
 
 
 def open_or_build(
-    root: Path, key: str, open_it: Callable[[], _Opened | None], build: Callable[[Path], None], *, kind: str = "tokens"
-) -> _Opened:
-    """The entry as `open_it` returns it; where that is None, `build` fills a folder that becomes the entry.
+    root: Path, kind: str, key: str, is_sound: Callable[[Entry], bool], build: Callable[[Path], Mapping[str, Any]]
+) -> Entry:
+    """The entry as `open_entry` opens it; where there is none, `build` fills a folder that becomes the entry.
 
     Any number of processes may call it at once: one builds, and the others wait.
+
+    Args:
+        build: returns the facts of the manifest.
 
     Raises:
         DataError: the cache cannot be written, or returns other bytes than were written.
     """
-    if (entry := open_it()) is not None:
+    if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
     with locked(root, key) as exclusive:
-        if (entry := open_it()) is not None:
+        if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
-        with writing(root), _building(root, key, exclusive, kind) as folder:
-            build(folder)
-        if (entry := open_it()) is not None:
+        with writing(root), _building(root / kind / key, exclusive) as folder:
+            manifest = json.dumps({"format": FORMAT, **build(folder)}, indent=2) + "\n"
+            (folder / "manifest.json").write_text(manifest, encoding="utf-8")
+        if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
     raise DataError(f"the data cache {root} returns other bytes than were written: set SHARDWISE_CACHE elsewhere")
 
 
 def open_or_build_tokens(
-    root: Path, key: str, build: Callable[[Path], None], name: str, announce: Callable[[str], None] | None
+    root: Path,
+    key: str,
+    build: Callable[[Path], Mapping[str, Any]],
+    name: str,
+    announce: Callable[[str], None] | None,
 ) -> Entry:
     """As `open_or_build`, of an entry of tokens; `announce` is called before they are built of the data `name`."""
 
-    def announced(folder: Path) -> None:
+    def announced(folder: Path) -> Mapping[str, Any]:
         if announce is not None:
             announce(f"preparing the data {name}, then cached in {root}")
-        build(folder)
+        return build(folder)
 
-    return open_or_build(root, key, lambda: open_entry(root, key), announced)
+    return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
 
 
 def digest_of(described: Any) -> str:
@@ -240,11 +255,6 @@ def fingerprint_of(digests: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
-    """The record that `open_entry` checks the entry against."""
-    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, **facts}, indent=2) + "\n", encoding="utf-8")
-
-
 def tokenizer_digest(folder: Path) -> str:
     """A digest of all files of a tokenizer's folder."""
     digest = hashlib.sha256()
@@ -253,46 +263,21 @@ def tokenizer_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def open_or_build_tokenizer(root: Path, key: str, export: Callable[[Path], None]) -> Path:
-    """The folder of a tokenizer in the cache, filled by `export` where it is absent or altered."""
-    entry = entry_path(root, key, "tokenizers")
-
-    def build(folder: Path) -> None:
-        export(folder / "tokenizer")
-        write_manifest(folder, {"tokenizer": tokenizer_digest(folder / "tokenizer")})
-
-    return open_or_build(
-        root, key, lambda: entry / "tokenizer" if _is_sound_tokenizer(entry) else None, build, kind="tokenizers"
-    )
-
-
-def _is_sound_tokenizer(folder: Path) -> bool:
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return bool(manifest["format"] == FORMAT and manifest["tokenizer"] == tokenizer_digest(folder / "tokenizer"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def known_content(root: Path, stamp: str | None) -> str | None:
     """The content digest that a text with this stamp had."""
-    if stamp is None:
-        return None
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = json.loads((root / "sources" / f"{stamp}.json").read_text(encoding="utf-8"))["content"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return content if isinstance(content, str) else None
+        return content if isinstance(content, str) else None
+    return None
 
 
 def remember_content(root: Path, stamp: str | None, content: str) -> None:
     """Keeps the content digest of a text for its next use, where the cache may be written: it only saves time."""
-    if stamp is None:
-        return
-    with contextlib.suppress(OSError):
-        path = root / "sources" / f"{stamp}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"content": content}) + "\n")
+    if stamp is not None:
+        with contextlib.suppress(OSError):
+            path = root / "sources" / f"{stamp}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps({"content": content}) + "\n")
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:

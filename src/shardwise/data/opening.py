@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -21,19 +21,16 @@ from shardwise.errors import ConfigError, DataError
 
 
 class _Format(Protocol):
-    """What a module of `formats` has."""
+    """What a module of `formats` has. Each function raises a DataError with every problem of the data."""
 
     def open_data(self, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedData:
-        """The data that `config` names, made ready for a run; what that costs is kept in the cache `root`."""
-        ...
+        """The data that `config` names, made ready for a run; what takes long to make is kept in the cache `root`."""
 
     def glance(self, config: Config) -> str:
         """What the data are, for the user of a dry run; found in a moment, without the network."""
-        ...
 
     def inspect(self, data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
         """What the data hold, and their first `samples`."""
-        ...
 
 
 FORMATS: Mapping[DataFormat, _Format] = {"megatron": megatron, "hdf5": hdf5, "datasets": datasets, "text": text}
@@ -61,11 +58,7 @@ def prepare(
 
 
 def checked_format(config: Config) -> DataFormat:
-    """The format of the data of `config`; nothing of them is read.
-
-    Raises:
-        DataError: other keys ask of such data what they cannot give.
-    """
+    """The format of the data of `config`, which are not read; DataError where other keys ask what it cannot give."""
     data = config.data
     _, eval_weight, test_weight = data.split_weights
     if eval_weight == 0 and config.train.eval_every > 0:
@@ -86,46 +79,50 @@ def checked_format(config: Config) -> DataFormat:
         raise DataError(
             f"data.streaming (true) must be false with {data.key} ({data.name}), whose tokens are read where they lie"
         )
-    if data.streaming:
-        stream.require_streamable(config)
-    elif test_weight and not holds_tokens and not data.split_names:
+    if data.streaming and in_pairs(config):
+        raise DataError(
+            f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
+            "made of prepared text"
+        )
+    if test_weight and not holds_tokens and not data.split_names:
         raise DataError(
             f"data.split ({data.split}) must be two weights, training and evaluation, where {data.key} "
-            f"({data.name}) is text: only Megatron data and HDF5 shards have a test part"
+            f"({data.name}) is text: only Megatron data, HDF5 shards and splits with names have a test part"
         )
     return format
 
 
-@dataclass
+@dataclass(frozen=True)
 class Glance:
-    """What a glance at data and tokenizer found.
+    """What a glance at data and tokenizer finds.
 
     Attributes:
         rows: names and what they are, for the user.
         problems: why a run could not start.
     """
 
-    rows: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    def add(self, name: str, describe: Callable[[], str]) -> None:
-        """One row more, or the problems that `describe` raises."""
-        try:
-            self.rows.append((name, describe()))
-        except ConfigError as error:
-            self.problems += error.problems
+    rows: Sequence[tuple[str, str]]
+    problems: Sequence[str]
 
 
 def glance(config: Config) -> Glance:
     """What a dry run says of the data and the tokenizer of `config`: no network is asked and nothing is prepared."""
-    seen = Glance()
+    rows: list[tuple[str, str]] = []
+    problems: list[str] = []
     try:
         format = checked_format(config)
     except ConfigError as error:
-        return Glance(problems=error.problems)
-    seen.add("data", lambda: f"{config.data.name}: {FORMATS[format].glance(config)}")
-    seen.add("tokenizer", lambda: _glance_at_tokenizer(config, format))
-    return seen
+        return Glance(rows, error.problems)
+    looks: dict[str, Callable[[], str]] = {
+        "data": lambda: f"{config.data.name}: {FORMATS[format].glance(config)}",
+        "tokenizer": lambda: _glance_at_tokenizer(config, format),
+    }
+    for name, describe in looks.items():
+        try:
+            rows.append((name, describe()))
+        except ConfigError as error:
+            problems += error.problems
+    return Glance(rows, problems)
 
 
 def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
@@ -146,11 +143,7 @@ def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
 
 
 def inspect(path: str, *, tokenizer: str | None, samples: int, text_key: str) -> Inspection:
-    """What data hold: Megatron's .bin and .idx, HDF5 shards, an arrow folder or a file of one, or text.
-
-    Raises:
-        DataError: nothing of the kind is there, or it is damaged.
-    """
+    """What the data at a path hold, of any format; DataError where there are none, or they are damaged."""
     place = Path(path).expanduser()
     folder = place.parent if place.suffix == ".arrow" else place
     if is_saved(folder, damaged=True):

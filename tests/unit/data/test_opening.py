@@ -62,7 +62,7 @@ GOOD: dict[str, tuple[dict[str, Any], str]] = {
         "one.jsonl: 1 file, 26 B, prepared when the run starts",
     ),
     "a folder": ({"path": "texts"}, "texts: 2 files, 15 B, prepared"),
-    "a stream": ({"path": "texts", "streaming": True, "tokenizer": "tokenizer"}, "2 files, 15 B, read while training"),
+    "a stream": ({"path": "texts", "streaming": True, "tokenizer": "tokenizer"}, "2 files, 15 B, read during training"),
     "Megatron's": ({"path": "tokens"}, "tokens: 1 sequence in Megatron's format, as the headers of .idx files say"),
     "a blend": ({"blend": [1, "tokens", 2, "tokens"]}, "2 sequences in Megatron's format"),
     "of the hub": ({"dataset": "wikitext"}, "wikitext: on the hub, which was not asked: fetched when the run starts"),

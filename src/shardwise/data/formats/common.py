@@ -1,15 +1,15 @@
-"""What a run reads, once it can be read, and what several formats ask of a configuration."""
+"""Data that are ready for a run, and the checks of a configuration that several formats share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from shardwise.config import BertConfig, Config
 from shardwise.data import cache
-from shardwise.data.parts import PART_NAMES, PARTS, Part
+from shardwise.data.parts import PART_NAMES, Part
 from shardwise.data.reading.manifest import tokenizer_problems
 from shardwise.data.samples.batch import Batches, SampledBatches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, without_end
@@ -24,37 +24,36 @@ from shardwise.data.tokens.tokenizer import (
     user_tokenizer_digest,
 )
 from shardwise.errors import DataError
+from shardwise.units import counted
 
 Announce = Callable[[str], None] | None
 """Is called with one line when something is fetched or built."""
 
 
-class PreparedData(Protocol):
-    """Tokens of a training, an evaluation and, where there is one, a test part."""
+@dataclass(frozen=True)
+class PreparedData(ABC):
+    """Tokens of a training, an evaluation and, where there is one, a test part.
 
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """A folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None: only ids."""
-        ...
+    Attributes:
+        tokenizer_path: a folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None where
+            the data are ids and no tokenizer is named.
+        fingerprint: a digest of the data: equal data have equal fingerprints, on any machine.
+        summary: one line for the user.
+    """
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the data: equal data have equal fingerprints, on any machine."""
-        ...
+    tokenizer_path: Path | None
+    fingerprint: str
+    summary: str
 
-    @property
-    def summary(self) -> str:
-        """One line for the user."""
-        ...
-
+    @abstractmethod
     def count(self, part: Part) -> int:
         """Tokens of a part."""
-        ...
 
+    @abstractmethod
     def beginning(self, part: Part, tokens: int) -> list[int]:
         """The first tokens of a part; fewer where it has no more."""
-        ...
 
+    @abstractmethod
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         """The batches of a part that the model's family trains on; None where it holds less than one sample.
 
@@ -63,67 +62,35 @@ class PreparedData(Protocol):
                 what BERT masks).
             tail: what is left after the last whole sample is a sample too.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class PreparedText:
-    """`PreparedData` of tokenized text, which is one row of tokens a part.
+class PreparedText(PreparedData):
+    """Tokenized text, which is one row of tokens in each part.
 
     Attributes:
-        fingerprint: a digest of the text and of all its tokens.
+        tokens: of each part.
         vocab_size: of the tokenizer, at most the model's; the model's where there is no tokenizer.
         sentences: of each part, where samples are sentence pairs.
-        pair_tokens: the ids that pairs are made with, likewise.
+        pair_tokens: the special tokens that pairs are made with, likewise.
     """
 
-    tokenizer_path: Path | None
-    train_tokens: TokenArray
-    eval_tokens: TokenArray
-    test_tokens: TokenArray
-    fingerprint: str
+    tokens: Mapping[Part, TokenArray]
     vocab_size: int
-    summary: str
     sentences: Mapping[Part, Sentences] = field(default_factory=dict)
     pair_tokens: PairTokens | None = None
 
-    @classmethod
-    def of_entry(
-        cls,
-        entry: cache.Entry,
-        tokenizer_path: Path | None,
-        vocab_size: int,
-        summary: str,
-        pair_tokens: PairTokens | None = None,
-    ) -> PreparedText:
-        """The tokens of an entry of the cache, mapped into memory."""
-        return cls(
-            tokenizer_path,
-            train_tokens=entry.tokens("train"),
-            eval_tokens=entry.tokens("eval"),
-            test_tokens=entry.tokens("test"),
-            fingerprint=entry.manifest["fingerprint"],
-            vocab_size=vocab_size,
-            summary=summary,
-            sentences={} if pair_tokens is None else {part: entry.sentences(part) for part in PARTS},
-            pair_tokens=pair_tokens,
-        )
-
     def count(self, part: Part) -> int:
-        return len(self._row(part))
+        return len(self.tokens[part])
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
-        return [int(token) for token in self._row(part)[:tokens]]
+        return [int(token) for token in self.tokens[part][:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
-        row = self._row(part)
+        row, seed = self.tokens[part], config.train.seed
         if self.pair_tokens is not None:
-            sentences, seed = self.sentences[part], config.train.seed
-            return pair_batches(config, row, sentences, self.pair_tokens, self.vocab_size, seed)
-        return row_batches(config, row, self.tokenizer_path, config.train.seed, tail=tail)
-
-    def _row(self, part: Part) -> TokenArray:
-        return {"train": self.train_tokens, "eval": self.eval_tokens, "test": self.test_tokens}[part]
+            return pair_batches(config, row, self.sentences[part], self.pair_tokens, self.vocab_size, seed)
+        return row_batches(config, row, self.tokenizer_path, seed, tail=tail)
 
 
 def make_batches(config: Config, data: PreparedData, part: Part) -> Batches | None:
@@ -150,7 +117,7 @@ def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, 
 def pair_batches(
     config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
 ) -> SampledBatches | None:
-    """Batches of sentence pairs; None of less than two samples, as the second sentence may come from another one."""
+    """Batches of sentence pairs; None of fewer than two samples, as the second sentence may be of another sample."""
     length = config.train.sequence_length
     if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:
         return None
@@ -198,8 +165,8 @@ def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: lis
     """The tokenizer that `data.tokenizer` names, where data are tokens already; None where it names none.
 
     Args:
-        manifests: the records beside the data, which say what tokenizer made them.
-        problems: grows by what is wrong with the tokenizer; what is returned must not be used then.
+        manifests: the files beside the data that say which tokenizer made them.
+        problems: what is wrong with the tokenizer is appended; the result must not be used then.
     """
     named = config.data.tokenizer
     if named is None:
@@ -216,13 +183,17 @@ def tokenizer_of_tokens(config: Config, manifests: Iterable[Path], problems: lis
 
 
 def tokenizer_in_cache(config: Config, tokenizer: Tokenizer | None, root: Path) -> Path | None:
-    """The folder in the cache `root` of `tokenizer`, which `data.tokenizer` names; None of None."""
+    """The folder in the cache `root` that holds `tokenizer`, which `data.tokenizer` names; None where there is none."""
     path = config.data.tokenizer
     if tokenizer is None or path is None:
         return None
-    return cache.open_or_build_tokenizer(
-        root, user_tokenizer_digest(path)[:32], lambda folder: export_user_tokenizer(path, tokenizer, folder)
-    )
+
+    def build(folder: Path) -> dict[str, str]:
+        export_user_tokenizer(path, tokenizer, folder / "tokenizer")
+        return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
+
+    key = user_tokenizer_digest(path)[:32]
+    return cache.open_or_build(root, "tokenizers", key, cache.has_its_tokenizer, build).tokenizer_path
 
 
 def padding_problems(special: PairTokens | None, config: Config) -> list[str]:
@@ -241,34 +212,40 @@ def needed_parts(config: Config) -> list[Part]:
     return ["train", "eval"] if config.train.eval_every > 0 else ["train"]
 
 
-def too_short(entry: cache.Entry, name: str, config: Config, parts: Sequence[Part]) -> list[str]:
-    """Which of these parts of the data `name` hold less than a sample, or for sentence pairs two."""
-    problems = []
-    for part in parts:
-        sentences = entry.sentences(part) if in_pairs(config) else None
-        lacking = shortage(config, entry.manifest[part]["tokens"], sentences)
-        if lacking is not None:
-            held, least = lacking
-            problems.append(
-                f"the {PART_NAMES[part]} part of {config.data.key} {name} ({held} at data.split={config.data.split}) "
-                f"must be at least {least}: give more text, a shorter sequence or another split"
-            )
-    return problems
+def shortage(
+    config: Config, part: Part, name: object, tokens: int, sentences: Sentences | None, documents: int | None = None
+) -> list[str]:
+    """The problem of a part of the data `name` that holds less than one sample, or for sentence pairs two.
 
-
-def shortage(config: Config, tokens: int, sentences: Sentences | None) -> tuple[str, str] | None:
-    """What a part of so many tokens holds, and what a sample needs; None where it holds one.
-
-    sentences: of the part, where samples are pairs of them: then it must hold two.
+    Args:
+        tokens, sentences: of the part; `sentences` where samples are pairs of them.
+        documents: of the part, where the user counts documents.
     """
     length = config.train.sequence_length
+    enough, held = tokens > length, f"{tokens:,} tokens"
+    least = f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
     if sentences is not None:
         room = chunk_room(length)
         chunks = ChunkIndex(sentences, room).num_chunks
-        if chunks >= 2:
-            return None
+        enough, held = chunks >= 2, f"{held} in {chunks} samples"
         least = f"two samples of about train.sequence_length - 3 ({room:,} tokens)"
-        return f"{tokens:,} tokens in {chunks} samples", least
-    if tokens > length:
-        return None
-    return f"{tokens:,} tokens", f"one sample of train.sequence_length + 1 ({length + 1:,} tokens)"
+    if enough:
+        return []
+    if documents is not None:
+        held += f" in {counted(documents, 'document')}"
+    return [
+        f"the {PART_NAMES[part]} part of {config.data.key} {name} ({held} at data.split={config.data.split}) must be "
+        f"at least {least}: give more {'text' if documents is None else 'documents'}, a shorter sequence or another "
+        "split"
+    ]
+
+
+def entry_problems(config: Config, entry: cache.Entry, name: str, parts: Iterable[Part]) -> list[str]:
+    """As `shortage`, of these parts of an entry of the cache."""
+    return [
+        problem
+        for part in parts
+        for problem in shortage(
+            config, part, name, entry.manifest[part]["tokens"], entry.sentences(part) if in_pairs(config) else None
+        )
+    ]

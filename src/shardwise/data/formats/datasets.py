@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +15,26 @@ import numpy.typing as npt
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, Config, DataConfig
 from shardwise.data import cache
+from shardwise.data.formats import text
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
+    entry_problems,
     in_pairs,
     needed_parts,
     tokenizer_in_cache,
     tokenizer_of_tokens,
-    too_short,
     without_tokenizer,
 )
-from shardwise.data.formats.inspection import (
-    SAMPLE_CHARACTERS,
-    SAMPLE_TOKENS,
-    Decoder,
-    Inspection,
-    Lengths,
-    Sample,
-    describe_ids,
-    spread,
-    token_notes,
-)
-from shardwise.data.formats.text import open_source_data, when_read
+from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Inspection, Lengths, Sample, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.datasets import TOKENS, DataSet, library, open_dataset, require_library
+from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.sources import ColumnSource
-from shardwise.data.reading.text import require_sound
+from shardwise.data.reading.text import first_line, require_sound
 from shardwise.data.tokens.encoding import token_writers
 from shardwise.data.tokens.split import Split, plan_split
-from shardwise.errors import DataError
+from shardwise.errors import DataError, ShardwiseError
 from shardwise.units import counted, size
 
 ON_HUB = "on the hub, which was not asked: fetched when the run starts"
@@ -53,37 +44,26 @@ _TEXT = ("string", "large_string")
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
-    """Opens a data set's column of text or of tokens from the cache, which is filled first where it has none.
-
-    Raises:
-        DataError: the column cannot be read; a token is beyond the vocabulary or null; there are too few.
-    """
-    dataset = open_dataset(config.data)
+    """Opens a data set's column of text or of tokens from the cache, which is filled first where it has none."""
+    dataset = ColumnSource.open(config.data)
     if cache.known_content(root, dataset.stamp()) is None:  # only a text's content is known
         key = _key(dataset, config)
-        if cache.open_entry(root, key) is not None or _holds_tokens(dataset, root):
-            return _open_tokens(dataset, key, config, root, announce, any_size)
+        if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
+            entry = cache.open_or_build_tokens(
+                root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
+            )
+            return _prepared(entry, dataset, config, root, any_size)
     if any_size and config.data.tokenizer is None:
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )
-    return open_source_data(ColumnSource(dataset), config, root, announce, any_size=any_size)
+    return text.open_data(config, root, announce, any_size=any_size, source=dataset)
 
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
     """Opens the data set to know: one process does so at a time, as it is fetched first where it lies on the hub."""
     with cache.locked(root, dataset.stamp()[:32]):
         return dataset.holds_tokens
-
-
-def _open_tokens(
-    dataset: DataSet, key: str, config: Config, root: Path, announce: Announce, any_size: bool
-) -> PreparedText:
-    """The rows of a part, joined: nothing is put between them, so samples of any length are cut from one row."""
-    entry = cache.open_or_build_tokens(
-        root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
-    )
-    return _prepared(entry, dataset, config, root, any_size)
 
 
 def _key(dataset: DataSet, config: Config) -> str:
@@ -97,27 +77,24 @@ def _key(dataset: DataSet, config: Config) -> str:
     )
 
 
-def _build(folder: Path, dataset: DataSet, config: Config) -> None:
+def _build(folder: Path, dataset: DataSet, config: Config) -> dict[str, Any]:
     vocab_size, dtype = config.model.vocab_size, cache.token_dtype(config.model.vocab_size)
     split = None if config.data.split_names else _plan(dataset, config)
-    rows = 0
     with ExitStack() as files:
         writers = token_writers(files, dtype, folder)
         for part, number, tokens in _parts(dataset, vocab_size, split):
             writers[part].write(tokens)
             writers[part].documents += number
-            rows += number
     facts: dict[str, Any] = {part: writer.facts() for part, writer in writers.items()}
     digests = ["tokens", dtype.str, *(row["sha256"] for row in facts.values())]
-    manifest: dict[str, Any] = {
+    return {
         "dtype": dtype.str,
         "vocab_size": vocab_size,
-        "documents": rows,
+        "documents": sum(writer.documents for writer in writers.values()),
         **facts,
         "tokenizer": None,
         "fingerprint": cache.fingerprint_of(digests),
     }
-    cache.write_manifest(folder, manifest)
 
 
 def _plan(dataset: DataSet, config: Config) -> Split:
@@ -128,31 +105,34 @@ def _plan(dataset: DataSet, config: Config) -> Split:
 def _parts(
     dataset: DataSet, vocab_size: int, split: Split | None
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
-    """Rows of a part: how many begin, and their tokens. Without `split`, the splits that are read are the parts."""
-    start = 0
+    """Rows of a part: how many begin, and their tokens, joined with nothing between them.
+
+    Without `split`, the splits that are read are the parts.
+    """
+    start = 0  # tokens before, in the whole data set
     for part, name in zip(PART_NAMES, dataset.splits, strict=False):
         first = 0
         for array in dataset.rows(name):
-            lengths, after = _lengths(array), first + len(array)
+            lengths = _lengths(array)
             tokens = _tokens(array, lengths, dataset.where(name), first, vocab_size)
             if split is None:
                 yield part, len(array), tokens
-            elif split.documents is not None:
-                held = split.documents[first:after]
-                yield "eval", int(held.sum()), tokens[np.repeat(held, lengths)]
-                yield "train", int((~held).sum()), tokens[~np.repeat(held, lengths)]
             else:
-                cut = min(max(split.boundary - start, 0), len(tokens))
-                begun = int(np.searchsorted(np.cumsum(lengths) - lengths, cut))
-                yield "train", begun, tokens[:cut]
-                yield "eval", len(array) - begun, tokens[cut:]
-            first, start = after, start + len(tokens)
+                if split.documents is not None:
+                    rows = split.documents[first : first + len(array)]
+                    held = np.repeat(rows, lengths)
+                else:
+                    rows = start + np.cumsum(lengths) - lengths >= split.boundary
+                    held = start + np.arange(len(tokens)) >= split.boundary
+                yield "train", int((~rows).sum()), tokens[~held]
+                yield "eval", int(rows.sum()), tokens[held]
+            first, start = first + len(array), start + len(tokens)
 
 
 def _lengths(array: Any) -> npt.NDArray[np.int64]:
     """Tokens of each row."""
-    found = importlib.import_module("pyarrow.compute").list_value_length(array)
-    lengths: npt.NDArray[np.int64] = found.to_numpy(zero_copy_only=False).astype(np.int64)
+    counts = importlib.import_module("pyarrow.compute").list_value_length(array)
+    lengths: npt.NDArray[np.int64] = counts.to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths
 
 
@@ -161,23 +141,19 @@ def _tokens(
 ) -> npt.NDArray[np.integer[Any]]:
     """All tokens of rows of these lengths, of which the first is row number `first`."""
     flat = array.flatten()
-    if flat.null_count:
-        at = flat.is_null().to_pylist().index(True)
-        raise DataError(f"{_place(at, lengths, where, first)} is null: a row must hold tokens alone")
-    tokens: npt.NDArray[np.integer[Any]] = flat.to_numpy()
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+    nulls = flat.is_null().to_numpy(zero_copy_only=False)
+    tokens: npt.NDArray[np.integer[Any]] = flat.fill_null(0).to_numpy()
+    for at in np.flatnonzero(nulls | (tokens < 0) | (tokens >= vocab_size))[:1]:
+        ends = np.cumsum(lengths)
+        row = int(np.searchsorted(ends, at, side="right"))
+        place = f"{where}: row {first + row}: token {at - (ends[row] - lengths[row])}"
+        if nulls[at]:
+            raise DataError(f"{place} is null: a row must hold tokens alone")
         raise DataError(
-            f"{_place(at, lengths, where, first)} ({tokens[at]}) must be in 0 … {vocab_size - 1}: set model.vocab_size "
-            "to that of the tokenizer that made the data"
+            f"{place} ({tokens[at]}) must be in 0 … {vocab_size - 1}: set model.vocab_size to that of the tokenizer "
+            "that made the data"
         )
     return tokens
-
-
-def _place(at: int, lengths: npt.NDArray[np.int64], where: str, first: int) -> str:
-    ends = np.cumsum(lengths)
-    row = int(np.searchsorted(ends, at, side="right"))
-    return f"{where}: row {first + row}: token {at - int(ends[row] - lengths[row])}"
 
 
 def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, any_size: bool) -> PreparedText:
@@ -189,16 +165,18 @@ def _prepared(entry: cache.Entry, dataset: DataSet, config: Config, root: Path, 
         )
     folders = [] if config.data.path is None else [Path(config.data.path).expanduser()]
     tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
-    problems = problems or too_short(entry, dataset.name, config, [] if any_size else needed_parts(config))
+    problems = problems or entry_problems(config, entry, dataset.name, [] if any_size else needed_parts(config))
     if problems:
         raise DataError(problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
-    held = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
-    return PreparedText.of_entry(
-        entry,
+    nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
+    number = counted(entry.manifest["documents"], "row")
+    return PreparedText(
         tokenizer_in_cache(config, tokenizer, root),
-        config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
-        f"{dataset.name}: {size(held)}, {counted(entry.manifest['documents'], 'row')}, {describe_sizes(sizes)} tokens",
+        entry.manifest["fingerprint"],
+        f"{dataset.name}: {size(nbytes)}, {number}, {describe_sizes(sizes)} tokens",
+        tokens={part: entry.tokens(part) for part in PARTS},
+        vocab_size=config.model.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
 
 
@@ -208,10 +186,10 @@ def glance(config: Config) -> str:
     if config.data.is_hub_dataset:
         hub.place_of_dataset(config.data.dataset, BUILT_IN_TEXTS)
         return ON_HUB
-    dataset = open_dataset(config.data)
+    dataset = DataSet.open(config.data)
     dataset.stamp()
-    number = sum(map(len, dataset.files().values()))
-    return f"a data set of {counted(number, 'file')}, {when_read(config)}"
+    number = sum(map(len, dataset.files_by_split().values()))
+    return f"a data set of {counted(number, 'file')}, {text.when_read(config)}"
 
 
 def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
@@ -221,50 +199,50 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     datasets = library()
     try:
         opened = datasets.load_from_disk(str(path))
-        parts = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
-        return _inspect(path, parts, tokenizer, samples)
+        splits = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
+        return _inspect(path, splits, tokenizer, samples)
+    except ShardwiseError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        if isinstance(error, DataError):
-            raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error) or type(error).__name__
         raise DataError(
             f"{path} cannot be opened as an arrow folder ({reason}): it is damaged, copy it again"
         ) from None
 
 
-def _inspect(path: Path, parts: Mapping[str, Any], tokenizer: str | None, samples: int) -> Inspection:
-    record = read_manifest(of_folder(path))
-    name, rows_of = max(parts.items(), key=lambda part: len(part[1]))
-    columns = list(rows_of.column_names)
-    total = sum(map(len, parts.values()))
-    size_ = sum(file.stat().st_size for file in path.rglob("*.arrow"))
-    splits = ", ".join(f"{each} {len(part):,}" for each, part in parts.items()) if name else f"{total:,}"
-    schema = rows_of.features.arrow_schema
-    types = {each: str(schema.field(each).type) for each in columns}
-    rows = [("rows", splits), ("columns", ", ".join(f"{each} ({kind})" for each, kind in types.items()))]
-    counts: dict[str, Any] = {"rows": {each or "all": len(part) for each, part in parts.items()}, "columns": columns}
-    has_tokens = "list<" in types.get(TOKENS, "")
-    column = TOKENS if has_tokens else next((each for each in columns if types[each] in _TEXT), None)
-    if column is None or not len(rows_of):
-        return Inspection(str(path), "arrow", size_, rows, counts, None, (), record)
-    arrow = importlib.import_module("pyarrow.compute")
-    table = rows_of.select_columns([column]).with_format("arrow")
-    looked_at = table[spread(len(rows_of), _ARROW_ROWS).tolist()].column(0)
-    leading = table[: min(samples, len(rows_of))].column(0)
-    for each in (*looked_at.chunks, *leading.chunks):
-        require_sound(each, str(path), column)
-    first = leading.to_pylist()
-    if not has_tokens:
-        lengths = Lengths.of(f"characters of {column}", arrow.utf8_length(looked_at).fill_null(0).to_numpy(), total)
-        found = [Sample(number, (value or "")[:SAMPLE_CHARACTERS], None) for number, value in enumerate(first)]
-        return Inspection(str(path), "arrow", size_, rows, counts, lengths, found, record)
-    lengths = Lengths.of(f"tokens of {column}", arrow.list_value_length(looked_at).fill_null(0).to_numpy(), total)
-    decoder = Decoder.find(tokenizer, record)
-    found = [decoder.sample(number, np.array(value or [])[:SAMPLE_TOKENS]) for number, value in enumerate(first)]
-    ids = arrow.list_flatten(looked_at)
-    lowest, highest = (arrow.min_max(ids)[each].as_py() or 0 for each in ("min", "max"))
-    counts["ids"] = {"lowest": lowest, "highest": highest, "looked_at": len(ids)}
-    rows.append(("ids", describe_ids(lowest, highest, len(ids), round(lengths.mean * total))))
-    return Inspection(
-        str(path), "arrow", size_, rows, counts, lengths, found, record, token_notes(decoder, record, lowest, highest)
+def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, samples: int) -> Inspection:
+    """The columns of all splits, and what the longest one holds."""
+    table = max(splits.values(), key=len)
+    total = sum(map(len, splits.values()))
+    columns = list(table.column_names)
+    types = {name: str(table.features.arrow_schema.field(name).type) for name in columns}
+    by_split = f"{total:,}" if "" in splits else ", ".join(f"{name} {len(rows):,}" for name, rows in splits.items())
+    inspection = Inspection(
+        str(path),
+        "arrow",
+        sum(file.stat().st_size for file in path.rglob("*.arrow")),
+        rows=[("rows", by_split), ("columns", ", ".join(f"{name} ({type_})" for name, type_ in types.items()))],
+        counts={"rows": {name or "all": len(rows) for name, rows in splits.items()}, "columns": columns},
+        manifest=read_manifest(of_folder(path)),
     )
+    has_tokens = "list<" in types.get(TOKENS, "")
+    column = TOKENS if has_tokens else next((name for name in columns if types[name] in _TEXT), None)
+    if column is None or not len(table):
+        return inspection
+    arrow = importlib.import_module("pyarrow.compute")
+    table = table.select_columns([column]).with_format("arrow")
+    looked_at = table[spread(len(table), _ARROW_ROWS).tolist()].column(0)
+    leading = table[: min(samples, len(table))].column(0)
+    for array in (*looked_at.chunks, *leading.chunks):
+        require_sound(array, str(path), column)
+    unit, count = ("tokens", arrow.list_value_length) if has_tokens else ("characters", arrow.utf8_length)
+    lengths = Lengths.of(f"{unit} of {column}", count(looked_at).fill_null(0).to_numpy(), total)
+    inspection = replace(inspection, lengths=lengths)
+    if not has_tokens:
+        texts = enumerate(leading.to_pylist())
+        return replace(
+            inspection, samples=[Sample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts]
+        )
+    ids = [np.array(row or []) for row in leading.to_pylist()]
+    seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
+    return with_tokens(inspection, tokenizer, ids, [seen], round(lengths.mean * total))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +14,17 @@ from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
+    PreparedData,
     needed_parts,
     require_bert,
     tokenizer_in_cache,
     tokenizer_of_tokens,
 )
-from shardwise.data.formats.inspection import (
-    SAMPLE_TOKENS,
-    Decoder,
-    Inspection,
-    Lengths,
-    describe_ids,
-    spread,
-    token_notes,
-)
+from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
-from shardwise.data.reading.hdf5 import KEYS, Shard, Shards, in_list, library, opened, shard_paths
+from shardwise.data.reading.hdf5 import Shard, Shards, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
-from shardwise.data.reading.text import unreadable
-from shardwise.data.reading.unpacking import Chunked, unpack
+from shardwise.data.reading.text import readable
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.shards import ShardBatches
 from shardwise.errors import DataError, listing
@@ -47,18 +40,11 @@ _RUNS, _RUN = 64, 64
 
 
 @dataclass(frozen=True)
-class PreparedShards:
-    """`PreparedData` of HDF5 shards.
+class PreparedShards(PreparedData):
+    """HDF5 shards, and the first row of the training, the evaluation and the test part, then the number of rows."""
 
-    Attributes:
-        bounds: the first row of the training, the evaluation and the test part, then the number of rows.
-    """
-
-    tokenizer_path: Path | None
     shards: Shards
     bounds: Sequence[int]
-    fingerprint: str
-    summary: str
 
     def rows(self, part: Part) -> range:
         """The rows of a part."""
@@ -82,11 +68,7 @@ class PreparedShards:
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedShards:
-    """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache.
-
-    Raises:
-        DataError: with every problem of the files and the tokenizer, or of the parts' sizes.
-    """
+    """Opens the shards of `config`; what lies in chunks, and the tokenizer where one is named, is kept in the cache."""
     data, model = config.data, require_bert(config)
     shards, problems = [], []
     library()
@@ -102,15 +84,25 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
     if problems:
         raise DataError(problems)
-    rows = Shards(_unpacked(shards, root, announce), model.vocab_size, model.type_vocab_size)
+    rows = Shards(unpack(root, shards, announce), model.vocab_size, model.type_vocab_size)
     bounds = part_bounds(len(rows), data.split_weights)
-    if not any_size and (problems := _too_few(bounds, config)):
+    problems = [
+        f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at data.split={data.split}) "
+        "must hold at least one: give more shards or another split"
+        for part, (first, after) in zip(needed_parts(config), pairwise(bounds), strict=False)
+        if first == after and not any_size
+    ]
+    if problems:
         raise DataError(problems)
+    # Of names and of blocks that are spread over the shards: reading all of them would take minutes.
+    blocks = max(2, _CHECKED_BLOCKS // len(shards))
+    with readable("data.path"):
+        digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     return PreparedShards(
         tokenizer_path=tokenizer_in_cache(config, tokenizer, root),
         shards=rows,
         bounds=bounds,
-        fingerprint=_fingerprint(shards, bounds),
+        fingerprint=cache.digest_of({"digests": digests, "bounds": bounds}),
         summary=_summary(rows, bounds, config),
     )
 
@@ -128,71 +120,38 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     """Shards of masked sentence pairs."""
     paths = shard_paths(data)
     first = Shard.open(paths[0])
-    shards = [first, *(Shard.open(path, first.length) for path in paths[1:])]
-    record = read_manifest(of_folder(first.path.parent))
-    decoder = Decoder.find(tokenizer, record)
-    opened = Shards(shards, 1 << 31, 2)
-    number = len(opened)
+    shards = Shards([first, *(Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
+    number = len(shards)
     rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN)), number - 1))
-    values = opened.take(rows_B)
-    lengths = values["input_mask"].sum(axis=1)
-    listed = in_list(values["masked_lm_positions"])
-    masked, after = float(listed.sum(axis=1).mean()), float((values["next_sentence_labels"] == 0).mean())
-    lowest, highest = int(values["input_ids"].min()), int(values["input_ids"].max())
-    ids = opened.take(np.arange(min(samples, number)))["input_ids"]
-    found = [decoder.sample(row, ids[row][: min(SAMPLE_TOKENS, lengths[row])]) for row in range(len(ids))]
-    counts = {
-        "shards": len(shards),
-        "samples": number,
-        "sequence_length": first.length,
-        "predictions": opened.predictions,
-        "looked_at": len(rows_B),
-        "masked_mean": masked,
-        "next_sentence_share": after,
-        "ids": {"lowest": lowest, "highest": highest, "looked_at": int(values["input_ids"].size)},
-    }
-    sizes = sorted(shard.rows for shard in shards)
-    each = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} … {sizes[-1]:,}"
-    rows = [
-        ("shards", f"{len(shards):,} of {each} samples"),
-        ("samples", f"{number:,} of {first.length:,} tokens, at most {opened.predictions:,} of them masked"),
-        ("masked", f"{masked:.1f} tokens a sample"),
-        ("next sentence", f"follows in {after:.0%} of the samples, and is a random one in the rest"),
-        ("ids", describe_ids(lowest, highest, int(values["input_ids"].size), number * first.length)),
-    ]
-    return Inspection(
-        str(data.path), "HDF5 shards of sentence pairs", sum(path.stat().st_size for path in paths), rows, counts,
-        Lengths.of("tokens of a sample, without padding", lengths, number), found, record,
-        token_notes(decoder, record, lowest, highest),
-    )  # fmt: skip
-
-
-def _unpacked(shards: Sequence[Shard], root: Path, announce: Announce) -> list[Shard]:
-    try:
-        chunked = [Chunked(shard.path, shard.nbytes) for shard in shards if shard.chunked]
-        folders = unpack(root, chunked, list(KEYS), opened, announce)
-    except OSError as error:
-        raise unreadable(Path(error.filename), error) from None
-    return [replace(shard, unpacked=folders.get(shard.path)) for shard in shards]
-
-
-def _too_few(bounds: Sequence[int], config: Config) -> list[str]:
-    return [
-        f"the {PART_NAMES[part]} part of data.path {config.data.name} (0 of {bounds[-1]:,} samples at "
-        f"data.split={config.data.split}) must hold at least one: give more shards or another split"
-        for number, part in enumerate(needed_parts(config))
-        if bounds[number + 1] == bounds[number]
-    ]
-
-
-def _fingerprint(shards: Sequence[Shard], bounds: Sequence[int]) -> str:
-    """Of the names and of blocks that are spread over the shards: reading all of them would take minutes."""
-    blocks = max(2, _CHECKED_BLOCKS // len(shards))
-    try:
-        digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
-    except OSError as error:
-        raise unreadable(Path(error.filename), error) from None
-    return cache.digest_of({"digests": digests, "bounds": list(bounds)})
+    values, leading = shards.take(rows_B), shards.take(np.arange(min(samples, number)))
+    masked = float(in_list(values["masked_lm_positions"]).sum(axis=1).mean())
+    follows = float((values["next_sentence_labels"] == 0).mean())
+    sizes = sorted(shard.rows for shard in shards.shards)
+    rows_each = f"{sizes[0]:,}" if sizes[0] == sizes[-1] else f"{sizes[0]:,} … {sizes[-1]:,}"
+    inspection = Inspection(
+        str(data.path),
+        "HDF5 shards of sentence pairs",
+        sum(path.stat().st_size for path in paths),
+        rows=[
+            ("shards", f"{len(paths):,} of {rows_each} samples"),
+            ("samples", f"{number:,} of {first.length:,} tokens, at most {shards.predictions:,} of them masked"),
+            ("masked", f"{masked:.1f} tokens a sample"),
+            ("next sentence", f"follows in {follows:.0%} of the samples, and is a random one in the rest"),
+        ],
+        counts={
+            "shards": len(paths),
+            "samples": number,
+            "sequence_length": first.length,
+            "predictions": shards.predictions,
+            "looked_at": len(rows_B),
+            "masked_mean": masked,
+            "next_sentence_share": follows,
+        },
+        lengths=Lengths.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
+        manifest=read_manifest(of_folder(first.path.parent)),
+    )
+    ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]
+    return with_tokens(inspection, tokenizer, ids, [values["input_ids"]], number * first.length)
 
 
 def _summary(shards: Shards, bounds: Sequence[int], config: Config) -> str:
@@ -203,8 +162,8 @@ def _summary(shards: Shards, bounds: Sequence[int], config: Config) -> str:
         unread.append(f"data.max_predictions ({config.data.max_predictions})")
     if config.data.masked_fraction != MASKED_FRACTION:
         unread.append(f"data.masked_fraction ({config.data.masked_fraction})")
-    told = f", whatever {listing(unread)} may say" if unread else ""
+    ignored = f"; {listing(unread)} not used, as shards have their masks" if unread else ""
     return (
         f"{config.data.name}: {size(total)}, {counted(number, 'shard')}, {describe_sizes(sizes)} samples of "
-        f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{told}"
+        f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{ignored}"
     )

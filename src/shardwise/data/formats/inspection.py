@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import ConfigError
 from shardwise.units import count
 
+_Tokens = npt.NDArray[np.integer[Any]]
 _BARS = 12
-SAMPLE_TOKENS, SAMPLE_CHARACTERS = 64, 400
+_SAMPLE_TOKENS, SAMPLE_CHARACTERS = 64, 400
 """Shown of a sample, at most."""
 
 
@@ -48,9 +49,9 @@ class Lengths:
         bits = np.ceil(np.log2(lengths + 1)).astype(np.int64)
         bins = []
         for low in range(int(bits.min()), int(bits.max()) + 1, step):
-            held = lengths[(bits >= low) & (bits < low + step)]
+            inside = lengths[(bits >= low) & (bits < low + step)]
             first, last = (1 << low) >> 1, (1 << (low + step - 1)) - 1
-            bins.append((max(first, least), min(max(last, first), most), len(held)))
+            bins.append((max(first, least), min(max(last, first), most), len(inside)))
         return cls(what, len(lengths), number, least, most, float(lengths.mean()), float(np.median(lengths)), bins)
 
 
@@ -83,49 +84,69 @@ class Inspection:
     bytes: int
     rows: Sequence[tuple[str, str]]
     counts: Mapping[str, Any]
-    lengths: Lengths | None
-    samples: Sequence[Sample]
-    manifest: Mapping[str, Any] | None
-    notes: Sequence[str] = field(default_factory=tuple)
+    lengths: Lengths | None = None
+    samples: Sequence[Sample] = ()
+    manifest: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """Shows tokens as text, where there is a tokenizer.
+def with_tokens(
+    inspection: Inspection, named: str | None, first: Iterable[_Tokens], looked_at: Sequence[_Tokens], total: int
+) -> Inspection:
+    """An inspection of data that hold tokens, with the range of the ids and the first samples.
 
-    Attributes:
-        note: why there is none.
+    Args:
+        inspection: all else; its manifest may name the tokenizer that shows samples as text.
+        named: the tokenizer that the user names instead; ConfigError where it cannot be opened.
+        first: the tokens of the first samples.
+        looked_at: some of the tokens, or all.
+        total: how many tokens there are.
     """
+    tokenizer, notes = _tokenizer(named, inspection.manifest)
+    blocks = [block for block in looked_at if block.size]
+    seen = sum(block.size for block in blocks)
+    lowest = min((int(block.min()) for block in blocks), default=0)
+    highest = max((int(block.max()) for block in blocks), default=0)
+    if lowest < 0:
+        notes.append(
+            f"the lowest id ({lowest:,}) is negative, which no token is: a run refuses it; prepare the data again"
+        )
+    recorded = None if inspection.manifest is None else inspection.manifest["tokenizer"].get("vocab_size")
+    for whose, vocabulary in (("tokenizer", tokenizer and tokenizer.vocab_size), ("manifest", recorded)):
+        if isinstance(vocabulary, int) and highest >= vocabulary:
+            notes.append(
+                f"the highest id ({highest:,}) is beyond the vocabulary of the {whose} ({vocabulary:,}): other data, "
+                "or another tokenizer"
+            )
+    samples = []
+    for number, row in enumerate(first):
+        ids = [int(token) for token in row[:_SAMPLE_TOKENS]]
+        known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
+        samples.append(Sample(number, tokenizer.decode(ids) if tokenizer is not None and known else None, ids))
+    of_these = "" if seen >= total else f" in {count(seen)} tokens that were looked at"
+    return replace(
+        inspection,
+        rows=[*inspection.rows, ("ids", f"{lowest:,} … {highest:,}{of_these}")],
+        counts={**inspection.counts, "ids": {"lowest": lowest, "highest": highest, "looked_at": seen}},
+        samples=samples,
+        notes=notes,
+    )
 
-    tokenizer: Tokenizer | None
-    note: str | None = None
 
-    @classmethod
-    def find(cls, named: str | None, manifest: Mapping[str, Any] | None) -> Decoder:
-        """The tokenizer that the user names, else that of the manifest if it is still the same.
-
-        Raises:
-            ConfigError: the user's cannot be opened.
-        """
-        if named is not None:
-            return cls(Tokenizer.load(hub.resolve_tokenizer(named)))
-        if manifest is None or manifest["tokenizer"]["sha256"] is None:
-            return cls(None, "samples are ids: --tokenizer shows them as text")
-        made = manifest["tokenizer"]
-        try:
-            tokenizer = Tokenizer.load(hub.resolve_tokenizer(str(made.get("name")), cached=True))
-        except ConfigError:
-            return cls(None, f"samples are ids: the tokenizer {made.get('name')} is not here, name it by --tokenizer")
-        if tokenizer.digest != made["sha256"]:
-            return cls(None, f"samples are ids: {made.get('name')} is another tokenizer now, name it by --tokenizer")
-        return cls(tokenizer)
-
-    def sample(self, number: int, ids: npt.NDArray[np.integer[Any]]) -> Sample:
-        """The sample of these ids; it has no text where the tokenizer lacks one of them."""
-        values = [int(each) for each in ids]
-        if self.tokenizer is None or any(not 0 <= each < self.tokenizer.vocab_size for each in values):
-            return Sample(number, None, values)
-        return Sample(number, self.tokenizer.decode(values), values)
+def _tokenizer(named: str | None, manifest: Mapping[str, Any] | None) -> tuple[Tokenizer | None, list[str]]:
+    """The tokenizer that the user names, else that of the manifest if it is still the same; and why there is none."""
+    if named is not None:
+        return Tokenizer.load(hub.resolve_tokenizer(named)), []
+    if manifest is None or manifest["tokenizer"]["sha256"] is None:
+        return None, ["samples are ids: --tokenizer shows them as text"]
+    name = manifest["tokenizer"].get("name")
+    try:
+        tokenizer = Tokenizer.load(hub.resolve_tokenizer(str(name), cached=True))
+    except ConfigError:
+        return None, [f"samples are ids: the tokenizer {name} is not here, name it by --tokenizer"]
+    if tokenizer.digest != manifest["tokenizer"]["sha256"]:
+        return None, [f"samples are ids: {name} is another tokenizer now, name it by --tokenizer"]
+    return tokenizer, []
 
 
 def spread(number: int, most: int) -> IntArray:
@@ -133,26 +154,3 @@ def spread(number: int, most: int) -> IntArray:
     if number <= most:
         return np.arange(number, dtype=np.int64)
     return np.arange(most, dtype=np.int64) * (number - 1) // (most - 1)
-
-
-def describe_ids(lowest: int, highest: int, seen: int, total: int) -> str:
-    """The range of the token ids that were looked at, `seen` of `total`."""
-    return f"{lowest:,} … {highest:,}" + ("" if seen >= total else f" in {count(seen)} tokens that were looked at")
-
-
-def token_notes(decoder: Decoder, record: Mapping[str, Any] | None, lowest: int, highest: int) -> list[str]:
-    """What to know of tokens in this range: no tokenizer shows them, or they are of another vocabulary."""
-    notes = [] if decoder.note is None else [decoder.note]
-    if lowest < 0:
-        notes.append(
-            f"the lowest id ({lowest:,}) is negative, which no token is: a run refuses it; prepare the data anew"
-        )
-    sizes = [] if decoder.tokenizer is None else [("the tokenizer", decoder.tokenizer.vocab_size)]
-    if record is not None and isinstance(record["tokenizer"].get("vocab_size"), int):
-        sizes.append(("the manifest", record["tokenizer"]["vocab_size"]))
-    return notes + [
-        f"the highest id ({highest:,}) is beyond the vocabulary of {whose} ({vocabulary:,}): other data, or another "
-        "tokenizer"
-        for whose, vocabulary in sizes
-        if highest >= vocabulary
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from shardwise.config import Config, DataConfig
 from shardwise.data.cache import digest_of
 from shardwise.data.formats.common import (
     Announce,
+    PreparedData,
     in_pairs,
     needed_parts,
     pair_batches,
@@ -21,15 +23,7 @@ from shardwise.data.formats.common import (
     tokenizer_of_tokens,
     without_tokenizer,
 )
-from shardwise.data.formats.inspection import (
-    SAMPLE_TOKENS,
-    Decoder,
-    Inspection,
-    Lengths,
-    describe_ids,
-    spread,
-    token_notes,
-)
+from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron import IndexedFile, count_sequences, prefix_of
@@ -49,8 +43,8 @@ _BLOCKS, _BLOCK = 256, 1 << 16
 
 
 @dataclass(frozen=True)
-class PreparedDocuments:
-    """`PreparedData` of one Megatron data set, or of several in a blend.
+class PreparedDocuments(PreparedData):
+    """One Megatron data set, or several in a blend.
 
     Attributes:
         weights: of the data sets.
@@ -58,34 +52,26 @@ class PreparedDocuments:
         vocab_size: the tokenizer's, or the model's where there is none.
     """
 
-    tokenizer_path: Path | None
     weights: tuple[float, ...]
     parts: Mapping[Part, tuple[Documents, ...]]
-    fingerprint: str
     vocab_size: int
-    summary: str
     pair_tokens: PairTokens | None = None
 
     def count(self, part: Part) -> int:
         return sum(map(len, self.parts[part]))
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
-        for documents in self.parts[part]:
-            if len(documents):
-                return documents.beginning(tokens)
-        return []
+        return next((documents.beginning(tokens) for documents in self.parts[part] if len(documents)), [])
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         """As `PreparedData`; a data set whose part holds less than one sample is left out of it."""
-        found = [
-            (weight, batches)
-            for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True))
-            if (batches := self._of_one(config, documents, number, evaluation, tail)) is not None
-        ]
-        if len(found) < 2:
-            return found[0][1] if found else None
-        weights, sources = zip(*found, strict=True)
-        return BlendedBatches(weights, sources)
+        weights, sources = [], []
+        for number, (weight, documents) in enumerate(zip(self.weights, self.parts[part], strict=True)):
+            batches = self._of_one(config, documents, number, evaluation, tail)
+            if batches is not None:
+                weights.append(weight)
+                sources.append(batches)
+        return BlendedBatches(weights, sources) if len(sources) > 1 else next(iter(sources), None)
 
     def _of_one(
         self, config: Config, documents: Documents, number: int, evaluation: bool, tail: bool
@@ -105,11 +91,7 @@ class PreparedDocuments:
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedDocuments:
-    """Opens the data sets of `config`; only the tokenizer, where one is named, is kept in the cache `root`.
-
-    Raises:
-        DataError: with every problem of the files, of the tokenizer and of the parts' sizes.
-    """
+    """Opens the data sets of `config`; only the tokenizer, where one is named, is kept in the cache `root`."""
     problems = without_tokenizer(config)
     files: list[IndexedFile] = []
     for _, prefix in config.data.weighted_prefixes:
@@ -147,47 +129,35 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     assert data.path is not None
     prefix = prefix_of(data.path)
     file = IndexedFile.open(prefix)
-    record = read_manifest(of_prefix(prefix))
-    decoder = Decoder.find(tokenizer, record)
     number, total = file.num_documents, len(file.tokens)
     chosen = spread(number, _LENGTHS)
     lengths = file.starts(chosen + 1) - file.starts(chosen)
     empty = int(np.count_nonzero(lengths == 0))
-    blocks = [file.tokens[at : at + _BLOCK] for at in _block_starts(total)]
-    seen = sum(map(len, blocks))
-    lowest, highest = (min(int(b.min()) for b in blocks), max(int(b.max()) for b in blocks)) if seen else (0, 0)
-    found = []
-    for document in range(min(samples, number)):
-        start, end = file.starts(np.array([document, document + 1])).tolist()
-        found.append(decoder.sample(document, file.tokens[start : min(end, start + SAMPLE_TOKENS)]))
-    size_ = sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx"))
-    counts = {
-        "documents": number,
-        "sequences": len(file.sizes),
-        "tokens": total,
-        "dtype": file.tokens.dtype.name,
-        "empty_documents": empty,
-        "ids": {"lowest": lowest, "highest": highest, "looked_at": seen},
-    }
-    of_those = "" if len(chosen) == number else f" of {len(chosen):,} that were looked at"
-    rows = [
-        ("documents", f"{number:,}" + (f", {empty:,} without tokens{of_those}" if empty else "")),
-        ("sequences", f"{len(file.sizes):,}"),
-        ("tokens", f"{total:,}, {file.tokens.dtype.name}"),
-        ("ids", describe_ids(lowest, highest, seen, total)),
-    ]
-    return Inspection(
-        str(prefix), "Megatron .bin and .idx", size_, rows, counts,
-        Lengths.of("tokens of a document", lengths, number) if number else None,
-        found, record, token_notes(decoder, record, lowest, highest),
-    )  # fmt: skip
-
-
-def _block_starts(total: int) -> list[int]:
-    """Where to look: everywhere, or at blocks spread over what is too much."""
-    if total <= _BLOCKS * _BLOCK:
-        return list(range(0, total, _BLOCK))
-    return [(total - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS)]
+    looked_at = "" if len(chosen) == number else f" of {len(chosen):,} that were looked at"
+    inspection = Inspection(
+        str(prefix),
+        "Megatron .bin and .idx",
+        sum(Path(f"{prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx")),
+        rows=[
+            ("documents", f"{number:,}" + (f", {empty:,} without tokens{looked_at}" if empty else "")),
+            ("sequences", f"{len(file.sizes):,}"),
+            ("tokens", f"{total:,}, {file.tokens.dtype.name}"),
+        ],
+        counts={
+            "documents": number,
+            "sequences": len(file.sizes),
+            "tokens": total,
+            "dtype": file.tokens.dtype.name,
+            "empty_documents": empty,
+        },
+        lengths=Lengths.of("tokens of a document", lengths, number),
+        manifest=read_manifest(of_prefix(prefix)),
+    )
+    starts = range(0, total, _BLOCK) if total <= _BLOCKS * _BLOCK else spread(total - _BLOCK + 1, _BLOCKS).tolist()
+    blocks = [file.tokens[start : start + _BLOCK] for start in starts]
+    bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
+    leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
+    return with_tokens(inspection, tokenizer, leading, blocks, total)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:
@@ -207,15 +177,8 @@ def _too_short(parts: Mapping[Part, tuple[Documents, ...]], config: Config) -> l
     for part in needed_parts(config):
         short = []
         for documents in parts[part]:
-            found = shortage(config, len(documents), documents.sentences if in_pairs(config) else None)
-            if found is not None:
-                held, least = found
-                held += f" in {counted(documents.count, 'document')}"
-                short.append(
-                    f"the {PART_NAMES[part]} part of {config.data.key} {documents.file.prefix} ({held} at "
-                    f"data.split={config.data.split}) must be at least {least}: give more documents, a shorter "
-                    "sequence or another split"
-                )
+            sentences = documents.sentences if in_pairs(config) else None
+            short += shortage(config, part, documents.file.prefix, len(documents), sentences, documents.count)
         if part == "train" or len(short) == len(parts[part]):
             problems += short
     return problems
@@ -229,5 +192,5 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
         name = " + ".join(f"{weight / total:.3g} × {prefix}" for weight, prefix in config.data.weighted_prefixes)
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
-    held = size(sum(file.tokens.nbytes for file in files))
-    return f"{name}: {held}, {counted(number, 'document')}, {describe_sizes(tokens)} tokens"
+    nbytes = size(sum(file.tokens.nbytes for file in files))
+    return f"{name}: {nbytes}, {counted(number, 'document')}, {describe_sizes(tokens)} tokens"

@@ -6,21 +6,19 @@ hold their share of the first block out; splits with names are parts, of which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import Announce, in_pairs, needed_parts, row_batches, too_short
-from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.datasets import DataSet, open_dataset
-from shardwise.data.reading.detect import detect
-from shardwise.data.reading.sources import FileSource, Piece, open_source
+from shardwise.data.formats.common import Announce, PreparedText, entry_problems, needed_parts
+from shardwise.data.parts import PARTS, Part, describe_sizes
+from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, PythonSource, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
-from shardwise.data.reading.text import unreadable
-from shardwise.data.samples.batch import Batches, TokenArray
+from shardwise.data.reading.text import readable
+from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
@@ -33,42 +31,38 @@ _Begin = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class PreparedStream:
-    """`PreparedData` of a stream.
+class PreparedStream(PreparedText):
+    """A stream.
 
     Attributes:
+        tokens: of the other parts; of the training part none, or all where they are less than a block. `count` is 0 for
+            a training part of more than a block, as its number is not known before it is read.
         files: of the training part.
         held: which of their documents are not trained on.
-        tokens: of the other parts; of the training part none, or all where they are less than a block.
     """
 
+    _: KW_ONLY
     name: str
-    tokenizer_path: Path
-    fingerprint: str
-    summary: str
     files: tuple[str, ...]
     held: HeldOut
-    tokens: Mapping[Part, TokenArray]
     data: DataConfig
-
-    def count(self, part: Part) -> int:
-        """Tokens of a part; 0 of a training part of more than a block, whose number is not known before it is read."""
-        return len(self.tokens[part])
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
         if part != "train":
-            return [int(token) for token in self.tokens[part][:tokens]]
+            return super().beginning(part, tokens)
+        assert self.tokenizer_path is not None
         _, pieces = next(read_documents(self._shards()[0], 0))
         return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0])[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         if part != "train":
-            return row_batches(config, self.tokens[part], self.tokenizer_path, config.train.seed, tail=tail)
+            return super().batches(config, part, tail=tail)
         if evaluation:
             raise DataError(
                 f"data.streaming (true) must be false where the training part of {self.name} is evaluated: set it, or "
                 "give --part eval"
             )
+        assert self.tokenizer_path is not None
         length, ends = config.train.sequence_length, DocumentEnds.of(config, self.tokenizer_path)
         stream = Stream(
             self._shards(),
@@ -85,65 +79,17 @@ class PreparedStream:
 
 
 def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedStream:
-    """Opens a stream; its first documents are read where the cache `root` does not know them.
-
-    Raises:
-        DataError: the data cannot be streamed, or its first documents cannot be read, or they are too few.
-    """
-    files = _Files.of(config)
+    """Opens a stream; its first documents are read where the cache `root` does not know them."""
+    source = open_source(config.data)
+    assert not isinstance(source, PythonSource)
     entry = cache.open_or_build_tokens(
         root,
-        _key(config, files.stamp()),
-        lambda folder: _build(folder, files, config),
+        _key(config, source.stamp() if isinstance(source, ColumnSource) else _facts(source.files, hashed=False)),
+        lambda folder: _build(folder, source, config),
         f"{config.data.name}: the first documents of a stream",
         announce,
     )
     return _prepared(entry, config, any_size)
-
-
-def require_streamable(config: Config) -> None:
-    """Raises DataError where the configuration asks of a stream what only prepared text gives."""
-    if in_pairs(config):
-        raise DataError(
-            f"data.streaming (true) must be false with model.family ({config.model.family}): pairs of sentences are "
-            "made of prepared text"
-        )
-    if config.data.split_weights[2] and not config.data.split_names:
-        raise DataError(
-            f"data.split ({config.data.split}) must be two weights, training and evaluation, with data.streaming "
-            "(true), or names of splits"
-        )
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files that a stream is read from: of a data set, or those that a path names."""
-
-    dataset: DataSet | None
-    paths: tuple[Path, ...]
-
-    @classmethod
-    def of(cls, config: Config) -> _Files:
-        if detect(config.data) == "datasets":
-            return cls(open_dataset(config.data), ())
-        source = open_source(config.data)
-        assert isinstance(source, FileSource)
-        return cls(None, source.files)
-
-    def stamp(self) -> str:
-        return self.dataset.stamp() if self.dataset is not None else _facts(self.paths, hashed=False)
-
-    def by_split(self) -> dict[str, list[str]]:
-        """By the splits that are parts, by one name where there are none; of use in any folder."""
-        if self.dataset is None:
-            return {"": [str(path.absolute()) for path in self.paths]}
-        return self.dataset.files()
-
-    def digest(self) -> str:
-        """The same on any machine."""
-        if self.dataset is not None and self.dataset.data.is_hub_dataset:
-            return self.dataset.stamp()
-        return _facts([Path(file) for files in self.by_split().values() for file in files], hashed=True)
 
 
 def _key(config: Config, stamp: str) -> str:
@@ -170,47 +116,59 @@ def _facts(paths: Sequence[Path], *, hashed: bool) -> str:
     """A digest of files on this machine: where they are, sizes and times; or `hashed`, names, sizes and content."""
     facts: list[Any] = []
     for path in paths:
-        try:
+        with readable(path):
             status = path.stat()
             content = cache.spread_digest(path, 2) if hashed else [str(path.absolute()), status.st_mtime_ns]
-        except OSError as error:
-            raise unreadable(path, error) from None
         facts.append([path.name, status.st_size, content])
     return cache.digest_of(facts)
 
 
-def _build(folder: Path, files: _Files, config: Config) -> None:
+def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> dict[str, Any]:
     data = config.data
     assert data.tokenizer is not None
     tokenizer = open_user_tokenizer(data.tokenizer, config.model.vocab_size)
     export_user_tokenizer(data.tokenizer, tokenizer, folder / "tokenizer")
-    by_split = files.by_split()
-    shards = {name: [open_shard(file, data) for file in each] for name, each in by_split.items()}
+    # Paths are absolute, as another run may start in another folder.
+    by_split = (
+        source.files_by_split()
+        if isinstance(source, ColumnSource)
+        else {"": [str(path.absolute()) for path in source.files]}
+    )
+    shards = {name: [open_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))
-    documents, after, whole = _first_block(shards[first], data.shuffle_buffer)
+    block, after, whole = _first_block(shards[first], data.shuffle_buffer)
     held = HeldOut(*after, 0.0 if data.split_names else _share(config))
 
-    def parts() -> Iterator[tuple[Part, Piece]]:
-        for begin, pieces in documents:
-            part: Part = "eval" if begin in held else "train"
-            if part == "eval" or whole:
-                yield from ((part, piece) for piece in _pieces(pieces))
-        for own, name in zip(tuple(PART_NAMES)[1:], list(shards)[1:], strict=False):
-            for _, pieces in _first_block(shards[name], data.shuffle_buffer)[0]:
-                yield from ((own, piece) for piece in _pieces(pieces))
+    def documents() -> Iterator[tuple[Part, list[str]]]:
+        for begin, texts in block:
+            if begin in held:
+                yield "eval", texts
+            elif whole:
+                yield "train", texts
+        for part, name in zip(PARTS[1:], list(shards)[1:], strict=False):
+            for _, texts in _first_block(shards[name], data.shuffle_buffer)[0]:
+                yield part, texts
 
-    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, folder))
-    digests = [files.digest(), cache.tokenizer_digest(folder / "tokenizer"), *(row["sha256"] for row in facts.values())]
-    manifest: dict[str, Any] = {
+    pieces = (
+        (part, Piece(text, ends_document=number == len(texts)))
+        for part, texts in documents()
+        for number, text in enumerate(texts, start=1)
+    )
+    facts: dict[str, Any] = dict(encode_documents(pieces, tokenizer, folder))
+    if isinstance(source, ColumnSource) and data.is_hub_dataset:
+        content = source.stamp()  # a commit, the same on any machine
+    else:
+        content = _facts([Path(file) for files in by_split.values() for file in files], hashed=True)
+    digest = cache.tokenizer_digest(folder / "tokenizer")
+    return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         **facts,
         "files": by_split[first],
         "held": asdict(held),
         "whole": whole,
-        "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.fingerprint_of(digests),
+        "tokenizer": digest,
+        "fingerprint": cache.fingerprint_of([content, digest, *(row["sha256"] for row in facts.values())]),
     }
-    cache.write_manifest(folder, manifest)
 
 
 def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[str]]], _Begin, bool]:
@@ -228,27 +186,23 @@ def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begi
     return documents, (len(shards), 0), True
 
 
-def _pieces(texts: list[str]) -> Iterator[Piece]:
-    for number, text in enumerate(texts, start=1):
-        yield Piece(text, ends_document=number == len(texts))
-
-
 def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStream:
     name, facts = config.data.name, entry.manifest
     parts = [part for part in needed_parts(config) if part != "train" or facts["whole"]]
-    problems = too_short(entry, name, config, [] if any_size else parts)
+    problems = entry_problems(config, entry, name, [] if any_size else parts)
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}
     held_out: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
-    shown = f", {describe_sizes(held_out)} tokens" if held_out else ""
+    others = f", {describe_sizes(held_out)} tokens" if held_out else ""
     return PreparedStream(
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
-        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{shown}",
+        summary=f"{name}: a stream of {counted(len(facts['files']), 'file')}{others}",
         files=tuple(facts["files"]),
         held=HeldOut(**facts["held"]),
         tokens=tokens,
+        vocab_size=config.model.vocab_size,
         data=config.data,
     )

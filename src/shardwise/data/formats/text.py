@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardwise import hub
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
+    entry_problems,
     in_pairs,
     needed_parts,
     padding_problems,
-    too_short,
 )
-from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Decoder, Inspection, Lengths, Sample
+from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Inspection, Lengths, Sample
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, Source, open_source
 from shardwise.data.reading.text import Kind, documents, kind_of
@@ -34,6 +35,7 @@ from shardwise.data.tokens.encoding import ContentDigest, encode_documents, enco
 from shardwise.data.tokens.split import Split, plan_split
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
+    Tokenizer,
     export_user_tokenizer,
     open_user_tokenizer,
     train_tokenizer,
@@ -59,17 +61,11 @@ class _Scan:
     characters: npt.NDArray[np.int64]
 
 
-def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
-    """Opens the text of `config`, which is tokenized first where the cache `root` has no tokens of it.
-
-    Raises:
-        DataError: the text or the tokenizer is missing, unreadable or too small, or the cache cannot be written.
-    """
-    return open_source_data(open_source(config.data), config, root, announce, any_size=any_size)
-
-
-def open_source_data(source: Source, config: Config, root: Path, announce: Announce, *, any_size: bool) -> PreparedText:
-    """As `open_data`, of this text."""
+def open_data(
+    config: Config, root: Path, announce: Announce, *, any_size: bool, source: Source | None = None
+) -> PreparedText:
+    """Opens `source`, or the text of `config`, tokenizing it first where the cache `root` has no tokens of it."""
+    source = source or open_source(config.data)
     content, scan = _content(root, source, announce)
     entry = cache.open_or_build_tokens(
         root,
@@ -82,17 +78,15 @@ def open_source_data(source: Source, config: Config, root: Path, announce: Annou
 
 
 def _content(root: Path, source: Source, announce: Announce) -> tuple[str, _Scan | None]:
-    """The digest of a text, and what reading it showed, where it had to be read.
-
-    A data set is read by one process, as it is fetched first where it lies on the hub; the others wait.
-    """
+    """The digest of a text, and what reading it showed, where it had to be read."""
     stamp = source.stamp()
     content = cache.known_content(root, stamp)
     if content is not None:
         return content, None
-    with ExitStack() as held:
+    with contextlib.ExitStack() as lock:
         if isinstance(source, ColumnSource):
-            held.enter_context(cache.locked(root, source.dataset.stamp()[:32]))
+            # One process reads it, as it is fetched first where it lies on the hub; the others wait.
+            lock.enter_context(cache.locked(root, source.stamp()[:32]))
             content = cache.known_content(root, stamp)
             if content is not None:
                 return content, None
@@ -117,10 +111,10 @@ def _scan(source: Source) -> _Scan:
 
 def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tuple[Part, Piece]]:
     """All pieces of a text with their parts, which are the data set's own where it has them, else those of `split`."""
-    if not isinstance(source, ColumnSource) or not source.dataset.data.split_names:
+    if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))
         return
-    for part, name in zip(PART_NAMES, source.dataset.splits, strict=False):
+    for part, name in zip(PART_NAMES, source.splits, strict=False):
         for piece in digest.watch(source.pieces_of(name)):
             yield part, piece
         digest.end_part()
@@ -128,26 +122,26 @@ def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tupl
 
 def _key(content: str, config: Config) -> str:
     """What decides the tokens, as a folder's name."""
-    own, weights = config.data.tokenizer, config.data.split_weights
+    named, weights = config.data.tokenizer, config.data.split_weights
     described = {
         "content": content,
         "split": list(config.data.split_names) or weights[1] / sum(weights),
-        "tokenizer": "byte-level BPE" if own is None else user_tokenizer_digest(own),
+        "tokenizer": "byte-level BPE" if named is None else user_tokenizer_digest(named),
         "vocab_size": config.model.vocab_size,
     }
     return cache.key_of(described | ({"sentences": RULE} if in_pairs(config) else {}))
 
 
-def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> None:
+def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[str, Any]:
     split = plan_split(scan.characters, config.data.split_weights)
-    own, pairs = config.data.tokenizer, in_pairs(config)
-    if own is None:
+    named, pairs = config.data.tokenizer, in_pairs(config)
+    if named is None:
         texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
         tokenizer = train_tokenizer(texts, config.model.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
-        tokenizer = open_user_tokenizer(own, config.model.vocab_size, pairs=pairs)
-        export_user_tokenizer(own, tokenizer, folder / "tokenizer")
+        tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=pairs)
+        export_user_tokenizer(named, tokenizer, folder / "tokenizer")
     digest = ContentDigest()
     encode = encode_sentences if pairs else encode_documents
     parts = encode(_parts(source, split, digest), tokenizer, folder)
@@ -158,7 +152,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> None:
         if part == "test" and not config.data.split_names:
             continue  # it is empty, and fingerprints from before there was a test part must stay
         digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
-    manifest = {
+    return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         "vocab_size": tokenizer.vocab_size,
         "content": scan.content,
@@ -167,10 +161,8 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> None:
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
         "fingerprint": cache.fingerprint_of(digests),
+        **({"pair_tokens": asdict(tokenizer.pair_tokens())} if pairs else {}),
     }
-    if pairs:
-        manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
-    cache.write_manifest(folder, manifest)
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, Piece]], characters: int) -> Iterator[str]:
@@ -184,7 +176,7 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
     facts = entry.manifest
     special = PairTokens(**facts["pair_tokens"]) if in_pairs(config) else None
     needed = [] if any_size else needed_parts(config)
-    problems = padding_problems(special, config) + too_short(entry, source.name, config, needed)
+    problems = padding_problems(special, config) + entry_problems(config, entry, source.name, needed)
     if problems:
         raise DataError(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
@@ -193,15 +185,28 @@ def _prepared(entry: cache.Entry, source: Source, config: Config, any_size: bool
         f"tokens, vocabulary {facts['vocab_size']:,}, {facts['bytes'] / max(1, sum(sizes.values())):.2f} bytes per "
         "token"
     )
-    return PreparedText.of_entry(entry, entry.tokenizer_path, facts["vocab_size"], summary, special)
+    return PreparedText(
+        entry.tokenizer_path,
+        facts["fingerprint"],
+        summary,
+        tokens={part: entry.tokens(part) for part in PARTS},
+        vocab_size=facts["vocab_size"],
+        sentences={part: entry.sentences(part) for part in PARTS} if special is not None else {},
+        pair_tokens=special,
+    )
 
 
 def glance(config: Config) -> str:
-    """How much text there is; the first document of each kind of file is read."""
+    """How much text there is; the first document of the first file of each kind is read."""
     source, then = open_source(config.data), when_read(config)
     if not isinstance(source, FileSource):
         return f"built-in, {then}"
-    _read_beginnings(source)
+    firsts: dict[Kind, Path] = {}
+    for file in source.files:
+        firsts.setdefault(source.kind or kind_of(file), file)
+    for kind, file in firsts.items():
+        for _, blocks in islice(documents(file, kind, source.text_key), 1):
+            next(iter(blocks), None)
     total = sum(file.stat().st_size for file in source.files)
     return f"{counted(len(source.files), 'file')}, {size(total)}, {then}"
 
@@ -209,49 +214,35 @@ def glance(config: Config) -> str:
 def when_read(config: Config) -> str:
     """When a run will read its text."""
     if config.data.streaming:
-        return "read while training goes on"
+        return "read during training"
     return "prepared when the run starts, unless the cache has it"
-
-
-def _read_beginnings(source: FileSource) -> None:
-    """The first document of the first file of each kind."""
-    firsts: dict[Kind, Path] = {}
-    for file in source.files:
-        firsts.setdefault(source.kind or kind_of(file), file)
-    for kind, file in firsts.items():
-        for _, blocks in islice(documents(file, kind, source.text_key), 1):
-            next(iter(blocks), None)
 
 
 def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
     """Files of text, as training reads them: all of them, or the beginning where they are large."""
     source = open_source(data)
-    decoder = Decoder.find(tokenizer, None) if tokenizer is not None else None
+    encoder = None if tokenizer is None else Tokenizer.load(hub.resolve_tokenizer(tokenizer))
     lengths: list[int] = []
-    found: list[Sample] = []
-    held = read = tokens = encoded = 0
-    beginning, whole = "", True
+    beginnings: list[str] = []
+    read = tokens = encoded = 0
+    whole = begins = True
     for piece in source.pieces():
-        if len(lengths) < samples:
-            beginning += piece.text[: SAMPLE_CHARACTERS - len(beginning)]
-        if decoder is not None and decoder.tokenizer is not None and encoded < _TEXT_ENCODED:
-            tokens += len(decoder.tokenizer.encode_rows([piece.text])[0])
-            encoded += len(piece.text.encode())
-        held += piece.characters
-        read += len(piece.text.encode())
-        if piece.ends_document:
-            if len(lengths) < samples:
-                found.append(Sample(len(lengths), beginning, None))
-            lengths.append(held)
-            held, beginning = 0, ""
         if read >= _TEXT_BYTES:
             whole = False
             break
-    if held:  # of a document that goes on beyond what was read
-        found += [Sample(len(lengths), beginning, None)] if len(lengths) < samples else []
-        lengths.append(held)
+        if begins:
+            lengths.append(0)
+            beginnings += [""] if len(lengths) <= samples else []
+        lengths[-1] += len(piece.text)
+        if len(lengths) <= samples:
+            beginnings[-1] += piece.text[: SAMPLE_CHARACTERS - len(beginnings[-1])]
+        nbytes = len(piece.text.encode())
+        if encoder is not None and encoded < _TEXT_ENCODED:
+            tokens += len(encoder.encode_rows([piece.text])[0])
+            encoded += nbytes
+        read += nbytes
+        begins = piece.ends_document
     files = getattr(source, "files", ())
-    size_ = sum(path.stat().st_size for path in files)
     kinds = {"".join(path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]) for path in files} - {""}
     number = len(lengths) if whole else None
     limit = "" if whole else f" in the first {size(read)} of text"
@@ -267,6 +258,11 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         counts["bytes_per_token"] = encoded / tokens
         rows.append(("tokens", f"about {count(read * tokens / encoded)}{limit}, {encoded / tokens:.2f} bytes each"))
     return Inspection(
-        source.name, f"text{'' if len(kinds) != 1 else f', {kinds.pop()}'}", size_, rows, counts,
-        Lengths.of("characters of a document", np.array(lengths), number), found, None,
-    )  # fmt: skip
+        source.name,
+        f"text{'' if len(kinds) != 1 else f', {kinds.pop()}'}",
+        sum(path.stat().st_size for path in files),
+        rows,
+        counts,
+        Lengths.of("characters of a document", np.array(lengths), number),
+        [Sample(number, text, None) for number, text in enumerate(beginnings)],
+    )

@@ -6,21 +6,22 @@ library takes seconds to import and asks the hub, so it is imported only where t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self, TypeVar
 
 from shardwise import hub
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading.text import require_sound, row_text, slices, unreadable
+from shardwise.data.reading.text import first_line, optional_library, readable, require_sound
 from shardwise.errors import ConfigError, DataError, listing, nearest_name
 from shardwise.names import name_problem
 
@@ -29,37 +30,10 @@ TOKENS = "input_ids"
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _ROWS = 1000
 _UNNAMED = ""
-_MISSING = (
-    "data sets of the hub and of save_to_disk need the library datasets, which is not installed: "
-    "pip install 'shardwise[datasets]'"
-)
+_T = TypeVar("_T")
+_NEEDED = "data sets of the hub and of save_to_disk need the library"
 # How the library begins where a configuration is not there, or must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
-
-
-class _Tables(Protocol):
-    """A place that tables are loaded from."""
-
-    @property
-    def stamp(self) -> list[Any]:
-        """Facts that change when the tables do, found without the library."""
-        ...
-
-    def load(self) -> Mapping[str, Any]:
-        """A table of each split, by its name; `_UNNAMED` where there are no splits.
-
-        Raises:
-            DataError: there is none, or it is damaged.
-        """
-        ...
-
-    def files(self) -> Mapping[str, list[str]]:
-        """The files that a stream of each split is read from, in their order.
-
-        Raises:
-            DataError: as `load`.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,17 +44,38 @@ class _Saved:
 
     @property
     def stamp(self) -> list[Any]:
-        return [[str(folder.absolute()), *self._facts(folder)] for folder in self._folders().values()]
+        """Facts that change when the tables do, found without the library: its fingerprints, sizes and times."""
+        stamp = []
+        for folder in self._folders().values():
+            facts: list[Any] = [str(folder.absolute()), _json(folder / _STATE).get("_fingerprint")]
+            for path in self._files(folder):
+                with readable(path):
+                    status = path.stat()
+                facts.append([path.name, status.st_size, status.st_mtime_ns])
+            stamp.append(facts)
+        return stamp
 
     def load(self) -> Mapping[str, Any]:
+        """A table of each split, by its name, `_UNNAMED` where there are no splits; DataError where one is damaged."""
         datasets = library()
-        return {name: self._table(datasets, folder) for name, folder in self._folders().items()}
+        tables = {}
+        for name, folder in self._folders().items():
+            files = self._files(folder)
+            if not files:
+                raise DataError(f"{folder} is a data set without rows: save one that has some")
+            try:
+                tables[name] = datasets.Dataset.load_from_disk(str(folder))
+            except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
+                for path in files:
+                    require_whole(path)
+                reason = first_line(error)
+                raise DataError(f"{folder} cannot be opened as a data set ({reason}): save it again") from None
+        return tables
 
-    def files(self) -> dict[str, list[str]]:
-        """The files of each split's table."""
+    def files(self) -> Mapping[str, list[str]]:
+        """The files that a stream of each split is read from, in their order."""
         return {
-            name: [str(path.absolute()) for path in self._files(folder, _json(folder / _STATE))]
-            for name, folder in self._folders().items()
+            name: [str(path.absolute()) for path in self._files(folder)] for name, folder in self._folders().items()
         }
 
     def _folders(self) -> dict[str, Path]:
@@ -96,34 +91,13 @@ class _Saved:
             f"neither {_STATE} nor {_SPLITS}"
         )
 
-    def _facts(self, folder: Path) -> list[Any]:
-        """The library's fingerprint of a table, and sizes and times of its files."""
-        state = _json(folder / _STATE)
-        facts: list[Any] = [state.get("_fingerprint")]
-        for path in self._files(folder, state):
-            try:
-                status = path.stat()
-            except OSError as error:
-                raise unreadable(path, error) from None
-            facts.append([path.name, status.st_size, status.st_mtime_ns])
-        return facts
-
-    def _files(self, folder: Path, state: Mapping[str, Any]) -> list[Path]:
+    def _files(self, folder: Path) -> list[Path]:
         try:
-            return [folder / _inside(folder / _STATE, file["filename"]) for file in state["_data_files"]]
+            return [
+                folder / _inside(folder / _STATE, file["filename"]) for file in _json(folder / _STATE)["_data_files"]
+            ]
         except (KeyError, TypeError):
             raise DataError(f"{folder / _STATE} must list the data set's files: save it again") from None
-
-    def _table(self, datasets: Any, folder: Path) -> Any:
-        files = self._files(folder, _json(folder / _STATE))
-        if not files:
-            raise DataError(f"{folder} is a data set without rows: save one that has some")
-        try:
-            return datasets.Dataset.load_from_disk(str(folder))
-        except Exception as error:  # noqa: BLE001  the library has no type of its own for what is damaged
-            for path in files:
-                require_whole(path)
-            raise DataError(f"{folder} cannot be opened as a data set ({_first_line(error)}): save it again") from None
 
 
 @dataclass(frozen=True)
@@ -140,6 +114,7 @@ class _OnHub:
 
     def load(self) -> Mapping[str, Any]:
         builder = self._builder(library())
+        # In the second turn, tables that are damaged are made again from the files in the hub's cache.
         for mode in ("reuse_dataset_if_exists", "reuse_cache_if_exists"):
             if mode == "reuse_cache_if_exists" or not Path(builder.cache_dir, _INFO).is_file():
                 hub.drop_damaged(self.folder)
@@ -152,17 +127,24 @@ class _OnHub:
                 return tables
         raise DataError(f"the cache of datasets ({builder.cache_dir}) returns other rows than were written")
 
-    def files(self) -> dict[str, list[str]]:
+    def files(self) -> Mapping[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
-        found = self._builder(library()).config.data_files
-        return {str(name): list(files) for name, files in (found or {}).items()}
+        files = self._builder(library()).config.data_files or {}
+        return {str(name): list(addresses) for name, addresses in files.items()}
 
     def _builder(self, datasets: Any) -> Any:
         place = f"hf://datasets/{self.repository}"
         try:
             builder = datasets.load_dataset_builder(place, self.config, revision=self.folder.name)
         except Exception as error:  # noqa: BLE001  as above
-            raise self._without_config(datasets, place, error) from None
+            names = []
+            if str(error).startswith(_NO_CONFIG):
+                with contextlib.suppress(Exception):
+                    names = datasets.get_dataset_config_names(place, revision=self.folder.name)
+            if not names:
+                raise self._refusal(error) from None
+            given = f"data.config ({self.config})" if self.config else "data.config"
+            raise DataError(f"{given} must name a configuration of {self.repository}: {listing(names, 'or')}") from None
         if builder.hash != self.folder.name:  # without access to the hub it takes any commit that it has
             raise DataError(
                 f"data.dataset ({self.repository}) cannot be fetched at commit {self.folder.name}: there is no access "
@@ -172,14 +154,12 @@ class _OnHub:
         return builder
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
-        """A repository's card may name any file, of another place or of this machine; older releases of the library
-        read it.
-        """
+        """DataError where the card names a file of another place or of this machine, which old releases would read."""
         for address in [str(address) for addresses in data_files.values() for address in addresses]:
             *members, archive = address.split("::")  # a member of an archive is zip://MEMBER::ARCHIVE
             before, _, name = archive.partition(place)
             names = [*(member.partition("://")[2] for member in members), name]
-            if before or any(name_problem(each, nested=True) for each in names):
+            if before or any(name_problem(name, nested=True) for name in names):
                 raise DataError(
                     f"the files of data.dataset ({self.repository}) must lie in its repository, and its card names "
                     f"{address}: set data.path to a copy of the files that you trust"
@@ -194,21 +174,11 @@ class _OnHub:
         whole = all(len(table) == builder.info.splits[name].num_examples for name, table in tables.items())
         return tables if whole else None
 
-    def _without_config(self, datasets: Any, place: str, error: Exception) -> DataError:
-        if not str(error).startswith(_NO_CONFIG):
-            return self._refusal(error)
-        try:
-            names = datasets.get_dataset_config_names(place, revision=self.folder.name)
-        except Exception:  # noqa: BLE001  as above
-            return self._refusal(error)
-        given = f"data.config ({self.config})" if self.config else "data.config"
-        return DataError(f"{given} must name a configuration of {self.repository}: {listing(names, 'or')}")
-
     def _refusal(self, error: Exception) -> DataError:
         cause = error.__cause__ or error
         return DataError(
             f"data.dataset ({self.repository}) cannot be loaded at commit {self.folder.name}: {type(cause).__name__}: "
-            f"{_first_line(cause)}"
+            f"{first_line(cause)}"
         )
 
 
@@ -217,7 +187,18 @@ class DataSet:
     """The column that the `data` section names, in the splits that it names."""
 
     data: DataConfig
-    tables: _Tables
+    tables: _Saved | _OnHub
+
+    @classmethod
+    def open(cls, data: DataConfig) -> Self:
+        """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
+        if data.path is not None:
+            return cls(data, _Saved(Path(data.path).expanduser()))
+        try:
+            repository, folder = hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, cached=True)
+        except ConfigError as error:
+            raise DataError(error.problems) from None
+        return cls(data, _OnHub(repository, data.config, folder))
 
     @property
     def name(self) -> str:
@@ -236,32 +217,28 @@ class DataSet:
 
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
-        """The tables that are read, by the names of their splits, in the order of the parts."""
-        tables = self.tables.load()
-        return {name: tables[name] for name in self._chosen(list(tables))}
+        """The tables that are read, by the names of their splits."""
+        return self._chosen(self.tables.load())
 
-    def files(self) -> dict[str, list[str]]:
-        """The files of the splits that are read, which are not opened.
+    def files_by_split(self) -> dict[str, list[str]]:
+        """The files of the splits that are read, which are not opened; DataError where there is no such split."""
+        return self._chosen(self.tables.files())
 
-        Raises:
-            DataError: there is no such split.
-        """
-        files = self.tables.files()
-        return {name: list(files[name]) for name in self._chosen(list(files))}
-
-    def _chosen(self, there: list[str]) -> tuple[str, ...]:
-        """The splits that are read, in the order of the parts."""
-        named, held = self.data.split_names, [name for name in there if name != _UNNAMED]
+    def _chosen(self, by_split: Mapping[str, _T]) -> dict[str, _T]:
+        """What belongs to the splits that are read, in the order of the parts."""
+        named, names = self.data.split_names, [name for name in by_split if name != _UNNAMED]
         if named:
-            if not set(named) <= set(held):
-                has = f"it has {listing(held)}" if held else "it has none with names: give weights, such as 95,5"
+            if not set(named) <= set(names):
+                has = f"it has {listing(names)}" if names else "it has none with names: give weights, such as 95,5"
                 raise DataError(f"data.split ({self.data.split}) must name splits of {self.shown}: {has}")
-            return named
-        if len(there) == 1 or "train" in there:
-            return ("train",) if "train" in there else (there[0],)
+            return {name: by_split[name] for name in named}
+        if "train" in by_split:
+            return {"train": by_split["train"]}
+        if len(by_split) == 1:
+            return dict(by_split)
         raise DataError(
-            f"data.split ({self.data.split}) must name the splits of {self.shown} to read, it has {listing(held)}: "
-            f"such as data.split={','.join(held[:2])}"
+            f"data.split ({self.data.split}) must name the splits of {self.shown} to read, it has {listing(names)}: "
+            f"such as data.split={','.join(names[:2])}"
         )
 
     @property
@@ -271,11 +248,7 @@ class DataSet:
 
     @cached_property
     def column(self) -> str:
-        """The column that is read: `data.text_key`, or token ids where there is no text.
-
-        Raises:
-            DataError: there is neither.
-        """
+        """The column that is read: `data.text_key`, or token ids where there is no text; DataError without either."""
         columns = next(iter(self._splits.values())).column_names
         for name in (self.data.text_key, TOKENS):
             if name in columns and (name == self.data.text_key or self.data.text_key == "text"):
@@ -287,45 +260,31 @@ class DataSet:
 
     @cached_property
     def holds_tokens(self) -> bool:
-        """Whether the column holds lists of token ids; else it holds text.
-
-        Raises:
-            DataError: it holds something else.
-        """
+        """Whether the column holds lists of token ids; else it holds text, or a DataError says what."""
         arrow = importlib.import_module("pyarrow").types
         kinds = []
         for name, table in self._splits.items():
             if self.column not in table.column_names:
                 raise DataError(f"{self.shown} has no column {self.column!r} in its split {name} (data.text_key)")
-            held = table.features.arrow_schema.field(self.column).type
-            is_list = arrow.is_list(held) or arrow.is_large_list(held) or arrow.is_fixed_size_list(held)
-            if is_list and arrow.is_integer(held.value_type):
+            type_ = table.features.arrow_schema.field(self.column).type
+            is_list = arrow.is_list(type_) or arrow.is_large_list(type_) or arrow.is_fixed_size_list(type_)
+            if is_list and arrow.is_integer(type_.value_type):
                 kinds.append(True)
-            elif arrow.is_string(held) or arrow.is_large_string(held):
+            elif arrow.is_string(type_) or arrow.is_large_string(type_):
                 kinds.append(False)
             else:
                 raise DataError(
-                    f"the column {self.column!r} of {self.shown} must hold text or lists of integers, not {held} "
+                    f"the column {self.column!r} of {self.shown} must hold text or lists of integers, not {type_} "
                     "(data.text_key)"
                 )
         if len(set(kinds)) > 1:
             raise DataError(f"the column {self.column!r} of {self.shown} must hold the same in all splits")
         return kinds[0]
 
-    def documents(self, split: str) -> Iterator[Iterable[str]]:
-        """Each text of a split that is not empty, as blocks."""
-        number = 0
-        for array in self._arrays(split):
-            for value in array:
-                where = f"{self.where(split)}: row {number}"
-                number += 1
-                if text := row_text(value, where, self.column, empty=True):
-                    yield slices(text)
-
     def rows(self, split: str) -> Iterator[Any]:
         """Lists of token ids: arrow arrays of many rows each, none of them null."""
         number = 0
-        for array in self._arrays(split):
+        for array in self.arrays(split):
             if array.null_count:
                 row = number + array.is_null().to_pylist().index(True)
                 raise DataError(f"{self.where(split)}: row {row}: the column {self.column!r} is null: remove the row")
@@ -336,7 +295,8 @@ class DataSet:
         """What messages about a row of a split begin with."""
         return f"{self.shown}, split {split}" if split != _UNNAMED else self.shown
 
-    def _arrays(self, split: str) -> Iterator[Any]:
+    def arrays(self, split: str) -> Iterator[Any]:
+        """The values of the column: arrow arrays of many rows each."""
         row = 0
         table = self._splits[split].select_columns([self.column]).with_format("arrow")
         for batch in table.iter(batch_size=_ROWS):
@@ -347,15 +307,12 @@ class DataSet:
 
 
 def is_saved(path: Path, *, damaged: bool = False) -> bool:
-    """Whether `path` is a folder that `save_to_disk` wrote.
-
-    damaged: a folder that lacks the description of its columns counts too.
-    """
+    """Whether `path` is a folder that `save_to_disk` wrote; `damaged`: its description of columns may be missing."""
     return (path / _SPLITS).is_file() or ((path / _STATE).is_file() and (damaged or (path / _INFO).is_file()))
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
-    """Finds out which commit of a hub's data set is read, for all processes of this machine.
+    """Looks up and stores the commit of a hub's data set that all processes of this machine read.
 
     Raises:
         ConfigError: there is none, or no access to it, or the library is not installed.
@@ -369,34 +326,15 @@ def require_library(data: DataConfig) -> None:
     """Raises ConfigError where the library is not installed; it is not imported."""
     if importlib.util.find_spec("datasets") is None:
         near = nearest_name(data.dataset, BUILT_IN_TEXTS) if data.is_hub_dataset else None
-        raise ConfigError(_MISSING + (f"; did you mean data.dataset={near}?" if near else ""))
-
-
-def open_dataset(data: DataConfig) -> DataSet:
-    """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found.
-
-    Raises:
-        DataError: that was not called.
-    """
-    if data.path is not None:
-        return DataSet(data, _Saved(Path(data.path).expanduser()))
-    try:
-        repository, folder = hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, cached=True)
-    except ConfigError as error:
-        raise DataError(error.problems) from None
-    return DataSet(data, _OnHub(repository, data.config, folder))
+        raise ConfigError(
+            f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
+            + (f"; did you mean data.dataset={near}?" if near else "")
+        )
 
 
 def library() -> Any:
-    """datasets, quiet; it takes seconds to import.
-
-    Raises:
-        DataError: it is not installed.
-    """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise DataError(f"{_MISSING} ({error})") from None
+    """datasets, made quiet; it takes seconds to import. DataError where it is not installed."""
+    datasets = optional_library("datasets", _NEEDED, "datasets")
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.ERROR)
@@ -411,10 +349,10 @@ def _inside(record: Path, name: object) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    with readable(path):
+        content = path.read_bytes()
     try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error) from None
+        values = json.loads(content)
     except ValueError as error:
         raise DataError(f"{path} is no JSON ({error}): save the data set again") from None
     return values if isinstance(values, dict) else {}
@@ -429,9 +367,5 @@ def require_whole(path: Path) -> None:
                 pass
     except (OSError, arrow.ArrowException) as error:
         raise DataError(
-            f"{path} is cut off or damaged ({_first_line(error)}): copy or save the data set again"
+            f"{path} is cut off or damaged ({first_line(error)}): copy or save the data set again"
         ) from None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].rstrip(".")

@@ -6,6 +6,10 @@
 
 N and P may be others in each shard; the integers may have any width. A sample is a row of a shard.
 
+Rows are read in random order. In an array that is stored in chunks, as all compressed ones are, reading one row means
+decompressing every chunk that it crosses, which hold thousands of rows. `unpack` copies such arrays into the cache, row
+after row: ROOT/shards/KEY/ has NAME.npy of each array, and manifest.json.
+
 Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions of a sample, at most.
 """
 
@@ -13,21 +17,23 @@ from __future__ import annotations
 
 import contextlib
 import glob
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.libraries import optional_library
-from shardwise.data.reading.text import unreadable
-from shardwise.data.reading.unpacking import lies_in_chunks
+from shardwise.data import cache
+from shardwise.data.reading.text import first_line, optional_library, readable
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing
+from shardwise.files import free_bytes
+from shardwise.units import counted, size
 
 KEYS = {
     "input_ids": "NS",
@@ -39,13 +45,16 @@ KEYS = {
 }
 """The arrays of a shard and their dimensions."""
 _WORDS = {"N": "rows", "S": "tokens a row", "P": "predictions a row"}
-ANEW = "write the shard anew"
-_VOCABULARY = "set model.vocab_size to that of the tokenizer that made the data"
+AGAIN = "write the shard again"
 PATTERN = "*_training_*.hdf5"
 """The files of a folder that are shards."""
 _SUFFIXES = (".hdf5", ".h5")
 # Far below the usual limit of 65,530 maps of a process, of which a shard takes one for each array.
 _SHARDS_KEPT = 1024
+_ENTRIES = "shards"
+_BLOCK_BYTES = 1 << 24
+# Of each array: a folder may hold thousands of shards.
+_CHECKED_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -76,23 +85,21 @@ class Shard:
         Raises:
             DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
         """
-        sizes: dict[str, tuple[str, int]] = {}
+        sizes: dict[str, tuple[str, int]] = {}  # of each dimension: the first key that has it, and its length
         with opened(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
                     first, expected = sizes.setdefault(dimension, (key, length))
+                    words = _WORDS[dimension]
                     if length != expected:
-                        words = _WORDS[dimension]
                         raise DataError(
                             f"{path}: {key} ({length} {words}) must have as many {words} as {first} ({expected}): "
-                            f"{ANEW}"
+                            f"{AGAIN}"
                         )
-            nbytes, chunked = sum(file[key].nbytes for key in KEYS), lies_in_chunks(file, KEYS)
-        for dimension, (key, length) in sizes.items():
-            if length == 0:
-                raise DataError(
-                    f"{path}: {key} (0 {_WORDS[dimension]}) must have 1 or more: remove the file, or {ANEW}"
-                )
+                    if length == 0:
+                        raise DataError(f"{path}: {key} (0 {words}) must have 1 or more: remove the file, or {AGAIN}")
+            nbytes = sum(file[key].nbytes for key in KEYS)
+            chunked = any(file[key].ndim > 1 and file[key].chunks is not None for key in KEYS)
         rows, length, predictions = (sizes[dimension][1] for dimension in "NSP")
         if sequence_length not in (None, length):
             raise DataError(
@@ -115,14 +122,12 @@ def library() -> Any:
 
 
 def opened(path: Path) -> Any:
+    """The file, opened by h5py; DataError where it is missing or no HDF5 file."""
     h5py = library()
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with readable(path), path.open("rb"):  # the library's own message would lack the reason
+        pass
     if not h5py.is_hdf5(path):
-        raise DataError(f"{path} must be an HDF5 file, and it is none: leave it out, or copy it again")
+        raise DataError(f"{path} must be an HDF5 file, and it is not: leave it out, or copy it again")
     try:
         return h5py.File(path, "r", locking="best-effort")
     except OSError as error:
@@ -131,18 +136,17 @@ def opened(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what the library says of an opened file whose inside is damaged, in any of its types, into a sentence."""
+    """Turns the library's errors about an opened file, which have many types, into a DataError."""
     try:
         yield
     except DataError:
         raise
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise DataError(f"{path} cannot be read ({reason}): it is damaged, copy it again") from None
+        raise DataError(f"{path} cannot be read ({first_line(error)}): it is damaged, copy it again") from None
 
 
 def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
-    """An array of an opened file; read as a whole where it is so small that it does not lie by itself."""
+    """An array of an opened file, mapped; one so small that HDF5 stores it in the header is read."""
     offset = array.id.get_offset()
     if offset is None:
         return np.asarray(array[...])
@@ -153,20 +157,20 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     """The shape of one array of integers."""
     array, dimensions = file.get(key), KEYS[key]
     if array is None or not hasattr(array, "dtype"):
-        held = listing(sorted(file)) or "none"
+        keys = listing(sorted(file)) or "none"
         raise DataError(
-            f"{path} must have the array {key}, and its keys are {held}: a shard has {listing(KEYS)}; {ANEW}"
+            f"{path} must have the array {key}, and its keys are {keys}: a shard has {listing(KEYS)}; {AGAIN}"
         )
     if array.file.filename != file.filename or array.external or (array.is_virtual and _elsewhere(array)):
-        raise DataError(f"{path}: {key} must lie in the file itself, and it leads to another one: {ANEW}")
+        raise DataError(f"{path}: {key} must lie in the file itself, and it refers to another file: {AGAIN}")
     if array.dtype.kind == "O":
-        raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {ANEW}")
+        raise DataError(f"{path}: the rows of {key} must have one length, and they are ragged: pad them, and {AGAIN}")
     if array.dtype.kind not in "iub":
-        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers: {ANEW}")
+        raise DataError(f"{path}: {key} ({array.dtype}) must hold integers: {AGAIN}")
     shape = tuple(array.shape or ())
     if len(shape) != len(dimensions):
         names = ", ".join(_WORDS[dimension] for dimension in dimensions)
-        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {ANEW}")
+        raise DataError(f"{path}: {key} (of shape {list(shape)}) must have the shape [{names}]: {AGAIN}")
     return shape
 
 
@@ -183,35 +187,97 @@ def names_shards(path: Path) -> bool:
 
 
 def shard_paths(data: DataConfig) -> list[Path]:
-    """The files that `data.path` names, by name: one file, the shards of a folder, or what a glob matches.
-
-    Raises:
-        DataError: there are none.
-    """
+    """The files that `data.path` names, sorted: a file, the shards of a folder, or what a glob matches; never none."""
     assert data.path is not None
     path = Path(data.path).expanduser()
-    try:
+    with readable(path):
         if path.is_file():
             return [path]
         if path.is_dir():
-            found, missing = sorted(path.glob(PATTERN)), f"must hold shards, {PATTERN}, and the folder has none"
+            paths, missing = sorted(path.glob(PATTERN)), f"must hold shards, {PATTERN}, and the folder has none"
         else:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            found, missing = _matches(path), f"names no file that exists{where}"
-    except OSError as error:
-        raise unreadable(path, error) from None
-    if not found:
+            paths, missing = _matches(path), f"names no file that exists{where}"
+    if not paths:
         raise DataError(
             f"data.path ({data.path}) {missing}: name an HDF5 file, a folder of {PATTERN} or a glob such as "
             "'FOLDER/*.hdf5'"
         )
-    return found
+    return paths
 
 
 def _matches(path: Path) -> list[Path]:
     """The files that a glob matches, by name; a link to nowhere stays, and fails by its name."""
-    found = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
-    return sorted(each for each in map(Path, found) if not each.is_dir())
+    matches = glob.glob(str(path), recursive=True)  # noqa: PTH207  that of pathlib raises ValueError on some
+    return sorted(match for match in map(Path, matches) if not match.is_dir())
+
+
+def unpack(root: Path, shards: Sequence[Shard], announce: Callable[[str], None] | None) -> list[Shard]:
+    """The shards, where those that are stored in chunks have their arrays in the cache `root`.
+
+    Any number of processes may call it at once: each file is unpacked by one of them. DataError where a file cannot be
+    read, or the cache cannot be written or has no room.
+    """
+    keys = {shard.path: _key(shard) for shard in shards if shard.chunked}
+    missing = [
+        shard
+        for shard in shards
+        if shard.chunked and cache.open_entry(root, _ENTRIES, keys[shard.path], _is_sound) is None
+    ]
+    if missing:
+        with cache.writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            needed, free = sum(shard.nbytes for shard in missing), free_bytes(root)
+        number = counted(len(missing), "shard")
+        if needed > free:
+            raise DataError(
+                f"the data cache {root} ({size(free)} free) must have room for {number} that {size(needed)} take "
+                "unpacked: set SHARDWISE_CACHE to a folder with room, or write the shards without compression"
+            )
+        if announce is not None:
+            announce(f"unpacking {number}, {size(needed)}: once, then cached in {root}")
+    for shard in missing:
+        cache.open_or_build(root, _ENTRIES, keys[shard.path], _is_sound, partial(_build, shard))
+    return [replace(shard, unpacked=root / _ENTRIES / keys[shard.path]) if shard.chunked else shard for shard in shards]
+
+
+def _key(shard: Shard) -> str:
+    """The key of the shard's entry in the cache; another file at the same path has another key."""
+    with readable(shard.path):
+        status = shard.path.stat()
+        facts = [str(shard.path.absolute()), status.st_size, status.st_mtime_ns, cache.FORMAT]
+        digest = hashlib.sha256(f"{facts} {cache.spread_digest(shard.path, _CHECKED_BLOCKS)}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _build(shard: Shard, folder: Path) -> dict[str, Any]:
+    with opened(shard.path) as file:
+        arrays = {name: _copy(shard.path, file[name], folder / f"{name}.npy") for name in KEYS}
+    return {"source": str(shard.path), "arrays": arrays}
+
+
+def _copy(path: Path, array: Any, target: Path) -> str:
+    """Copies one array in blocks of rows; returns the digest that it is checked by."""
+    rows = max(1, _BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
+    header = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    # Not mapped: on a full disk, writing to mapped memory ends the process without a message.
+    with target.open("wb") as copy:
+        np.lib.format.write_array_header_1_0(copy, header)
+        for start in range(0, len(array), rows):
+            try:
+                block = array[start : start + rows]
+            except (OSError, RuntimeError) as error:
+                raise DataError(
+                    f"{path}: rows {start} to {min(start + rows, len(array)) - 1} cannot be read ({error}): the file "
+                    "is damaged, copy it again"
+                ) from None
+            copy.write(np.ascontiguousarray(block).data)
+    return cache.spread_digest(target, _CHECKED_BLOCKS)
+
+
+def _is_sound(entry: cache.Entry) -> bool:
+    digests = {name: cache.spread_digest(entry.path / f"{name}.npy", _CHECKED_BLOCKS) for name in KEYS}
+    return bool(entry.manifest["arrays"] == digests)
 
 
 class Shards:
@@ -225,87 +291,66 @@ class Shards:
         self.length = shards[0].length
         self.predictions = max(shard.predictions for shard in shards)
         self._begins = np.cumsum([0, *(shard.rows for shard in shards)])
-        self._open: dict[int, dict[str, npt.NDArray[Any]]] = {}
-        self._opening = Lock()
-        token, place = (vocab_size - 1, _VOCABULARY), (self.length - 1, f"it lies beyond the sequence; {ANEW}")
+        self._arrays = lru_cache(maxsize=_SHARDS_KEPT)(lambda number: shards[number].arrays())
+        token = (vocab_size - 1, "set model.vocab_size to that of the tokenizer that made the data")
         self._limits = {
             "input_ids": token,
-            "input_mask": (1, ANEW),
-            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {ANEW}"),
-            "masked_lm_positions": place,
+            "input_mask": (1, AGAIN),
+            "segment_ids": (types - 1, f"set model.type_vocab_size to what the data have, or {AGAIN}"),
+            "masked_lm_positions": (self.length - 1, f"it lies beyond the sequence; {AGAIN}"),
             "masked_lm_ids": token,
-            "next_sentence_labels": (1, ANEW),
+            "next_sentence_labels": (1, AGAIN),
         }
 
     def __len__(self) -> int:
-        """Of the rows."""
+        """The number of rows."""
         return int(self._begins[-1])
 
     def take(self, rows_B: IntArray) -> dict[str, IntArray]:
         """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B]; P is the largest of any shard.
 
         Raises:
-            DataError: a value is none that the model can read, or a file cannot be read; file and row are named.
+            DataError: a value is beyond its range, or a file cannot be read; names file and row.
         """
         sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
-        found = {key: np.zeros([sizes[each] for each in dimensions], np.int64) for key, dimensions in KEYS.items()}
-        numbers_B = np.searchsorted(self._begins, rows_B, side="right") - 1
-        for number in np.unique(numbers_B).tolist():
-            chosen = np.flatnonzero(numbers_B == number)
+        result = {key: np.zeros([sizes[name] for name in dimensions], np.int64) for key, dimensions in KEYS.items()}
+        shards_B = np.searchsorted(self._begins, rows_B, side="right") - 1
+        for number in np.unique(shards_B).tolist():
+            chosen = np.flatnonzero(shards_B == number)
+            # A shard is read in ascending order, each row once.
             rows, places = np.unique(rows_B[chosen] - self._begins[number], return_inverse=True)
-            for key, array in self._read(number, rows).items():
-                if array.ndim == 1:
-                    found[key][chosen] = array[places]
-                else:
-                    found[key][chosen, : array.shape[1]] = array[places]
-        return found
+            arrays = {key: array[rows].astype(np.int64) for key, array in self._arrays(number).items()}
+            self._check(self.shards[number].path, rows, arrays)
+            for key, array in arrays.items():
+                place: tuple[Any, ...] = (chosen, *map(slice, array.shape[1:]))
+                result[key][place] = array[places]
+        return result
 
-    def _read(self, number: int, rows: IntArray) -> dict[str, IntArray]:
-        """Ascending rows of one shard."""
-        found = {key: array[rows].astype(np.int64) for key, array in self._arrays(number).items()}
-        self._check(self.shards[number].path, rows, found)
-        return found
-
-    def _arrays(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        """Of one shard; of those that are mapped the one that was not used for longest gives way."""
-        with self._opening:
-            found = self._open.pop(number, None)
-            if found is None:
-                while len(self._open) >= _SHARDS_KEPT:
-                    del self._open[next(iter(self._open))]
-                found = self.shards[number].arrays()
-            self._open[number] = found
-        return found
-
-    def _check(self, path: Path, rows: IntArray, found: dict[str, IntArray]) -> None:
-        listed = in_list(found["masked_lm_positions"])
+    def _check(self, path: Path, rows: IntArray, arrays: dict[str, IntArray]) -> None:
+        listed = in_list(arrays["masked_lm_positions"])
         for key, (largest, what_to_do) in self._limits.items():
-            wrong = (found[key] < 0) | (found[key] > largest)
+            wrong = (arrays[key] < 0) | (arrays[key] > largest)
             if KEYS[key] == "NP":
                 wrong &= listed
-            if wrong.any():
-                row, *column = np.argwhere(wrong)[0].tolist()
-                place = "".join(f"[{each}]" for each in column)
+            for row, *column in np.argwhere(wrong)[:1].tolist():
+                place = "".join(f"[{number}]" for number in column)
                 raise DataError(
-                    f"{path}: row {rows[row]}: {key}{place} ({found[key][row, *column]}) must be in 0 … {largest}: "
+                    f"{path}: row {rows[row]}: {key}{place} ({arrays[key][row, *column]}) must be in 0 … {largest}: "
                     f"{what_to_do}"
                 )
-        empty = np.flatnonzero(~found["input_mask"].any(axis=1))
-        if empty.size:
-            raise DataError(f"{path}: row {rows[empty[0]]}: input_mask must be 1 for a token or more: {ANEW}")
+        for row in np.flatnonzero(~arrays["input_mask"].any(axis=1))[:1]:
+            raise DataError(f"{path}: row {rows[row]}: input_mask must be 1 for a token or more: {AGAIN}")
         # What is in no list becomes -1, -2, …, so that only positions of a list can be equal.
-        places = np.where(listed, found["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
+        places = np.where(listed, arrays["masked_lm_positions"], -1 - np.arange(listed.shape[1]))
         ordered = np.sort(places, axis=1)
-        twice = np.argwhere(ordered[:, 1:] == ordered[:, :-1])
-        if twice.size:
-            row, column = twice[0].tolist()
+        for row, column in np.argwhere(ordered[:, 1:] == ordered[:, :-1])[:1].tolist():
             raise DataError(
                 f"{path}: row {rows[row]}: masked_lm_positions must name each position once, and "
-                f"{ordered[row, column]} is there twice: {ANEW}"
+                f"{ordered[row, column]} occurs twice: {AGAIN}"
             )
 
 
 def in_list(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
     """Which of the masked positions come before the first 0, [B, P]."""
-    found: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
-    return found
+    listed: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
+    return listed

@@ -36,15 +36,15 @@ def of_folder(folder: Path) -> Path:
 def read_manifest(path: Path) -> dict[str, Any] | None:
     """The record; None where there is none, or a file of that name is another thing."""
     try:
-        found = json.loads(path.read_bytes())
+        manifest = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or (found.get("kind"), found.get("version")) != (KIND, VERSION):
+    if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("version")) != (KIND, VERSION):
         return None
-    if not all(isinstance(found.get(field), type_) for field, type_ in _FIELDS.items()):
+    if not all(isinstance(manifest.get(field), type_) for field, type_ in _FIELDS.items()):
         return None
     # Raw ids may have been converted without their tokenizer.
-    return found if isinstance(found["tokenizer"].get("sha256", 0), str | None) else None
+    return manifest if isinstance(manifest["tokenizer"].get("sha256", 0), str | None) else None
 
 
 def write_manifest(path: Path, facts: Mapping[str, Any]) -> None:
@@ -62,9 +62,9 @@ def tokenizer_problems(tokenizer: Tokenizer | None, named: str | None, manifests
     for path in manifests:
         manifest = read_manifest(path)
         if manifest is not None and manifest["tokenizer"]["sha256"] not in (None, tokenizer.digest):
-            made = manifest["tokenizer"]
+            name, digest = manifest["tokenizer"].get("name"), manifest["tokenizer"]["sha256"]
             problems.append(
-                f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} tells "
-                f"of ({made.get('name')}, {made['sha256'][:_SHOWN_DIGITS]}): name that one, or prepare the data anew"
+                f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} "
+                f"names ({name}, {digest[:_SHOWN_DIGITS]}): name that one, or prepare the data again"
             )
     return problems

@@ -16,24 +16,22 @@ A document has one sequence, or one for each of its sentences.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.cache import spread_digest
-from shardwise.data.reading.text import convert_command
+from shardwise.data.reading.text import convert_command, readable
 from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError, listing
 from shardwise.files import reason_of, sync_folder, to_disk
@@ -52,16 +50,20 @@ _BLOCK = 1 << 20
 
 def prefix_of(path: str | Path) -> Path:
     """The prefix that a prefix, its .bin or its .idx names."""
-    found = Path(path).expanduser()
-    return found.with_suffix("") if found.suffix in (".bin", ".idx") else found
+    named = Path(path).expanduser()
+    return named.with_suffix("") if named.suffix in (".bin", ".idx") else named
 
 
 def is_indexed(path: str | Path) -> bool:
     """Whether `path` is a .bin or a .idx, or a prefix of either and nothing else."""
-    found = Path(path).expanduser()
-    if found.suffix in (".bin", ".idx"):
-        return not found.is_dir()
-    return not found.exists() and any(_beside(found, suffix).is_file() for suffix in (".bin", ".idx"))
+    named = Path(path).expanduser()
+    if named.suffix in (".bin", ".idx"):
+        return not named.is_dir()
+    return not named.exists() and any(file.is_file() for file in _files(named))
+
+
+def _files(prefix: Path) -> tuple[Path, Path]:
+    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +91,8 @@ class IndexedFile:
             DataError: a file is missing or not what the format says, with its name, the place and what to do.
         """
         prefix = prefix_of(path)
-        bin_path, idx_path = _both_files(prefix)
-        try:
+        bin_path, idx_path = _existing_files(prefix)
+        with readable(prefix):
             dtype, sequences = _read_header(idx_path)
             raw = np.memmap(idx_path, dtype=np.uint8, mode="r")
             cuts = np.cumsum([_HEADER.size, sequences * _SIZE.itemsize, sequences * _WIDE.itemsize]).tolist()
@@ -100,8 +102,6 @@ class IndexedFile:
             _check_documents(idx_path, documents, sequences)
             _check_bin(bin_path, idx_path, total)
             tokens = np.memmap(bin_path, dtype=dtype, mode="r")
-        except OSError as error:
-            raise DataError(f"{error.filename or prefix} cannot be read: {reason_of(error)}") from None
         return cls(prefix, *map(np.asarray, (tokens, sizes, pointers, documents)))
 
     @property
@@ -110,7 +110,7 @@ class IndexedFile:
 
     @property
     def bin_path(self) -> Path:
-        return _beside(self.prefix, ".bin")
+        return _files(self.prefix)[0]
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents; of the number after the last one, the number of tokens."""
@@ -118,36 +118,27 @@ class IndexedFile:
 
     def sequence_starts(self, sequences: IntArray) -> IntArray:
         """The first token of each of these sequences; of the number after the last one, the number of tokens."""
-        found: IntArray = self.pointers[np.minimum(sequences, len(self.pointers) - 1)] // self.tokens.itemsize
-        return np.where(sequences < len(self.pointers), found, len(self.tokens))
+        starts: IntArray = self.pointers[np.minimum(sequences, len(self.pointers) - 1)] // self.tokens.itemsize
+        return np.where(sequences < len(self.pointers), starts, len(self.tokens))
 
     @cached_property
     def digest(self) -> str:
         """A digest of the whole .idx and of blocks spread over the .bin: reading all of 100 GB would take minutes."""
-        try:
-            with _beside(self.prefix, ".idx").open("rb") as file:
-                idx = hashlib.file_digest(file, "sha256").hexdigest()
-            return hashlib.sha256(f"{idx} {spread_digest(self.bin_path)}".encode()).hexdigest()
-        except OSError as error:
-            raise DataError(f"{error.filename or self.prefix} cannot be read: {reason_of(error)}") from None
+        bin_path, idx_path = _files(self.prefix)
+        with readable(self.prefix), idx_path.open("rb") as file:
+            idx = hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.sha256(f"{idx} {spread_digest(bin_path)}".encode()).hexdigest()
 
 
 def count_sequences(path: str | Path) -> int:
-    """The number of sequences of a data set, from the header of its .idx.
-
-    Raises:
-        DataError: as `IndexedFile.open`, where the header shows it.
-    """
-    _, idx_path = _both_files(prefix_of(path))
-    try:
+    """The number of sequences of a data set, from the header of its .idx; DataError as from `IndexedFile.open`."""
+    _, idx_path = _existing_files(prefix_of(path))
+    with readable(idx_path):
         return _read_header(idx_path)[1]
-    except OSError as error:
-        raise DataError(f"{idx_path} cannot be read: {reason_of(error)}") from None
 
 
-def _both_files(prefix: Path) -> tuple[Path, Path]:
-    """The .bin and the .idx; DataError where one of them is missing."""
-    bin_path, idx_path = _beside(prefix, ".bin"), _beside(prefix, ".idx")
+def _existing_files(prefix: Path) -> tuple[Path, Path]:
+    bin_path, idx_path = _files(prefix)
     problems = [
         f"{file} does not exist: data.format=megatron reads {bin_path.name} and {idx_path.name} together"
         for file in (bin_path, idx_path)
@@ -158,10 +149,6 @@ def _both_files(prefix: Path) -> tuple[Path, Path]:
     if problems:
         raise DataError(problems)
     return bin_path, idx_path
-
-
-def _beside(prefix: Path, suffix: str) -> Path:
-    return Path(f"{prefix}{suffix}")
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
@@ -175,17 +162,17 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
     if magic != MAGIC:
         raise DataError(f"{path}: byte 0 ({magic!r}) must be {MAGIC!r}: it is no .idx of Megatron's; name another one")
     if version != VERSION:
-        raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it anew by Megatron-LM")
+        raise DataError(f"{path}: byte 9, the version ({version}), must be {VERSION}: write it again with Megatron-LM")
     if code not in DTYPES:
         kind = "floating point, and tokens are integers" if code in _FLOATING else "unknown"
         raise DataError(
             f"{path}: byte 17, the dtype code ({code}), must be {listing(DTYPES, 'or')}: it is {kind}; prepare the "
-            "data anew"
+            "data again"
         )
     if sequences < 1 or bounds < 2:
         raise DataError(
             f"{path}: byte 18, the sequences and documents ({sequences} and {max(bounds - 1, 0)}), must be 1 or more "
-            "each: it holds no documents; prepare the data anew"
+            "each: it holds no documents; prepare the data again"
         )
     expected = _HEADER.size + sequences * (_SIZE.itemsize + _WIDE.itemsize) + bounds * _WIDE.itemsize
     if size != expected:
@@ -200,12 +187,11 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
 def _check_bin(bin_path: Path, idx_path: Path, expected: int) -> None:
     size = bin_path.stat().st_size
     if size == expected == 0:
-        raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data anew")
+        raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
     if size != expected:
-        reason = "it is truncated, or" if size < expected else "it goes on, or"
         raise DataError(
-            f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: {reason} the two belong "
-            "to different data; copy both again"
+            f"{bin_path} ({size} bytes) must have {expected} bytes, as {idx_path.name} says: it is "
+            f"{'truncated' if size < expected else 'longer'}, or the two belong to different data; copy both again"
         )
 
 
@@ -214,17 +200,13 @@ def _check_sequences(path: Path, sizes: npt.NDArray[np.int32], pointers: IntArra
     end = 0
     for start in range(0, len(sizes), _BLOCK):
         size = sizes[start : start + _BLOCK].astype(np.int64)
-        negative = np.flatnonzero(size < 0)
-        if negative.size:
-            at = int(negative[0])
+        for at in np.flatnonzero(size < 0)[:1]:
             raise DataError(
                 f"{path}: sequence {start + at} ({size[at]} tokens) must have 0 tokens or more: the file is damaged, "
                 "copy it again"
             )
         begins = end + np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(size * itemsize)])
-        wrong = np.flatnonzero(pointers[start : start + _BLOCK] != begins[:-1])
-        if wrong.size:
-            at = int(wrong[0])
+        for at in np.flatnonzero(pointers[start : start + _BLOCK] != begins[:-1])[:1]:
             raise DataError(
                 f"{path}: the pointer of sequence {start + at} (byte {pointers[start + at]}) must be byte "
                 f"{begins[at]}, the end of the one before: the file is damaged, copy it again"
@@ -236,18 +218,16 @@ def _check_sequences(path: Path, sizes: npt.NDArray[np.int32], pointers: IntArra
 def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:
     """The documents must cover all sequences, in order; an empty text is a document without sequences."""
     for start in range(0, len(documents), _BLOCK):
-        block = documents[max(start - 1, 0) : start + _BLOCK]
-        wrong = np.flatnonzero(np.diff(block) < 0)
-        if wrong.size:
-            at = max(start - 1, 0) + int(wrong[0]) + 1
+        block = documents[start : start + _BLOCK + 1]  # with the first bound of the next block
+        for at in np.flatnonzero(np.diff(block) < 0)[:1]:
             raise DataError(
-                f"{path}: document bound {at} (sequence {documents[at]}) must be at least {documents[at - 1]}, the "
+                f"{path}: document bound {start + at + 1} (sequence {block[at + 1]}) must be at least {block[at]}, the "
                 "bound before it: the documents are out of order, copy the file again"
             )
-    ends = (int(documents[0]), int(documents[-1]))
-    if ends != (0, sequences):
+    first, last = int(documents[0]), int(documents[-1])
+    if (first, last) != (0, sequences):
         raise DataError(
-            f"{path}: the first and the last document bound ({ends[0]} and {ends[1]}) must be 0 and {sequences}, the "
+            f"{path}: the first and the last document bound ({first} and {last}) must be 0 and {sequences}, the "
             "number of sequences: the file is damaged, copy it again"
         )
 
@@ -258,10 +238,14 @@ def written_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class UnfinishedIndex:
-    """What a data set of a vocabulary's tokens is written into, document by document, until its .idx can be made.
+    """The files of a data set to which documents are appended, until its .idx can be made. An OSError passes through.
 
-    Three files grow by appending: tokens as the .bin has them, sizes of sequences (i32), bounds of documents (i64).
-    They may hold `sequences` and `documents` already, after which writing continues. An `OSError` passes through.
+    Args:
+        tokens: the .bin.
+        sizes: of the sequences (i32).
+        bounds: of the documents (i64).
+        vocab_size: which decides the dtype of the tokens.
+        sequences, documents: how many the files hold already.
     """
 
     def __init__(
@@ -292,12 +276,18 @@ class UnfinishedIndex:
         Raises:
             DataError: a token is not of the vocabulary.
         """
-        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            self._refuse(tokens, sizes, ends)
+        for place in np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[:1]:
+            after = np.cumsum([0, *sizes])[ends]  # the token after each document
+            before = int(np.searchsorted(after, place, side="right"))
+            raise DataError(
+                f"document {self.documents + before}: token {place - (after[before - 1] if before else 0)} "
+                f"({tokens[place]}) must be in 0 … {self.vocab_size - 1}, the vocabulary: name the tokenizer that made "
+                "it"
+            )
         if sizes.size and int(sizes.max()) > np.iinfo(_SIZE).max:
             raise DataError(
                 f"a sequence after document {self.documents} ({sizes.max()} tokens) must have fewer than 2^31, which "
-                "the format can tell: cut the document"
+                "the format can hold: cut the document"
             )
         written, lengths, bounds = self.files
         written.write(tokens.astype(self.dtype).tobytes())
@@ -313,30 +303,14 @@ class UnfinishedIndex:
         idx.write(_HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1))
         sizes.seek(0)
         shutil.copyfileobj(sizes, idx)
-        for block in self._pointers():
-            idx.write(block)
-        bounds.seek(0)
-        shutil.copyfileobj(bounds, idx)
-
-    def _pointers(self) -> Iterator[bytes]:
-        _, sizes, _ = self.files
         sizes.seek(0)
         begin = 0
         while block := sizes.read(_BLOCK * _SIZE.itemsize):
             ends = begin + np.cumsum(np.frombuffer(block, dtype=_SIZE).astype(np.int64) * self.dtype.itemsize)
-            yield np.concatenate([[begin], ends[:-1]]).astype(_WIDE).tobytes()
+            idx.write(np.concatenate([[begin], ends[:-1]]).astype(_WIDE).tobytes())
             begin = int(ends[-1])
-
-    def _refuse(
-        self, tokens: npt.NDArray[np.integer[Any]], sizes: npt.NDArray[np.integer[Any]], ends: IntArray
-    ) -> None:
-        place = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
-        after = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])[ends]
-        before = int(np.searchsorted(after, place, side="right"))
-        raise DataError(
-            f"document {self.documents + before}: token {place - (int(after[before - 1]) if before else 0)} "
-            f"({tokens[place]}) must be in 0 … {self.vocab_size - 1}, the vocabulary: name the tokenizer that made it"
-        )
+        bounds.seek(0)
+        shutil.copyfileobj(bounds, idx)
 
 
 class IndexedWriter:
@@ -352,32 +326,27 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
         self.prefix = prefix_of(prefix)
         self.vocab_size = vocab_size
-        self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"
 
     def __enter__(self) -> IndexedWriter:
-        with self._writing(), contextlib.ExitStack() as opened:
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        parent = self.prefix.parent
+        with self._writing(), ExitStack() as opened:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = opened.enter_context(TemporaryDirectory(dir=parent, prefix=f".{self.prefix.name}-"))
+            self._folder = Path(folder)
             tokens, sizes, bounds = (
-                opened.enter_context(self._temporary(kind).open("w+b")) for kind in ("bin", "sizes", "documents")
+                opened.enter_context((self._folder / name).open("w+b")) for name in ("bin", "sizes", "documents")
             )
             self._unfinished = UnfinishedIndex(tokens, sizes, bounds, self.vocab_size)
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_error: BaseException | TracebackType | None) -> None:
-        try:
-            with self._writing(), self._opened:
-                if kind is None:
-                    self._finish()
-        finally:
-            for name in ("bin", "idx", "sizes", "documents"):
-                self._temporary(name).unlink(missing_ok=True)
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        with self._writing(), self._opened:
+            if kind is None:
+                self._finish()
 
     def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
-        """One more document: its tokens, and how many each of its sequences has (None: it is one sequence).
-
-        A document without tokens has no sequences.
-        """
+        """One more document: its tokens, and how many each of its sequences has (None: one sequence, or empty)."""
         row = np.asarray(tokens, dtype=np.int64)
         lengths = np.asarray(([len(row)] if len(row) else []) if sizes is None else sizes, dtype=np.int64)
         self.extend(row, lengths, np.array([len(lengths)]))
@@ -393,23 +362,21 @@ class IndexedWriter:
             self._unfinished.extend(tokens, sizes, ends)
 
     def _finish(self) -> None:
-        with self._temporary("idx").open("wb") as idx:
+        new_bin, new_idx = self._folder / "bin", self._folder / "idx"
+        with new_idx.open("wb") as idx:
             self._unfinished.write_index(idx)
             to_disk(idx)
         to_disk(self._unfinished.files[0])
-        bin_path, idx_path = _beside(self.prefix, ".bin"), _beside(self.prefix, ".idx")
+        bin_path, idx_path = _files(self.prefix)
         # The new .bin must never stand beside the old .idx.
         idx_path.unlink(missing_ok=True)
         sync_folder(self.prefix.parent)
-        self._temporary("bin").replace(bin_path)
+        new_bin.replace(bin_path)
         sync_folder(self.prefix.parent)
-        self._temporary("idx").replace(idx_path)
+        new_idx.replace(idx_path)
         sync_folder(self.prefix.parent)
 
-    def _temporary(self, kind: str) -> Path:
-        return self.prefix.parent / f".{self.prefix.name}.{kind}-{self._unique}"
-
-    @contextlib.contextmanager
+    @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield

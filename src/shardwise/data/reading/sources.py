@@ -6,6 +6,7 @@ size, so that memory stays bounded whatever the size of a file, and so that one 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -16,12 +17,11 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.datasets import DataSet, open_dataset
+from shardwise.data.reading.datasets import DataSet
 from shardwise.data.reading.detect import detect
-from shardwise.data.reading.text import BLOCK, Kind, convert_command, documents, kind_of, slices, unreadable
+from shardwise.data.reading.text import BLOCK, Kind, convert_command, documents, kind_of, readable, row_text, slices
 from shardwise.errors import DataError
 
 PIECE_CHARACTERS = BLOCK
@@ -50,32 +50,12 @@ class Piece:
         return len(self.text)
 
 
-class Source(Protocol):
-    """A text of many documents, read again from the start by every `pieces()`."""
-
-    @property
-    def name(self) -> str:
-        """The name that messages use."""
-        ...
-
-    def stamp(self) -> str | None:
-        """A digest that changes when the text may have changed, without reading it; None: read it to know."""
-        ...
-
-    def pieces(self) -> Iterator[Piece]:
-        """All documents in a fixed order.
-
-        Raises:
-            DataError: naming file, line or offset.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class FileSource:
     """Text files (one document each), `.jsonl` and `.parquet` files (a document a line or row), in the order given.
 
     Attributes:
+        name: the name that messages use.
         kind: the kind of all files; None: the name of each file says its kind.
         text_key: the field or column that holds the text.
     """
@@ -86,40 +66,40 @@ class FileSource:
     text_key: str
 
     def stamp(self) -> str | None:
+        """A digest that changes when the text may have changed, without reading it; None: read it to know."""
         return _stamp(self.files, ["files", self.kind, self.text_key])
 
     def pieces(self) -> Iterator[Piece]:
+        """All documents in a fixed order, from the first one in each call.
+
+        Raises:
+            DataError: naming file, line or offset.
+        """
         for path in self.files:
             for _, blocks in documents(path, self.kind or kind_of(path), self.text_key):
                 yield from cut_document(blocks)
 
 
-@dataclass(frozen=True)
-class ColumnSource:
+class ColumnSource(DataSet):
     """The texts of a data set's column: those of one split after those of another."""
 
-    dataset: DataSet
-
-    @property
-    def name(self) -> str:
-        return self.dataset.name
-
-    def stamp(self) -> str | None:
-        return self.dataset.stamp()
-
     def pieces(self) -> Iterator[Piece]:
-        for split in self.dataset.splits:
+        for split in self.splits:
             yield from self.pieces_of(split)
 
     def pieces_of(self, split: str) -> Iterator[Piece]:
-        """All documents of one split."""
-        if self.dataset.holds_tokens:
+        """All documents of one split; rows without text are left out."""
+        if self.holds_tokens:
             raise DataError(
-                f"the column {self.dataset.column!r} of {self.dataset.shown} must hold text where text is read, and it "
-                "holds tokens: set data.text_key"
+                f"the column {self.column!r} of {self.shown} must hold text where text is read, and it holds tokens: "
+                "set data.text_key"
             )
-        for blocks in self.dataset.documents(split):
-            yield from cut_document(blocks)
+        row = 0
+        for array in self.arrays(split):
+            for value in array:
+                text = row_text(value, f"{self.where(split)}: row {row}", self.column, empty=True)
+                yield from cut_document(slices(text))
+                row += 1
 
 
 @dataclass(frozen=True)
@@ -136,38 +116,32 @@ class PythonSource:
 
     def pieces(self) -> Iterator[Piece]:
         for path in self.files:
-            try:
-                text = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                continue
-            except OSError as error:
-                raise unreadable(path, error) from None
-            if text:
-                yield from cut_document(slices(text))
+            with readable(path), contextlib.suppress(UnicodeDecodeError):
+                yield from cut_document(slices(path.read_text(encoding="utf-8")))
         for text in _python_topics():
             yield from cut_document(slices(text))
 
 
-def open_source(data: DataConfig) -> Source:
-    """The text that the `data` section names.
+Source = FileSource | ColumnSource | PythonSource
+"""A text of many documents."""
 
-    Raises:
-        DataError: when it is missing or holds no files.
-    """
+
+def open_source(data: DataConfig) -> Source:
+    """The text that the `data` section names; DataError where it is missing or holds no files."""
     if detect(data) == "datasets":
-        return ColumnSource(open_dataset(data))
+        return ColumnSource.open(data)
     if data.path is not None:
         path = Path(data.path).expanduser()
-        try:
+        with readable(path):
             return _user_source(path, data)
-        except OSError as error:
-            raise unreadable(path, error) from None
     if data.dataset == "tiny":
         return FileSource("tiny", (_TINY,), "jsonl", "text")
-    return _python_source(Path(sysconfig.get_path("stdlib")))
+    root = Path(sysconfig.get_path("stdlib"))
+    with readable(root):
+        return _python_source(root)
 
 
-def _user_source(path: Path, data: DataConfig) -> Source:
+def _user_source(path: Path, data: DataConfig) -> FileSource:
     kind = None if data.format == "auto" else kind_of(path, data.format)
     if path.is_file():
         return FileSource(str(data.path), (path,), kind, data.text_key)
@@ -178,8 +152,11 @@ def _user_source(path: Path, data: DataConfig) -> Source:
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none"
             )
-        if kind is None:
-            _refuse_tokens(files)
+        # As text, the tokens of a .bin would be refused at some byte, or even be read.
+        for file in (file for file in files if kind is None and file.suffix == ".bin"):
+            if file.with_suffix(".idx").exists():
+                raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
+            raise DataError(f"{file} holds raw tokens, not text: {convert_command(file)}, which runs read")
         return FileSource(str(data.path), files, kind, data.text_key)
     if path.exists():
         raise DataError(f"data.path ({data.path}) must be a file or a folder; it is neither")
@@ -189,18 +166,8 @@ def _user_source(path: Path, data: DataConfig) -> Source:
     )
 
 
-def _refuse_tokens(files: Iterable[Path]) -> None:
-    """Raises DataError for a .bin, which holds tokens: as text it would be refused at some byte, or even be read."""
-    for path in files:
-        if path.suffix != ".bin":
-            continue
-        if path.with_suffix(".idx").exists():
-            raise DataError(f"{path} holds tokens, not text: name the data by their prefix, {path.with_suffix('')}")
-        raise DataError(f"{path} holds raw tokens, not text: {convert_command(path)}, which runs read")
-
-
 def _python_source(root: Path) -> PythonSource:
-    chosen: list[Path] = []
+    files: list[Path] = []
     total = 0
     for path in _walk(root, _PYTHON_SKIPPED):
         generated = path.name.startswith("_sysconfigdata") or path == root / _TOPICS
@@ -208,14 +175,14 @@ def _python_source(root: Path) -> PythonSource:
             continue
         size = path.stat().st_size
         if total + size <= _PYTHON_BYTES:
-            chosen.append(path)
+            files.append(path)
             total += size
-    if not chosen:
+    if not files:
         raise DataError(
             f"data.dataset (python) needs the standard library's sources, and {root} has none: "
             "set data.dataset=tiny, or data.path to your own text"
         )
-    return PythonSource(root, tuple(chosen))
+    return PythonSource(root, tuple(files))
 
 
 def _python_topics() -> list[str]:
@@ -228,11 +195,11 @@ def _python_topics() -> list[str]:
 
 def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     """Files under `root`, hidden ones and `skipped` folders left out, sorted by their path from there."""
-    found: list[tuple[str, Path]] = []
+    paths: list[Path] = []
     seen: set[str] = set()
 
     def fail(error: OSError) -> None:
-        raise unreadable(Path(error.filename), error)
+        raise error
 
     for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
         real = os.path.realpath(folder)
@@ -241,19 +208,16 @@ def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-        paths = [Path(folder, name) for name in files if not name.startswith(".")]
-        found += [(path.relative_to(root).as_posix(), path) for path in paths]
-    return [path for _, path in sorted(found)]
+        paths += [Path(folder, name) for name in files if not name.startswith(".")]
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     digest = hashlib.sha256(json.dumps(identity).encode())
     newest = 0.0
     for path in files:
-        try:
+        with readable(path):
             status = path.stat()
-        except OSError as error:
-            raise unreadable(path, error) from None
         newest = max(newest, status.st_mtime, status.st_ctime)
         facts = [str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         digest.update(json.dumps(facts).encode())

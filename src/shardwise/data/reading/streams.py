@@ -1,4 +1,4 @@
-"""What a stream is read from: files, each of which is read on from any document."""
+"""The files that a stream is read from, each of which can be read from any of its documents on."""
 
 from __future__ import annotations
 
@@ -6,21 +6,36 @@ import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, Literal, Protocol
+from pathlib import Path
+from typing import Any
 
 from shardwise.config import DataConfig
 from shardwise.data.reading.datasets import require_whole
-from shardwise.data.reading.text import Kind, documents, kind_of, require_sound, require_text, row_text, slices
+from shardwise.data.reading.text import (
+    HubFile,
+    Kind,
+    documents,
+    first_line,
+    kind_of,
+    require_sound,
+    require_text,
+    row_text,
+    slices,
+)
 from shardwise.errors import DataError, RunError, ShardwiseError
 
 BLOCK_CHARACTERS = 1 << 26
 """Characters that a block ends with, whatever the buffer is, and the longest document of a plain text."""
-_LINES = (".jsonl", ".json")
+_LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
-class Shard(Protocol):
-    """A file of documents."""
+@dataclass(frozen=True)
+class FileShard:
+    """A file of text, on this machine or on the hub, where lines and rows without text are left out."""
+
+    path: Path | HubFile
+    kind: Kind
+    text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
         """Each document from the one that begins at `start` on, as blocks of text, and where the next one begins.
@@ -28,19 +43,15 @@ class Shard(Protocol):
         Raises:
             DataError: naming file and line, row or byte. RunError: the hub does not answer.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class FileShard:
-    """A file of text on this machine."""
-
-    path: Path
-    kind: Kind
-    text_key: str
-
-    def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        return documents(self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS)
+        on_hub = isinstance(self.path, HubFile)
+        try:
+            yield from documents(self.path, self.kind, self.text_key, start, empty=on_hub, longest=BLOCK_CHARACTERS)
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            if not on_hub:
+                raise
+            raise RunError(f"{self.path} cannot be read: {type(error).__name__}: {first_line(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -69,57 +80,14 @@ class TableShard:
         return table.column(self.column)
 
 
-@dataclass(frozen=True)
-class HubShard:
-    """A file of text on the hub (hf://…): what is read of it goes over the wire, and nothing is kept."""
-
-    address: str
-    kind: Kind
-    text_key: str
-
-    def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        try:
-            yield from documents(_HubFile(self.address), self.kind, self.text_key, start, empty=True)
-        except ShardwiseError:
-            raise
-        except Exception as error:  # noqa: BLE001  the hub's client and its transport: any
-            reason = str(error).partition("\n")[0]
-            raise RunError(f"{self.address} cannot be read: {type(error).__name__}: {reason}") from None
-
-
-@dataclass(frozen=True)
-class _HubFile:
-    address: str
-
-    @property
-    def name(self) -> str:
-        return PurePosixPath(self.address).name
-
-    @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.address).suffix
-
-    def open(self, mode: Literal["rb"], /) -> IO[bytes]:
-        from huggingface_hub import HfFileSystem
-
-        opened: IO[bytes] = HfFileSystem().open(self.address, mode)
-        return opened
-
-    def __str__(self) -> str:
-        return self.address
+Shard = FileShard | TableShard
 
 
 def open_shard(file: str, data: DataConfig) -> Shard:
-    """The shard that a file, or an address on the hub, of the `data` section is.
-
-    Raises:
-        DataError: it cannot be streamed.
-    """
+    """The shard of a file, or of an address on the hub; DataError where it cannot be streamed."""
     if data.is_hub_dataset:
-        if PurePosixPath(file.removesuffix(".gz")).suffix in _LINES:
-            return HubShard(file, "jsonl", data.text_key)
-        if file.endswith(".parquet"):
-            return HubShard(file, "parquet", data.text_key)
+        if file.endswith((*_LINES, ".parquet")):
+            return FileShard(HubFile(file), "jsonl" if file.endswith(_LINES) else "parquet", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"

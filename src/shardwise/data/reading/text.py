@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import importlib
 import json
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, Literal, Protocol, cast
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, Literal, cast
 
-from shardwise.data.reading.libraries import optional_library
 from shardwise.errors import DataError, listing
 from shardwise.files import reason_of
 
@@ -25,46 +29,43 @@ _PAGE_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
 
 
-def kind_of(path: File, format: str = "auto") -> Kind:
+def kind_of(path: Path, format: str = "auto") -> Kind:
     """What a file of text holds: `format` where that is a kind of text (`data.format`), else what its name says."""
     if format in ("text", "jsonl", "parquet"):
         return cast(Kind, format)
-    name = path.name.removesuffix(".gz")
-    if name.endswith(".jsonl"):
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
         return "jsonl"
     return "parquet" if path.suffix == ".parquet" else "text"
 
 
-class File(Protocol):
-    """A file that is read: a path, or one elsewhere."""
+@dataclass(frozen=True)
+class HubFile:
+    """A file on the hub (hf://…): what is read of it goes over the network, and nothing is kept."""
 
-    @property
-    def name(self) -> str:
-        """The last part of its path, whose ending says the kind."""
-        ...
-
-    @property
-    def suffix(self) -> str:
-        """The ending of the name, from the last dot on."""
-        ...
+    address: str
 
     def open(self, mode: Literal["rb"], /) -> IO[bytes]:
-        """Its bytes; the file can seek."""
-        ...
+        from huggingface_hub import HfFileSystem
+
+        opened: IO[bytes] = HfFileSystem().open(self.address, mode)
+        return opened
+
+    def __str__(self) -> str:
+        return self.address
 
 
 def documents(
-    file: File, kind: Kind, key: str, start: int = 0, *, empty: bool = False, longest: int | None = None
+    file: Path | HubFile, kind: Kind, key: str, start: int = 0, *, empty: bool = False, longest: int | None = None
 ) -> Iterator[tuple[int, Iterable[str]]]:
-    """Each document of a file and where the next one begins; a document is blocks of its text.
+    """Each document of a file, as blocks of its text, and where the next document begins.
 
-    It is the whole file, a line's field `key`, or a row's column `key`, and begins at 0, at a byte (of what is
-    unpacked) or at a row. The blocks of a document are read before the next document. Memory is bounded by the longest
+    A document is the whole file, a line's field `key`, or a row's column `key`. It begins at 0, at a byte (of the
+    unpacked content) or at a row. Its blocks must be read before the next document. Memory is bounded by the longest
     line, and by a page of a parquet file.
 
     Args:
-        start: where the first document begins. A packed file is unpacked from its beginning even so; a parquet file is
-            read from the row group that holds the row.
+        start: where the first document begins. A gzip file is still unpacked from its beginning; a parquet file is read
+            from the row group that holds the row.
         empty: lines and rows may have no text; they are left out.
         longest: a plain text of more characters is several documents, each of which begins at a byte.
 
@@ -87,45 +88,45 @@ def slices(text: str) -> Iterator[str]:
         yield text[start : start + BLOCK]
 
 
-def unreadable(path: object, error: OSError) -> DataError:
-    """The error for a file that the system refuses."""
-    return DataError(f"{path} cannot be read: {reason_of(error)}")
+@contextmanager
+def readable(path: object) -> Iterator[None]:
+    """Turns a refusal of the system into a DataError about the file that it names, or about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {reason_of(error)}") from None
 
 
 def convert_command(path: object) -> str:
-    """The command that makes data that runs read of a file of raw tokens, which lacks an index."""
+    """The command that converts a file of raw tokens, which lacks an index, to data that runs read."""
     return f"`shardwise data prepare {path} PREFIX --format megatron` makes PREFIX.bin and PREFIX.idx"
 
 
 @contextmanager
-def _opened(path: File) -> Iterator[IO[bytes] | gzip.GzipFile]:
+def _opened(path: Path | HubFile) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """The file, unpacked as it is read where its name ends in .gz."""
-    try:
-        with path.open("rb") as file:
-            if path.suffix != ".gz":
-                yield file
-                return
-            if file.read(len(_GZIP)) not in (b"", _GZIP):
-                raise DataError(f"{path} is not packed by gzip, as its name says: pack it, or rename it")
-            file.seek(0)
-            try:
-                with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
-                    yield unpacked
-            except EOFError:
-                raise DataError(
-                    f"{path} is cut off: its {file.tell():,} bytes end before what gzip packed does; fetch or copy it "
-                    "again"
-                ) from None
-            except (gzip.BadGzipFile, zlib.error) as error:
-                raise DataError(
-                    f"{path} is damaged before byte {file.tell():,}, gzip cannot unpack it ({error}): fetch or copy it "
-                    "again"
-                ) from None
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with readable(path), path.open("rb") as file:
+        if not str(path).endswith(".gz"):
+            yield file
+            return
+        if file.read(len(_GZIP)) not in (b"", _GZIP):
+            raise DataError(f"{path} is not packed by gzip, as its name says: pack it, or rename it")
+        file.seek(0)
+        try:
+            with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
+                yield unpacked
+        except EOFError:
+            raise DataError(
+                f"{path} is cut off: its {file.tell():,} bytes end before what gzip packed does; fetch or copy it again"
+            ) from None
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(
+                f"{path} is damaged before byte {file.tell():,}, gzip cannot unpack it ({error}): fetch or copy it "
+                "again"
+            ) from None
 
 
-def _parts(path: File, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
+def _parts(path: Path | HubFile, start: int, longest: int) -> Iterator[tuple[int, list[str]]]:
     blocks: list[str] = []
     characters = after = 0
     for after, text in _decoded(path, start):
@@ -138,7 +139,7 @@ def _parts(path: File, start: int, longest: int) -> Iterator[tuple[int, list[str
         yield after, blocks
 
 
-def _decoded(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
+def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
     """The file's text from byte `start` on, without a byte-order mark: blocks, each with the byte after it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = start
@@ -163,7 +164,7 @@ def _decoded(path: File, start: int = 0) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path} is empty: remove it or put text into it")
 
 
-def _lines(path: File, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
+def _lines(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
     none = start == 0
     with _opened(path) as file:
         after = file.seek(start)
@@ -177,8 +178,8 @@ def _lines(path: File, key: str, start: int, empty: bool) -> Iterator[tuple[int,
         raise DataError(f"{path} is empty: remove it or put one JSON object on each line")
 
 
-def _line_name(path: File, start: int, number: int) -> str:
-    """What messages call line `number` after byte `start`: only they need to count the lines before."""
+def _line_name(path: Path | HubFile, start: int, number: int) -> str:
+    """The file and the number of a line, `number` lines after byte `start`; the lines before are only counted here."""
     before = 0
     with _opened(path) as file:
         while start > 0 and (block := file.read(min(start, BLOCK))):
@@ -218,14 +219,25 @@ def _line_text(line: bytes, where: Callable[[], str], key: str, empty: bool) -> 
     return text
 
 
-def _rows(path: File, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
+def _rows(path: Path | HubFile, key: str, start: int, empty: bool) -> Iterator[tuple[int, Iterable[str]]]:
     arrow, parquet = _arrow("pyarrow"), _arrow("pyarrow.parquet")
-    try:
-        with path.open("rb") as opened, _parquet_file(arrow, parquet, path, opened) as file:
+    with readable(path), path.open("rb") as opened:
+        try:
+            try:
+                file = parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
+            except arrow.ArrowInvalid as error:
+                raise DataError(
+                    f"{path} must be a parquet file, and it is not or is cut off ({_first_sentence(error)}): leave it "
+                    "out, or fetch or copy it again"
+                ) from None
             require_text(arrow, path, file.schema_arrow, key)
             if not file.metadata.num_rows:
                 raise DataError(f"{path} is empty: remove it or put rows into it")
-            groups, row = _groups_from(file.metadata, start)
+            sizes = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+            begins = list(accumulate(sizes, initial=0))
+            first = bisect_right(begins, start) - 1
+            row = begins[first]
+            groups = list(range(first, file.num_row_groups))
             for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[key]):
                 skipped = min(max(start - row, 0), len(batch))
                 row += skipped
@@ -234,31 +246,10 @@ def _rows(path: File, key: str, start: int, empty: bool) -> Iterator[tuple[int, 
                     row += 1
                     if text:
                         yield row, slices(text)
-    except arrow.ArrowException as error:
-        raise _damaged(path, error) from None
-    except OSError as error:  # pyarrow's own have neither number nor file
-        raise (unreadable(path, error) if error.errno else _damaged(path, error)) from None
-
-
-def _groups_from(metadata: Any, start: int) -> tuple[list[int], int]:
-    """The row groups from the one with row `start` on, and the first row of that."""
-    first = 0
-    for group in range(metadata.num_row_groups):
-        after = first + metadata.row_group(group).num_rows
-        if start < after:
-            return list(range(group, metadata.num_row_groups)), first
-        first = after
-    return [], first
-
-
-def _parquet_file(arrow: Any, parquet: Any, path: File, opened: IO[bytes]) -> Any:
-    try:
-        return parquet.ParquetFile(opened, buffer_size=_PAGE_BYTES, pre_buffer=False)
-    except arrow.ArrowInvalid as error:
-        raise DataError(
-            f"{path} must be a parquet file, and it is none or is cut off ({_first_sentence(error)}): leave it out, or "
-            "fetch or copy it again"
-        ) from None
+        except (arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno:  # the system's; pyarrow's own errors have no number
+                raise
+            raise DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again") from None
 
 
 def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
@@ -268,18 +259,15 @@ def require_text(arrow: Any, path: object, schema: Any, key: str) -> None:
             f"{path} has no column {key!r}: set data.text_key to the column that holds the text "
             f"({listing(schema.names) or 'there is none'})"
         )
-    held, types = schema.field(key).type, arrow.types
-    if types.is_dictionary(held):
-        held = held.value_type
-    if not (types.is_string(held) or types.is_large_string(held) or types.is_string_view(held)):
-        raise DataError(f"{path}: the column {key!r} must hold text, not {held} (data.text_key)")
+    type_, types = schema.field(key).type, arrow.types
+    if types.is_dictionary(type_):
+        type_ = type_.value_type
+    if not (types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_)):
+        raise DataError(f"{path}: the column {key!r} must hold text, not {type_} (data.text_key)")
 
 
 def require_sound(array: Any, where: str, key: str) -> None:
-    """Raises DataError where values of an arrow array, which is mapped, lie beyond it: reading them ends the process.
-
-    where: what the message begins with. Whether text is UTF-8 is seen when it is read.
-    """
+    """Raises DataError where values of a mapped arrow array lie beyond it, as reading them would end the process."""
     arrow = _arrow("pyarrow")
     plain = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     try:
@@ -291,11 +279,7 @@ def require_sound(array: Any, where: str, key: str) -> None:
 
 
 def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
-    """The text of an arrow scalar, the value of column `key`; `empty`: it may have none.
-
-    Raises:
-        DataError: it is null, empty or not UTF-8.
-    """
+    """The text of an arrow scalar of column `key`; DataError where it is not UTF-8, or null or empty unless `empty`."""
     try:
         text: str | None = value.as_py()
     except UnicodeDecodeError as error:
@@ -305,16 +289,33 @@ def row_text(value: Any, where: str, key: str, *, empty: bool = False) -> str:
     return text
 
 
-def _damaged(path: File, error: Exception) -> DataError:
-    return DataError(f"{path} is damaged ({_first_sentence(error)}): fetch or copy it again")
+def first_line(error: BaseException) -> str:
+    """The first line of what a library says, without a period."""
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _first_sentence(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return first_line(error).partition(". ")[0]
+
+
+def optional_library(module: str, who_needs: str, extra: str) -> Any:
+    """The imported module of a library that only some formats need.
+
+    Args:
+        who_needs: the beginning of the message, such as "parquet files need".
+        extra: the extra of this package that installs it.
+
+    Raises:
+        DataError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise DataError(f"{who_needs} {library} ({error}): pip install 'shardwise[{extra}]'") from None
 
 
 def _arrow(module: str) -> Any:
-    """pyarrow, which is imported where it is needed and nowhere else."""
     return optional_library(module, "parquet files need", "parquet")
 
 

@@ -14,7 +14,7 @@ import pytest
 from shardwise.config import Config, DataConfig
 from shardwise.data import PreparedText, detect, make_batches, prepare
 from shardwise.data.opening import inspect
-from shardwise.data.reading.datasets import _OnHub, open_dataset
+from shardwise.data.reading.datasets import DataSet, _OnHub
 from shardwise.data.reading.sources import open_source
 from shardwise.data.reading.streams import TableShard
 from shardwise.errors import DataError
@@ -79,17 +79,19 @@ def test_named_splits_are_the_parts(tmp_path: Path) -> None:
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, train=(0, 80), valid=(80, 90), test=(90, 100))
     data = prepared(path, split="train,valid,test")
     end = "<|endoftext|>"
-    rows = {"train": data.train_tokens, "eval": data.eval_tokens, "test": data.test_tokens}
+    rows = {"train": data.tokens["train"], "eval": data.tokens["eval"], "test": data.tokens["test"]}
     for part, texts in (("train", TEXTS[:80]), ("eval", TEXTS[80:90]), ("test", TEXTS[90:])):
         assert text_of(data, rows[part]) == end.join([*texts, ""]), part
         assert data.count(part) == len(rows[part])
     assert make_batches(config(path), data, "test") is not None
     swapped = prepared(path, split="valid,train")
-    assert (text_of(swapped, swapped.train_tokens), swapped.count("test")) == (end.join([*TEXTS[80:90], ""]), 0)
+    assert (text_of(swapped, swapped.tokens["train"]), swapped.count("test")) == (end.join([*TEXTS[80:90], ""]), 0)
     assert prepared(path, split="train").count("eval") == 0
     by_weight = prepared(path, split="90,10")
     cut = [
-        text for row in (by_weight.train_tokens, by_weight.eval_tokens) for text in text_of(by_weight, row).split(end)
+        text
+        for row in (by_weight.tokens["train"], by_weight.tokens["eval"])
+        for text in text_of(by_weight, row).split(end)
     ]
     assert sorted(filter(None, cut)) == sorted(TEXTS[:80]), "weights cut the split that is called train"
 
@@ -105,8 +107,8 @@ def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
     path = save(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
     data = prepared(path, split="1,0")
     joined = [token for row in ROWS for token in row]
-    assert data.train_tokens.tolist() == joined
-    assert (data.tokenizer_path, data.vocab_size, data.train_tokens.dtype) == (None, 512, np.uint16)
+    assert data.tokens["train"].tolist() == joined
+    assert (data.tokenizer_path, data.vocab_size, data.tokens["train"].dtype) == (None, 512, np.uint16)
     assert ", 100 rows, " in data.summary
     (entry,) = (tmp_path / "cache/tokens").iterdir()
     for length in (16, 100):
@@ -133,19 +135,19 @@ def test_kinds_of_columns_and_parts_by_weight(kind: str, tmp_path: Path) -> None
     table = datasets.Dataset.from_dict({"tokens": rows}, features=datasets.Features({"tokens": features[kind]}))
     table.save_to_disk(tmp_path / "saved")
     data = prepared(tmp_path / "saved", text_key="tokens", split="80,20")
-    held = data.eval_tokens.tolist()
+    held = data.tokens["eval"].tolist()
     chosen = [row for row in rows if any(held[at : at + len(row)] == row for at in range(len(held)))]
     assert [token for row in chosen for token in row] == held, "whole rows are held out"
     assert 0.15 < len(held) / sum(map(len, rows)) <= 0.2
     rest = [token for row in rows if row not in chosen for token in row]
-    assert data.train_tokens.tolist() == rest
+    assert data.tokens["train"].tolist() == rest
 
 
 def test_one_long_row_holds_its_end_out(tmp_path: Path) -> None:
     joined = [token for row in ROWS for token in row]
     data = prepared(save(tmp_path / "saved", input_ids=[joined]), split="90,10")
-    assert data.train_tokens.tolist() + data.eval_tokens.tolist() == joined
-    assert len(data.eval_tokens) == len(joined) // 10
+    assert data.tokens["train"].tolist() + data.tokens["eval"].tolist() == joined
+    assert len(data.tokens["eval"]) == len(joined) // 10
 
 
 def test_the_second_call_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +155,9 @@ def test_the_second_call_needs_no_library(tmp_path: Path, monkeypatch: pytest.Mo
     first = [prepared(path).fingerprint for path in (text, tokens)]
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert [prepared(path).fingerprint for path in (text, tokens)] == first
-    save_text = "the library datasets, which is not installed: pip install 'shardwise[datasets]'"
-    assert save_text in failure(text, text_key="other")
+    problem = failure(text, text_key="other")
+    assert "the library datasets (" in problem
+    assert problem.endswith("pip install 'shardwise[datasets]'")
 
 
 def test_another_table_is_prepared_anew(tmp_path: Path) -> None:
@@ -293,4 +296,4 @@ def test_tokens_where_text_is_needed(tmp_path: Path) -> None:
     source = open_source(DataConfig(path=str(path)))
     with pytest.raises(DataError, match=r"the column 'input_ids' of .* must hold text where text is read, and"):
         next(source.pieces())
-    assert open_dataset(DataConfig(path=str(path))).holds_tokens
+    assert DataSet.open(DataConfig(path=str(path))).holds_tokens

@@ -11,19 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Config
-from shardwise.data import (
-    PreparedShards,
-    SentencePairBatches,
-    ShardBatches,
-    Tokenizer,
-    detect,
-    make_batches,
-    make_evaluation,
-    prepare,
-)
+from shardwise.data import Tokenizer, detect, make_batches, make_evaluation, prepare
+from shardwise.data.formats.hdf5 import PreparedShards
 from shardwise.data.reading import hdf5
 from shardwise.data.reading.hdf5 import Shard, Shards
 from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.pairs import SentencePairBatches
+from shardwise.data.samples.shards import ShardBatches
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 from tests.unit.data.formats.test_megatron import TEXT
@@ -150,7 +144,7 @@ def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(folder: st
         dp_size = data.draw(st.sampled_from([each for each in (1, 2, 3, 4) if global_batch % each == 0]))
         share = global_batch // dp_size
         micro_batch = data.draw(st.sampled_from([each for each in range(1, share + 1) if share % each == 0]))
-        ranks = [all_of(folder) for _ in range(dp_size)]  # each opens the shards anew
+        ranks = [all_of(folder) for _ in range(dp_size)]  # each opens the shards itself
         for step in range(begin, end):
             parts = [
                 each.local_batch(step * global_batch, global_batch, rank, dp_size, micro_batch)
@@ -181,9 +175,9 @@ def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPa
     expected = numbers(all_of(folder).global_batch(0, 15))
     monkeypatch.setattr(hdf5, "_SHARDS_KEPT", 1)
     batches = all_of(folder)
-    assert batches.shards._open == {}, "mapped when they are read"
+    assert batches.shards._arrays.cache_info().currsize == 0, "mapped when they are read"
     assert numbers(batches.global_batch(0, 15)) == expected
-    assert len(batches.shards._open) == 1
+    assert batches.shards._arrays.cache_info().currsize == 1
 
 
 def test_rows_are_found_by_file_and_row(folder: str) -> None:
@@ -237,7 +231,9 @@ def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Pa
     assert plain.endswith(f", 3 shards, {ending}")
     assert prepare(config(folder, split="2,1", max_predictions=6), tmp_path).summary == plain
     told = prepare(config(folder, split="2,1", max_predictions=5, masked_fraction=0.3), tmp_path).summary
-    assert told == f"{plain}, whatever data.max_predictions (5) and data.masked_fraction (0.3) may say"
+    assert (
+        told == f"{plain}; data.max_predictions (5) and data.masked_fraction (0.3) not used, as shards have their masks"
+    )
 
 
 def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
@@ -302,7 +298,7 @@ def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         prepare(config(str(tmp_path)), tmp_path / "cache")
     text, truncated, link, damaged = caught.value.problems
-    assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is none: leave it out, or copy it again"
+    assert text == f"{tmp_path}/a_training_0.hdf5 must be an HDF5 file, and it is not: leave it out, or copy it again"
     assert truncated.startswith(f"{tmp_path}/a_training_1.hdf5 cannot be opened (")
     assert "truncated file" in truncated
     assert truncated.endswith("): it is damaged, copy it again")
@@ -338,14 +334,14 @@ def test_the_length_is_that_of_the_shards(tmp_path: Path) -> None:
             "masked_lm_positions",
             (6, 0),
             16,
-            "masked_lm_positions[0] (16) must be in 0 … 15: it lies beyond the sequence; write the shard anew",
+            "masked_lm_positions[0] (16) must be in 0 … 15: it lies beyond the sequence; write the shard again",
         ),
         ("masked_lm_positions", (6, 0), -2, "masked_lm_positions[0] (-2) must be in 0 … 15: it lies beyond the sequ"),
-        ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 is there twice"),
-        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1: write the shard anew"),
-        ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more: write the shard anew"),
+        ("masked_lm_positions", (6, 0), 4, "masked_lm_positions must name each position once, and 4 occurs twice"),
+        ("input_mask", (6, 2), 2, "input_mask[2] (2) must be in 0 … 1: write the shard again"),
+        ("input_mask", (6, slice(None)), 0, "input_mask must be 1 for a token or more: write the shard again"),
         ("segment_ids", (6, 5), 2, "segment_ids[5] (2) must be in 0 … 1: set model.type_vocab_size to what the data"),
-        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1: write the shard anew"),
+        ("next_sentence_labels", (6,), 3, "next_sentence_labels (3) must be in 0 … 1: write the shard again"),
     ],
 )
 def test_a_value_that_no_model_reads_is_named_when_it_is_read(

@@ -93,7 +93,7 @@ def test_negative_ids_are_told(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"input_ids": [[1, -5, 3]]}).save_to_disk(str(tmp_path / "rows"))
     for name in ("data", "rows"):
         assert looked(tmp_path / name).notes[1:] == [
-            "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data anew"
+            "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data again"
         ]
 
 

@@ -8,20 +8,14 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, config_from
-from shardwise.data import (
-    BlendedBatches,
-    DocumentBatches,
-    PreparedDocuments,
-    SentencePairBatches,
-    Tokenizer,
-    detect,
-    make_batches,
-    make_evaluation,
-    prepare,
-)
+from shardwise.data import Tokenizer, detect, make_batches, make_evaluation, prepare
+from shardwise.data.formats.megatron import PreparedDocuments
 from shardwise.data.parts import part_bounds
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.blend import BlendedBatches
+from shardwise.data.samples.documents import DocumentBatches
+from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
@@ -306,9 +300,7 @@ def test_too_few_documents_are_refused(tmp_path: Path) -> None:
 
 
 def test_text_has_no_test_part(tmp_path: Path) -> None:
-    text = (
-        r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data and"
-    )
+    text = r"data\.split \(8,1,1\) must be two weights, .*, where data\.dataset \(tiny\) is text: only Megatron data, "
     with pytest.raises(DataError, match=text):
         prepare(config(dataset="tiny", split="8,1,1"), tmp_path / "cache")
     data = prepare(config(dataset="tiny"), tmp_path / "cache")

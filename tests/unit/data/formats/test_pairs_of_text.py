@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, config_from
-from shardwise.data import (
-    IGNORE,
-    Batch,
-    PairTokens,
-    PreparedData,
-    SentencePairBatches,
-    TokenBatches,
-    Tokenizer,
-    make_batches,
-    prepare,
-)
+from shardwise.data import IGNORE, Batch, PreparedData, TokenBatches, Tokenizer, make_batches, prepare
+from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.tokens.cutting import cut_sentences
+from shardwise.data.tokens.tokenizer import PairTokens
 from shardwise.errors import ConfigError, DataError
 from tests.unit.data.formats.test_text import config as causal
 from tests.unit.data.formats.test_text import stories
@@ -51,7 +43,7 @@ def config(vocab_size: int = 512, sequence_length: int = 64, eval_every: int = 0
 def texts(data: PreparedData, part: str) -> list[list[str]]:
     """The sentences of each document, decoded."""
     tokenizer, found = Tokenizer.load(data.tokenizer_path), data.sentences[part]  # type: ignore[index]
-    tokens = data.train_tokens if part == "train" else data.eval_tokens
+    tokens = data.tokens["train"] if part == "train" else data.tokens["eval"]
     assert found.bounds[-1] == len(tokens)
     assert found.documents[-1] == len(found.bounds) - 1
     pieces = [tokenizer.decode(tokens[a:b]) for a, b in zip(found.bounds, found.bounds[1:], strict=False)]
@@ -70,8 +62,8 @@ def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
     assert data.pair_tokens == PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
     documents = texts(data, "train") + texts(data, "eval")
     assert sorted(documents) == sorted(cut_sentences(story.rstrip()) for story in stories())
-    assert data.train_tokens.min() > 4, "pairs have special tokens, the text has none"
-    assert data.train_tokens.dtype == np.uint16
+    assert data.tokens["train"].min() > 4, "pairs have special tokens, the text has none"
+    assert data.tokens["train"].dtype == np.uint16
     assert "260 documents" in data.summary
 
 
@@ -154,9 +146,9 @@ def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
     words = " ".join(stories()[:40])
     (tmp_path / "a.txt").write_text(words + "Put [SEP] after [MASK] and [CLS].\n", encoding="utf-8")
     data = prepare(config(300, path=str(tmp_path / "a.txt"), split="1,0"), tmp_path / "cache")
-    assert data.train_tokens.min() > 4
+    assert data.tokens["train"].min() > 4
     assert texts(data, "train")[0][-1] == "\nPut [SEP] after [MASK] and [CLS]."
-    assert len(data.eval_tokens) == 0
+    assert len(data.tokens["eval"]) == 0
     assert make_batches(config(300), data, "eval") is None
 
 
@@ -187,7 +179,7 @@ def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
     shutil.copytree(trained.tokenizer_path, own)
     data = prepare(config(600, tokenizer=str(own)), tmp_path / "b")
     assert data.pair_tokens == trained.pair_tokens
-    assert np.array_equal(data.train_tokens, trained.train_tokens)
+    assert np.array_equal(data.tokens["train"], trained.tokens["train"])
     without = prepare(causal(), tmp_path / "a").tokenizer_path
     with pytest.raises(DataError) as caught:
         prepare(config(511, tokenizer=str(without)), tmp_path / "b")

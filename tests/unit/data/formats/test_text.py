@@ -1,4 +1,4 @@
-"""From text to tokens through the cache: built once, checked when opened, built anew when damaged."""
+"""From text to tokens through the cache: built once, checked when opened, built again when damaged."""
 
 import errno
 import fcntl
@@ -65,10 +65,10 @@ def entry_of(data: PreparedData) -> Path:
 
 def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
     data = prepare(config(), tmp_path)
-    assert data.train_tokens.dtype == np.uint16
+    assert data.tokens["train"].dtype == np.uint16
     assert data.vocab_size == 512
-    train = text_of(data, data.train_tokens).split("<|endoftext|>")
-    held = text_of(data, data.eval_tokens).split("<|endoftext|>")
+    train = text_of(data, data.tokens["train"]).split("<|endoftext|>")
+    held = text_of(data, data.tokens["eval"]).split("<|endoftext|>")
     assert train.pop() == held.pop() == ""
     assert sorted(train + held) == sorted(stories())
     assert 0.035 < len("".join(held)) / len("".join(stories())) <= 0.05
@@ -81,8 +81,8 @@ def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
 def test_the_tokens_of_the_tiny_corpus_stay_the_same(tmp_path: Path) -> None:
     """Golden loss curves rest on them: on every Python, and on every version of tokenizers."""
     data = prepare(config(), tmp_path)
-    assert hashlib.sha256(data.train_tokens.tobytes()).hexdigest()[:16] == "c6410f2f3802f4ed"
-    assert hashlib.sha256(data.eval_tokens.tobytes()).hexdigest()[:16] == "9bebad3c9ba28cf9"
+    assert hashlib.sha256(data.tokens["train"].tobytes()).hexdigest()[:16] == "c6410f2f3802f4ed"
+    assert hashlib.sha256(data.tokens["eval"].tobytes()).hexdigest()[:16] == "9bebad3c9ba28cf9"
     assert data.fingerprint[:16] == "ff83a8f05fb395ac"
 
 
@@ -108,7 +108,7 @@ def test_equal_text_is_equal_data_wherever_it_lies(tmp_path: Path) -> None:
     first = prepare(sized(300, 64, 0, path=str(tmp_path / "one")), tmp_path / "cache")
     second = prepare(sized(300, 64, 0, path=str(tmp_path / "two")), tmp_path / "other")
     assert first.fingerprint == second.fingerprint
-    assert np.array_equal(first.train_tokens, second.train_tokens)
+    assert np.array_equal(first.tokens["train"], second.tokens["train"])
 
 
 def test_changed_text_is_prepared_anew(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_single_file_holds_its_end_out(tmp_path: Path) -> None:
     text = "".join(stories())
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     data = prepare(sized(512, 64, 1, path=str(tmp_path / "a.txt")), tmp_path / "cache")
-    train, held = text_of(data, data.train_tokens), text_of(data, data.eval_tokens)
+    train, held = text_of(data, data.tokens["train"]), text_of(data, data.tokens["eval"])
     assert train + held == text + "<|endoftext|>"
     assert train.endswith("\n")
     assert 0.04 < len(held) / len(text) <= 0.051
@@ -138,9 +138,9 @@ def test_a_long_file_has_the_tokens_of_the_whole(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     data = prepare(sized(512, 64, 0, path=str(tmp_path / "a.txt"), split="1,0"), tmp_path / "cache")
     tokenizer = Tokenizer.load(data.tokenizer_path)
-    assert np.array_equal(data.train_tokens[:-1], tokenizer.encode(text))
-    assert data.train_tokens[-1] == tokenizer.end_of_document_id
-    assert len(data.eval_tokens) == 0
+    assert np.array_equal(data.tokens["train"][:-1], tokenizer.encode(text))
+    assert data.tokens["train"][-1] == tokenizer.end_of_document_id
+    assert len(data.tokens["eval"]) == 0
 
 
 def test_a_users_tokenizer_is_used_and_exported(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_users_tokenizer_is_used_and_exported(tmp_path: Path) -> None:
     shutil.copytree(prepare(config(), tmp_path / "a").tokenizer_path, own)
     data = prepare(sized(100_000, 64, 0, tokenizer=str(own)), tmp_path / "b")
     assert data.vocab_size == 512
-    assert np.array_equal(data.train_tokens, prepare(config(), tmp_path / "a").train_tokens)
+    assert np.array_equal(data.tokens["train"], prepare(config(), tmp_path / "a").tokens["train"])
     with pytest.raises(DataError, match=r"\(512\) must be at most model\.vocab_size \(511\)"):
         prepare(sized(511, 64, 0, tokenizer=str(own)), tmp_path / "b")
     assert not list((tmp_path / "b" / "tokens").glob(".*"))
@@ -173,7 +173,7 @@ def alter(file: Path) -> None:
 @pytest.mark.parametrize("name", ["train.bin", "eval.bin", "manifest.json", "tokenizer/tokenizer.json"])
 def test_a_damaged_entry_is_built_anew(tmp_path: Path, damage: object, name: str) -> None:
     first = prepare(config(), tmp_path)
-    fingerprint, tokens = first.fingerprint, np.array(first.train_tokens)
+    fingerprint, tokens = first.fingerprint, np.array(first.tokens["train"])
     if damage is alter and name == "manifest.json":
         (entry_of(first) / name).write_text('{"format": 1}', encoding="utf-8")
     else:
@@ -182,7 +182,7 @@ def test_a_damaged_entry_is_built_anew(tmp_path: Path, damage: object, name: str
     second = prepare(config(), tmp_path, announce=built.append)
     assert len(built) == 1
     assert second.fingerprint == fingerprint
-    assert np.array_equal(second.train_tokens, tokens)
+    assert np.array_equal(second.tokens["train"], tokens)
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == [entry_of(second).name]
 
 
@@ -238,7 +238,7 @@ def _prepare_at(root: str, barrier: object, results: object) -> None:
     barrier.wait()  # type: ignore[attr-defined]
     built: list[str] = []
     data = prepare(config(), Path(root), announce=built.append)
-    results.put((data.fingerprint, int(data.train_tokens.sum(dtype=np.int64)), len(built)))  # type: ignore[attr-defined]
+    results.put((data.fingerprint, int(data.tokens["train"].sum(dtype=np.int64)), len(built)))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -263,7 +263,7 @@ def test_a_file_system_without_locks_still_builds(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert len(prepare(config(), tmp_path).train_tokens) > 0
+    assert len(prepare(config(), tmp_path).tokens["train"]) > 0
 
 
 def test_too_little_text_says_how_much_is_needed(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_too_little_text_says_how_much_is_needed(tmp_path: Path) -> None:
 def test_no_share_for_evaluation(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.split \(1,0\) holds nothing out, and train\.eval_every \(5\)"):
         prepare(sized(512, 64, 5, split="1,0"), tmp_path)
-    assert len(prepare(config(split="1,0"), tmp_path).eval_tokens) == 0
+    assert len(prepare(config(split="1,0"), tmp_path).tokens["eval"]) == 0
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

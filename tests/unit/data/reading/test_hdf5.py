@@ -49,24 +49,24 @@ def rows_cut(found: Arrays) -> None:
             without("masked_lm_ids"),
             " must have the array masked_lm_ids, and its keys are input_ids, input_mask, masked_lm_positions, "
             "next_sentence_labels and segment_ids: a shard has input_ids, input_mask, segment_ids, "
-            "masked_lm_positions, masked_lm_ids and next_sentence_labels; write the shard anew",
+            "masked_lm_positions, masked_lm_ids and next_sentence_labels; write the shard again",
         ),
         (
             cut("next_sentence_labels", slice(5)),
-            ": next_sentence_labels (5 rows) must have as many rows as input_ids (8): write the shard anew",
+            ": next_sentence_labels (5 rows) must have as many rows as input_ids (8): write the shard again",
         ),
         (
             cut("input_mask", slice(None), slice(12)),
-            ": input_mask (12 tokens a row) must have as many tokens a row as input_ids (16): write the shard anew",
+            ": input_mask (12 tokens a row) must have as many tokens a row as input_ids (16): write the shard again",
         ),
         (
             cut("masked_lm_ids", slice(None), slice(3)),
             ": masked_lm_ids (3 predictions a row) must have as many predictions a row as masked_lm_positions (4): "
-            "write the shard anew",
+            "write the shard again",
         ),
-        (flat, ": segment_ids (of shape [128]) must have the shape [rows, tokens a row]: write the shard anew"),
-        (as_type("input_ids", "f4"), ": input_ids (float32) must hold integers: write the shard anew"),
-        (rows_cut, ": input_ids (0 rows) must have 1 or more: remove the file, or write the shard anew"),
+        (flat, ": segment_ids (of shape [128]) must have the shape [rows, tokens a row]: write the shard again"),
+        (as_type("input_ids", "f4"), ": input_ids (float32) must hold integers: write the shard again"),
+        (rows_cut, ": input_ids (0 rows) must have 1 or more: remove the file, or write the shard again"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(change: Callable[[Arrays], None], text: str, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_an_array_that_leads_to_another_file_is_refused(way: str, tmp_path: Path
             layout[:] = h5py.VirtualSource(outside, "input_ids", secret.shape)
             file.create_virtual_dataset("input_ids", layout)
     assert refusal(config(path), tmp_path / "cache") == (
-        f"{path}: input_ids must lie in the file itself, and it leads to another one: write the shard anew"
+        f"{path}: input_ids must lie in the file itself, and it refers to another file: write the shard again"
     )
 
 
@@ -105,7 +105,7 @@ def test_ragged_rows_are_refused(tmp_path: Path) -> None:
         ragged = file.create_dataset("input_ids", (2,), dtype=h5py.vlen_dtype(np.int32))
         ragged[0], ragged[1] = [1, 2], [3]
     assert refusal(config(path), tmp_path / "cache") == (
-        f"{path}: the rows of input_ids must have one length, and they are ragged: pad them, and write the shard anew"
+        f"{path}: the rows of input_ids must have one length, and they are ragged: pad them, and write the shard again"
     )
     with h5py.File(path, "r+") as file:
         del file["input_ids"]

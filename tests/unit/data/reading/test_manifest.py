@@ -48,7 +48,7 @@ def test_the_same_tokenizer_in_other_files_is_the_same(tmp_path: Path, tokenizer
     assert tokenizer_problems(None, None, [path]) == []
     assert tokenizer_problems(other, "other", [tmp_path / "no.json"]) == []
     (problem,) = tokenizer_problems(other, "other", [path])
-    assert problem.startswith(f"data.tokenizer (other, {other.digest[:12]}) must be the tokenizer that {path} tells of")
+    assert problem.startswith(f"data.tokenizer (other, {other.digest[:12]}) must be the tokenizer that {path} names (")
 
 
 def test_which_tokens_go_on_with_a_word(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
         r"data\.idx \(33 bytes\) must have 34 bytes or more: it is truncated",
     ),
     "magic": (idx_bytes(magic=b"MMIDIDX\x00\x01"), None, r"data\.idx: byte 0 \(.*\) must be .*: it is no \.idx of Meg"),
-    "version": (idx_bytes(version=2), None, r"data\.idx: byte 9, the version \(2\), must be 1: write it anew"),
+    "version": (idx_bytes(version=2), None, r"data\.idx: byte 9, the version \(2\), must be 1: write it again"),
     "unknown dtype": (
         idx_bytes(code=9),
         None,
@@ -173,7 +173,7 @@ BROKEN: dict[str, tuple[bytes | None, bytes | None, str]] = {
     "a long .bin": (
         None,
         struct.pack("<7H", *TOKENS, 1),
-        r"data\.bin \(14 bytes\) must have 12 bytes.*: it goes on, or",
+        r"data\.bin \(14 bytes\) must have 12 bytes.*: it is longer, or",
     ),
 }
 
@@ -293,7 +293,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(indexed.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match=r"data cannot be written: No space left on device; name a place that has room"):
         write(tmp_path / "data", [[[1, 2]]], 100)
     assert list(tmp_path.iterdir()) == []
@@ -318,7 +318,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_read(
             raise KilledError
 
     with monkeypatch.context() as patched:
-        patched.setattr(indexed.os, "fsync", count)
+        patched.setattr(os, "fsync", count)
         with pytest.raises(KilledError):
             write(tmp_path / "data", [[[4, 5, 6]]], 100)
     if moment in (0, 1):
@@ -336,9 +336,7 @@ def test_the_dtype_follows_the_vocabulary() -> None:
 
 def test_all_tokens_are_on_the_disk_before_they_have_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: dict[int, int] = {}
-    monkeypatch.setattr(
-        indexed.os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size})
-    )
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
     write(tmp_path / "data", [[[1, 2, 3]]], 100)
     for suffix in (".bin", ".idx"):
         found = (tmp_path / f"data{suffix}").stat()

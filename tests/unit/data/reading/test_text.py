@@ -106,7 +106,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for content in (b"", b"text", whole[:-1]):
         file.write_bytes(content)
-        assert failure(file, text_key="body").startswith(f"{file} must be a parquet file, and it is none or is cut off")
+        assert failure(file, text_key="body").startswith(f"{file} must be a parquet file, and it is not or is cut off")
     file.write_bytes(whole[:4] + bytes(300) + whole[304:])
     assert failure(file, text_key="body").startswith(f"{file} is damaged (")
     latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())

@@ -1,4 +1,4 @@
-"""Compressed shards are unpacked once, and give what they gave; bad copies are made anew."""
+"""Compressed shards are unpacked once, and give what they gave; bad copies are made again."""
 
 import resource
 import shutil
@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shardwise.data import ShardBatches, make_batches, prepare
+from shardwise.data import make_batches, prepare
+from shardwise.data.samples.shards import ShardBatches
 from shardwise.errors import DataError
 from tests.unit.data.formats.test_hdf5 import config
 from tests.unit.data.hdf5_shards import arrays, write
