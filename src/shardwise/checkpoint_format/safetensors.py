@@ -116,20 +116,28 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
 
 
 def _tensor(name: str, entry: object, first: int) -> StoredTensor:
-    """Raises ValueError where the entry describes no tensor."""
-    if not name.isprintable():  # it will be shown, and a terminal obeys some characters
-        raise ValueError(f"the name of a tensor ({name!r}) must be printable")
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is no JSON object")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
-    if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
-        raise ValueError(f"the shape and offsets of {name} must be whole numbers")
+    fields, dtype, shape = tensor_fields(name, entry)
+    offsets = fields.get("data_offsets")
+    if not is_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the offsets of {name} must be 2 whole numbers")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != needed:
         raise ValueError(f"{name} has {offsets[1] - offsets[0]:,} bytes, and its shape needs {needed:,}")
-    return StoredTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
+    return StoredTensor(dtype, shape, first + offsets[0], first + offsets[1])
+
+
+def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:
+    """The fields of a tensor's JSON object, its dtype and its shape; ValueError where it describes no tensor."""
+    if not name.isprintable():  # it will be shown, and a terminal obeys some characters
+        raise ValueError(f"the name of a tensor ({name!r}) must be printable")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} must be a JSON object")
+    shape, dtype = entry.get("shape"), entry.get("dtype")
+    if not is_counts(shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
+    return entry, dtype, tuple(shape)
 
 
 def is_counts(value: object) -> TypeGuard[list[int]]:
@@ -138,7 +146,7 @@ def is_counts(value: object) -> TypeGuard[list[int]]:
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("a name is there twice")
-    return found
+    return fields

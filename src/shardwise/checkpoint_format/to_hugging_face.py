@@ -75,10 +75,12 @@ class Export:
             raise ConfigError(f"{folder} must be a checkpoint, and it has no {MANIFEST}")
         self._folder = folder
         self._manifest = Manifest.read(folder)
-        self._stored = StoredTensors.of(folder)
+        self._stored = StoredTensors(folder, self._manifest.tensors, self._manifest)
         self._target = None if dtype is None else FLOATS[dtype]
         self.masters = 0
-        self.weights = [self._weight(name) for name in self._names()]
+        weights = self._manifest.tensors.get(MODEL, {})
+        places = {name: [(piece.file, piece.offset) for piece in entry.pieces[:1]] for name, entry in weights.items()}
+        self.weights = [self._weight(name) for name in sorted(weights, key=lambda name: places[name])]
         if not self.weights:
             raise ConfigError(f"{folder} must hold weights: it has none")
 
@@ -106,11 +108,6 @@ class Export:
         written = write_folder(parent, name, self.weights, beside, max_shard_bytes=max_shard_bytes, progress=progress)
         step, count = self._manifest.step, len(self.weights)
         return Exported(written.folder, step, written.files, count, self.masters, dict(sizes))
-
-    def _names(self) -> list[str]:
-        """In the order in which they lie in the checkpoint's files."""
-        tensors = self._manifest.tensors.get(MODEL, {})
-        return sorted(tensors, key=lambda name: [(piece.file, piece.offset) for piece in tensors[name].pieces[:1]])
 
     def _weight(self, name: str) -> StreamedWeight:
         entry = self._manifest.tensors[MODEL][name]
