@@ -170,7 +170,7 @@ def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
             everyone = []
             for role in readers:
                 role.move(data)
-                wants = [want for _, want in _wants(stored, role.model, role.optimizer, [])]
+                wants = [want for _, want in _wants(stored, role.model, role.optimizer, [], role.mesh)]
                 everyone.append([(want.state, want.name, want.box) for want in wants])
             segments = list(_segments(stored.tensors, everyone))
             found: Counter[tuple[int, int]] = Counter()

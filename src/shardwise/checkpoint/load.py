@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, config_problems
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
-from shardwise.checkpoint.reading import Source, Want, gather_parts, other_ends, parts, read
+from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
@@ -87,18 +87,11 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     _, problems = find_sources(f"checkpoint.load ({folder})", config.family, _shapes(model, mesh.pp), stored)
     agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
-    once: list[Want] = []
-    tied: list[Want] = []
-    ends = Group()
+    wants = []
     for piece, target in _held(model):
         state = MASTER if target.dtype == torch.float32 and _is_usable(masters, piece) else MODEL
-        ranks = other_ends(piece, mesh)
-        ends = ranks if ranks.size > 1 else ends
-        (tied if ranks.size > 1 else once).append(Want(state, piece.name, piece.box, target))
-    both = list(parts(tied, mesh.dp))
-    read(Source(folder, manifest), [*parts(once, mesh.dp), *parts(both, ends)], mesh)
-    gather_parts(both, ends)
-    gather_parts([*once, *tied], mesh.dp)
+        wants.append(Want(state, piece.name, piece.box, target, (mesh.dp, other_ends(piece, mesh))))
+    read(CheckpointReader(folder, manifest), wants, mesh)
     require_finite(model, mesh, folder)
 
 

@@ -43,7 +43,7 @@ def mismatches(
     names = {name: name for name in stored} if canonical is None else canonical
     known = {name: own for name, own in names.items() if own in shapes}
     lacked = (set(shapes) if needed is None else set(needed)) - set(known.values())
-    facts = {
+    facts: dict[str, list[tuple[str, object]]] = {
         " lacks {} {}": [(name, list(shapes[name])) for name in shapes if name in lacked and 0 not in shapes[name]],
         " has {} {}, which the model lacks": [(name, list(stored[name].shape)) for name in names if name not in known],
         ": shape of {} {}": [

@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
 """About ten times what a 20 B-parameter model on 1,024 ranks has. Memory goes with the values: each takes up to 240
 bytes once it is parsed, so what a stranger wrote takes at most 8 GB; the bytes alone would allow 32 GB."""
-_KINDS = {dict: "object", list: "array", str: "string"}
+_KINDS: dict[type, str] = {dict: "object", list: "array", str: "string"}
 _DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
 
 

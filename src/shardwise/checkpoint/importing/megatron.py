@@ -91,8 +91,8 @@ def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
     if config.tie_word_embeddings:
         shards.require_tied("word.weight", "head.weight")
     model = _Model(shards, config, version)
-    found = dict(model.llama(config) if isinstance(config, LlamaConfig) else model.gpt(config))
-    weights = shards.weights(canonical_shapes(config), found)
+    tensors = dict(model.llama(config) if isinstance(config, LlamaConfig) else model.gpt(config))
+    weights = shards.weights(canonical_shapes(config), tensors)
     layout = {"tensor": tensor, "pipeline": pipeline}
     return ForeignModel(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
 
@@ -191,7 +191,7 @@ def _collect(
     """All tensors by the names of `_INSIDE` and `_OUTSIDE`, layers counted over all stages; and whether it is
     a model of `megatron.legacy`.
     """
-    shards = Shards(where, {})
+    shards = Shards(where, tensor)
     keys = _chunk_keys(states, where)
     legacy = "language_model" in states[0, 0][keys[0]]
     first = 0
@@ -265,13 +265,13 @@ def _our_name(name: str, first: int) -> str | None:
 
 @dataclass(frozen=True)
 class _Model:
-    """From the shards to canonical tensors; None stands for what the shards lack."""
+    """From the shards to canonical tensors."""
 
     shards: Shards
     config: GPTConfig | LlamaConfig
     version: int
 
-    def gpt(self, config: GPTConfig) -> Iterator[tuple[str, Stacked | None]]:
+    def gpt(self, config: GPTConfig) -> Iterator[tuple[str, Stacked]]:
         """Hugging Face's GPT-2: its matrices are [in, out], and Q, K and V one behind the other."""
         shards = self.shards
         yield "transformer.wte.weight", self._tokens("word.weight")
@@ -280,17 +280,17 @@ class _Model:
             ours, theirs = f"transformer.h.{i}", f"layers.{i}"
             for kind in ("weight", "bias"):
                 yield f"{ours}.ln_1.{kind}", shards.copies(f"{theirs}.input_norm.{kind}")
-                qkv = self._query_key_value(f"{theirs}.qkv.{kind}")
-                fused = stack(qkv) if qkv else None
-                yield f"{ours}.attn.c_attn.{kind}", _turned(fused, kind)
+                qkv = stack(self._query_key_value(f"{theirs}.qkv.{kind}"))
+                yield f"{ours}.attn.c_attn.{kind}", qkv.t if kind == "weight" else qkv
                 yield f"{ours}.ln_2.{kind}", shards.copies(f"{theirs}.post_norm.{kind}")
-                yield f"{ours}.mlp.c_fc.{kind}", _turned(shards.columns(f"{theirs}.fc1.{kind}"), kind)
+                fc1 = shards.columns(f"{theirs}.fc1.{kind}")
+                yield f"{ours}.mlp.c_fc.{kind}", fc1.t if kind == "weight" else fc1
             for name, layer in (("attn.c_proj", "dense"), ("mlp.c_proj", "fc2")):
-                yield f"{ours}.{name}.weight", _turned(shards.rows(f"{theirs}.{layer}.weight"), "weight")
+                yield f"{ours}.{name}.weight", shards.rows(f"{theirs}.{layer}.weight").t
                 yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
         yield from self._end("transformer.ln_f", ("weight", "bias"))
 
-    def llama(self, config: LlamaConfig) -> Iterator[tuple[str, Stacked | None]]:
+    def llama(self, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]:
         shards = self.shards
         attention = ("weight", "bias") if config.attention_bias else ("weight",)
         mlp = ("weight", "bias") if config.mlp_bias else ("weight",)
@@ -301,55 +301,45 @@ class _Model:
             yield f"{ours}.post_attention_layernorm.weight", shards.copies(f"{theirs}.post_norm.weight")
             for kind in attention:
                 qkv = self._query_key_value(f"{theirs}.qkv.{kind}")
-                for at, name in enumerate("qkv"):
-                    yield f"{ours}.self_attn.{name}_proj.{kind}", qkv[at] if qkv else None
+                for name, tensor in zip("qkv", qkv, strict=True):
+                    yield f"{ours}.self_attn.{name}_proj.{kind}", tensor
             for kind in mlp:
-                gated = self._gate_up(f"{theirs}.fc1.{kind}")
-                for at, name in enumerate(("gate", "up")):
-                    yield f"{ours}.mlp.{name}_proj.{kind}", gated[at] if gated else None
+                rows = config.intermediate_size // shards.ranks
+                for name, tensor in zip(("gate", "up"), shards.split(f"{theirs}.fc1.{kind}", [rows] * 2), strict=True):
+                    yield f"{ours}.mlp.{name}_proj.{kind}", tensor
             for name, layer, kinds in (("self_attn.o_proj", "dense", attention), ("mlp.down_proj", "fc2", mlp)):
                 yield f"{ours}.{name}.weight", shards.rows(f"{theirs}.{layer}.weight")
                 if "bias" in kinds:
                     yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
         yield from self._end("model.norm", ("weight",))
 
-    def _tokens(self, name: str) -> Stacked | None:
+    def _tokens(self, name: str) -> Stacked:
         """Without the rows of padding."""
-        whole = self.shards.columns(name)
-        return None if whole is None else whole.rows(0, self.config.vocab_size)
+        return self.shards.columns(name).rows(0, self.config.vocab_size)
 
-    def _end(self, norm: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Stacked | None]]:
+    def _end(self, norm: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Stacked]]:
         for kind in kinds:
             yield f"{norm}.{kind}", self.shards.copies(f"final_norm.{kind}")
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", self._tokens("head.weight")
 
-    def _gate_up(self, name: str) -> list[Stacked] | None:
-        parts = self.shards.parts(name)
-        if parts is None:
-            return None
-        return self.shards.split(name, [self.config.intermediate_size // len(parts)] * 2)
-
-    def _query_key_value(self, name: str) -> list[Stacked] | None:
+    def _query_key_value(self, name: str) -> list[Stacked]:
         """Q, K and V, each with the rows of all heads in order."""
         parts = self.shards.parts(name)
-        if parts is None:
-            return None
+        if not parts:
+            return [Stacked()] * 3
         config, fused = self.config, Stacked(tuple(parts))
         n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         rows = (n + 2 * g) * d
-        if fused.shape[0] != rows or (self.version < 2 and (g != n or n % len(parts))):
-            wanted = f"{rows} rows over {len(parts)} tensor-parallel ranks, of {n} query and {g} key/value heads"
+        ranks = self.shards.ranks
+        if fused.shape[0] != rows or (self.version < 2 and (g != n or n % ranks)):
+            wanted = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
             self.shards.misshapen(name, fused.shape, wanted)
-            return None
+            return [Stacked()] * 3
         if self.version == 0:
-            return self.shards.split(name, [n * d // len(parts)] * 3)
+            return self.shards.split(name, [n * d // ranks] * 3)
         if self.version == 1:
             return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in parts)) for i in range(3)]
         group = rows // g
         inside = ((0, group - 2 * d), (group - 2 * d, group - d), (group - d, group))
         return [stack(fused.rows(k * group + a, k * group + b) for k in range(g)) for a, b in inside]
-
-
-def _turned(whole: Stacked | None, kind: str) -> Stacked | None:
-    return whole.t if whole is not None and kind == "weight" else whole

@@ -5,22 +5,26 @@
     SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6, under "model"
     SOURCE/tp_rank_TT_pp_rank_PP, ….tensors/tensor_N.pt  of these with xser
 
-As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. Layers keep their numbers over pipeline
-stages. What a rank's fused tensors mean, its model code says (modeling_llama_nxd.py, modules/qkv_linear.py):
-gate_up_proj is [gate; up]; qkv_proj.weight [q; k; v]; weight_q, weight_k and weight_v, or weight_qkv = [q; k; v], are
-of GQAQKVColumnParallelLinear, which holds each key/value head `m` times. The query heads of a rank attend to the
-key/value heads of that rank, so the order of the copies gives the query heads of each group:
-copies lie g slots apart as scripts/checkpoint_converter.py writes them (K0 K1 … K0 K1 …), or next to each other. A
-GPT-NeoX rank's query_key_value is [its heads, 3, head size], as in the whole model.
+As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. A layer has the same number on every
+pipeline stage. The model code says what the fused tensors of a rank are (modeling_llama_nxd.py, modules/qkv_linear.py):
+
+    gate_up_proj                        [gate; up]
+    qkv_proj.weight                     [q; k; v]
+    weight_q, weight_k and weight_v,    of GQAQKVColumnParallelLinear, which holds each key/value head several times, so
+    or weight_qkv = [q; k; v]           that each rank has one
+    query_key_value of a GPT-NeoX       [its heads, 3, head size], as in the whole model
+
+The query heads of a rank attend to the key/value heads of that rank, so the order of the copies says which query heads
+belong to a key/value head. scripts/checkpoint_converter.py writes all g heads and then all of them again (K0 K1 … K0
+K1 …); other programs write the copies of a head next to each other.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -60,15 +64,15 @@ def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
     buffers = re.compile(spelling(config.family).buffers)
     states = {rank: _state(path, buffers) for rank, path in sorted(ranks.items())}
-    shards = Shards(str(source), {})
+    shards = Shards(str(source), tensor)
     for stage in range(pipeline):
         place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
         shards.add([states[rank, stage] for rank in range(tensor)], place)
     shards.require_floats()
     shapes = canonical_shapes(config)
-    found = dict(_llama(shards, config) if isinstance(config, LlamaConfig) else _neox(shards, config))
+    tensors = dict(_llama(shards, config) if isinstance(config, LlamaConfig) else _neox(shards, config))
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, shards.weights(shapes, found), layout, tokens=token_ids(Root.of(described)))
+    return ForeignModel(config, shards.weights(shapes, tensors), layout, tokens=token_ids(Root.of(described)))
 
 
 # ---- files
@@ -81,23 +85,23 @@ def _ranks(source: Path) -> dict[tuple[int, int], Path]:
     if (source / _STARTED).is_file() and not (source / _DONE).exists():
         raise ConfigError(f"{source} must be a checkpoint that was completed: it has no file '{_DONE}'")
     folder = source / "model" if (source / "model").is_dir() else source
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
         if _EXPERTS.fullmatch(path.name):
             raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
         if match := _CURRENT.fullmatch(path.name):
-            found[int(match[1]), int(match[2])] = path
+            files[int(match[1]), int(match[2])] = path
         elif match := _OLD.fullmatch(path.name):
-            found[int(match[1]), int(match[2])] = path / _OLD_FILE if path.is_dir() else path
-    if absent := [str(path) for path in found.values() if not path.is_file()]:
+            files[int(match[1]), int(match[2])] = path / _OLD_FILE if path.is_dir() else path
+    if absent := [str(path) for path in files.values() if not path.is_file()]:
         raise ConfigError(f"{source} lacks {listing(absent[:_SHOWN])}")
-    if not found:
+    if not files:
         tags = sorted(path.name for path in source.iterdir() if (path / "model").is_dir())
         hint = f"; it holds the checkpoints {listing(tags[-_SHOWN:])}: name one" if tags else ""
         raise ConfigError(
             f"{source} must hold model/dp_rank_00_tp_rank_00_pp_rank_00.pt, … or tp_rank_00_pp_rank_00, …{hint}"
         )
-    return found
+    return files
 
 
 def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
@@ -131,10 +135,10 @@ def _tensor(path: Path, reference: pickled.Reference) -> Any:
 
 # ---- the models
 
-_Found = Iterator[tuple[str, Stacked | None]]
+_Tensors: TypeAlias = Iterator[tuple[str, Stacked]]
 
 
-def _llama(shards: Shards, config: LlamaConfig) -> _Found:
+def _llama(shards: Shards, config: LlamaConfig) -> _Tensors:
     yield from _ends(shards, config, "model.embed_tokens.weight", "lm_head.weight")
     yield "model.norm.weight", shards.copies("model.norm.weight")
     for i in range(config.num_hidden_layers):
@@ -145,49 +149,43 @@ def _llama(shards: Shards, config: LlamaConfig) -> _Found:
         yield from _mlp(shards, config, f"{layer}.mlp")
 
 
-def _mlp(shards: Shards, config: LlamaConfig, mlp: str) -> _Found:
+def _mlp(shards: Shards, config: LlamaConfig, mlp: str) -> _Tensors:
     for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
         fused = f"{mlp}.gate_up_proj.{kind}"
-        parts: Sequence[Stacked | None]
         if shards.has(fused):
-            ranks = len(shards.tensors[fused])
-            parts = shards.split(fused, [config.intermediate_size // ranks] * 2) or (None, None)
+            tensors = shards.split(fused, [config.intermediate_size // shards.ranks] * 2)
         else:
-            parts = [shards.columns(f"{mlp}.{name}_proj.{kind}") for name in ("gate", "up")]
-        for name, part in zip(("gate", "up"), parts, strict=True):
-            yield f"{mlp}.{name}_proj.{kind}", part
+            tensors = [shards.columns(f"{mlp}.{name}_proj.{kind}") for name in ("gate", "up")]
+        for name, tensor in zip(("gate", "up"), tensors, strict=True):
+            yield f"{mlp}.{name}_proj.{kind}", tensor
     yield f"{mlp}.down_proj.weight", shards.rows(f"{mlp}.down_proj.weight")
     if config.mlp_bias:
         yield f"{mlp}.down_proj.bias", shards.copies(f"{mlp}.down_proj.bias")
 
 
-def _attention(shards: Shards, config: LlamaConfig, attention: str) -> _Found:
+def _attention(shards: Shards, config: LlamaConfig, attention: str) -> _Tensors:
     out = shards.rows(f"{attention}.o_proj.weight")
-    fused, grouped = f"{attention}.qkv_proj.weight", f"{attention}.qkv_proj.weight_q"
-    together = f"{attention}.qkv_proj.weight_qkv"
-    queries = config.num_attention_heads * config.head_dim
-    parts: Sequence[Stacked | None]
-    if shards.has(fused):
-        rows = queries // len(shards.tensors[fused])
-        parts = shards.split(fused, [rows] * 3) or (None, None, None)
-    elif shards.has(grouped) or shards.has(together):
-        parts = (None, None, None)
-        if shards.has(together):
-            ranks = len(shards.tensors[together])
-            rows = (len(shards.tensors[together][0]) - queries // ranks) // 2
-            held = shards.split(together, [queries // ranks, rows, rows]) if rows > 0 else None
-            if rows <= 0:
-                shards.misshapen(together, shards.tensors[together][0].shape, f"more than {queries // ranks} rows")
+    qkv = f"{attention}.qkv_proj"
+    queries = config.num_attention_heads * config.head_dim // shards.ranks
+    if shards.has(f"{qkv}.weight"):
+        tensors = shards.split(f"{qkv}.weight", [queries] * 3)
+    elif shards.has(f"{qkv}.weight_qkv"):
+        fused = shards.tensors[f"{qkv}.weight_qkv"][0]
+        rows = (len(fused) - queries) // 2
+        if rows > 0:
+            tensors = shards.split(f"{qkv}.weight_qkv", [queries, rows, rows])
+            *tensors, out = _without_copies(shards, config, attention, tensors, out)
         else:
-            separate = [shards.columns(f"{attention}.qkv_proj.weight_{name}") for name in "qkv"]
-            held = [each for each in separate if each is not None] if None not in separate else None
-        if held is not None and out is not None:
-            ordered = _Groups(shards, config, attention).order(held, out)
-            parts, out = (ordered[:3], ordered[3]) if ordered else (parts, out)
+            shards.parts(f"{qkv}.weight_qkv")
+            shards.misshapen(f"{qkv}.weight_qkv", fused.shape, f"more than {queries} rows")
+            tensors = [Stacked()] * 3
+    elif shards.has(f"{qkv}.weight_q"):
+        tensors = [shards.columns(f"{qkv}.weight_{name}") for name in "qkv"]
+        *tensors, out = _without_copies(shards, config, attention, tensors, out)
     else:
-        parts = [shards.columns(f"{attention}.{name}_proj.weight") for name in "qkv"]
-    for name, part in zip("qkv", parts, strict=True):
-        yield f"{attention}.{name}_proj.weight", part
+        tensors = [shards.columns(f"{attention}.{name}_proj.weight") for name in "qkv"]
+    for name, tensor in zip("qkv", tensors, strict=True):
+        yield f"{attention}.{name}_proj.weight", tensor
         if config.attention_bias:
             yield f"{attention}.{name}_proj.bias", shards.columns(f"{attention}.{name}_proj.bias")
     yield f"{attention}.o_proj.weight", out
@@ -195,49 +193,50 @@ def _attention(shards: Shards, config: LlamaConfig, attention: str) -> _Found:
         yield f"{attention}.o_proj.bias", shards.copies(f"{attention}.o_proj.bias")
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Key/value heads that are held several times, and the query heads that lie with each copy."""
+def _without_copies(
+    shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked], out: Stacked
+) -> list[Stacked]:
+    """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
-    shards: Shards
-    config: LlamaConfig
-    where: str
-
-    def order(self, held: Sequence[Stacked], out: Stacked) -> list[Stacked] | None:
-        """Q, K, V and the output projection with every head once and in order; None is a problem that was noted."""
-        q, k, v = held
-        n, g, d = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        slots = k.shape[0] // d
-        fits = k.shape == v.shape and k.shape[0] == slots * d and slots and slots % g == 0 and n % slots == 0
-        if not fits or q.shape[0] != n * d or out.t.shape[0] != n * d:
-            rows = f"{n * d}, and a multiple of {g * d} that divides {n * d} for keys and values"
-            self.shards.misshapen(f"{self.where}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
-            return None
-        copies = slots // g
-        for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
-            if self._agree(k, heads) and self._agree(v, heads):
-                break
-        else:
-            self.shards.problems.append(
-                f"{self.shards.where}: {self.where}.qkv_proj must hold each of its {g} key/value heads {copies} times, "
-                "equal to the bit, and its copies differ: the replicas have drifted apart, or num_key_value_heads in "
-                "the config.json is another model's"
-            )
-            return None
-        order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
-        block = n // slots * d
-        first = [heads.index(head) for head in range(g)]
-        q, o = (stack(each.rows(slot * block, (slot + 1) * block) for slot in order) for each in (q, out.t))
-        k, v = (stack(each.rows(slot * d, (slot + 1) * d) for slot in first) for each in (k, v))
-        return [q, k, v, o.t]
-
-    def _agree(self, kv: Stacked, heads: Sequence[int]) -> bool:
-        d = self.config.head_dim
-        read = [kv.read(slot * d, (slot + 1) * d) for slot in range(len(heads))]
-        return all(same_bits(read[heads.index(head)], read[slot]) for slot, head in enumerate(heads))
+    `attention`: names the layer in messages. Without parts where a problem was noted.
+    """
+    nothing = [Stacked(), Stacked(), Stacked(), out]
+    if not all(tensor.parts for tensor in (*qkv, out)):
+        return nothing
+    q, k, v = qkv
+    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    slots = k.shape[0] // d
+    fits = k.shape == v.shape and k.shape[0] == slots * d and slots and slots % g == 0 and n % slots == 0
+    if not fits or q.shape[0] != n * d or out.t.shape[0] != n * d:
+        rows = f"{n * d}, and a multiple of {g * d} that divides {n * d} for keys and values"
+        shards.misshapen(f"{attention}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
+        return nothing
+    copies = slots // g
+    for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
+        if _copies_agree(k, heads, d) and _copies_agree(v, heads, d):
+            break
+    else:
+        shards.problems.append(
+            f"{shards.where}: {attention}.qkv_proj must hold each of its {g} key/value heads {copies} times, "
+            "equal to the bit, and its copies differ: the replicas have drifted apart, or num_key_value_heads in "
+            "the config.json is another model's"
+        )
+        return nothing
+    order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
+    block = n // slots * d
+    first = [heads.index(head) for head in range(g)]
+    q, o = (stack(each.rows(slot * block, (slot + 1) * block) for slot in order) for each in (q, out.t))
+    k, v = (stack(each.rows(slot * d, (slot + 1) * d) for slot in first) for each in (k, v))
+    return [q, k, v, o.t]
 
 
-def _neox(shards: Shards, config: GPTNeoXConfig) -> _Found:
+def _copies_agree(kv: Stacked, heads: Sequence[int], size: int) -> bool:
+    """Whether the slots of `size` rows that have the same head in `heads` are equal."""
+    slots = [kv.read(slot * size, (slot + 1) * size) for slot in range(len(heads))]
+    return all(same_bits(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))
+
+
+def _neox(shards: Shards, config: GPTNeoXConfig) -> _Tensors:
     yield from _ends(shards, config, "gpt_neox.embed_in.weight", "embed_out.weight")
     for kind in ("weight", "bias"):
         yield (name := f"gpt_neox.final_layer_norm.{kind}"), shards.copies(name)
@@ -255,10 +254,9 @@ def _neox(shards: Shards, config: GPTNeoXConfig) -> _Found:
                 yield (name := f"{layer}.{linear}.bias"), shards.copies(name)
 
 
-def _ends(shards: Shards, config: LlamaConfig | GPTNeoXConfig, embedding: str, head: str) -> _Found:
+def _ends(shards: Shards, config: LlamaConfig | GPTNeoXConfig, embedding: str, head: str) -> _Tensors:
     """Embedding and head, or the one weight of both, without rows of padding."""
     if config.tie_word_embeddings:
         shards.require_tied(embedding, head)
     for name in (embedding,) if config.tie_word_embeddings else (head, embedding):
-        whole = shards.columns(name)
-        yield name, None if whole is None else whole.rows(0, min(config.vocab_size, whole.shape[0]))
+        yield name, shards.columns(name).rows(0, config.vocab_size)
