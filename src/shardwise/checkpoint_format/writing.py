@@ -37,6 +37,10 @@ class PlannedPiece:
     box: Box
     offset: int = 0
 
+    @staticmethod
+    def weight(name: str, shape: tuple[int, ...], dtype: str) -> PlannedPiece:
+        return PlannedPiece(MODEL, name, shape, dtype, Box.whole(shape))
+
 
 @dataclass(frozen=True)
 class PlannedFile:
@@ -165,7 +169,7 @@ def _write_weights(
     shards = list(cut(weights, max_shard_bytes))
     files, entries = [], []
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
-        file = PlannedFile.of(name, [PlannedPiece(MODEL, w.name, w.shape, w.dtype, Box.whole(w.shape)) for w in shard])
+        file = PlannedFile.of(name, [PlannedPiece.weight(w.name, w.shape, w.dtype) for w in shard])
         with ChunkedWriter(folder / name, file.size, name) as writer:
             writer.write(file.header)
             for weight in shard:
@@ -243,11 +247,11 @@ def staged(parent: Root, name: str, partial: str) -> Iterator[Root]:
         raise
 
 
-def require_room(folder: Root, needed: int, what: str) -> None:
-    """Raise StoreError where the disk has no room for `needed` bytes of what is to be written."""
+def require_room(folder: Root, needed: int, what: str, advice: str = "make room there") -> None:
+    """Raise StoreError where the disk has no room for `needed` bytes; `what`: the subject of the message."""
     free = folder.free_bytes()
     if free is not None and free < needed:
         raise StoreError(
-            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: make room there",
+            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
             out_of_space=True,
         )
