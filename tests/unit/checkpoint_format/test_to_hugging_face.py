@@ -27,8 +27,9 @@ def as_torch(dtype: str, values: np.ndarray) -> torch.Tensor:
 
 
 def export(folder: Root, target: Path, dtype: str | None = None, max_bytes: int = 10**9) -> dict[str, torch.Tensor]:
-    done = Export(folder, dtype).write(Root.of(target.parent), target.name, max_bytes)
-    assert (done.step, str(done.folder)) == (100, str(target))
+    planned = Export(folder, dtype)
+    done = planned.write(Root.of(target.parent), target.name, max_bytes)
+    assert (planned.step, str(done.folder)) == (100, str(target))
     files = sorted(target.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 

@@ -18,9 +18,9 @@ query groups, d head size; the fused Q, K and V have, by checkpoint version,
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,20 @@ _OUTSIDE = (
     (r"(?:word_embeddings_for_head|output_layer)\.(weight)", "head"),
     (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
 )
+_HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
+_MODULES = {
+    "transformer.wte": ("word", "tokens"), "model.embed_tokens": ("word", "tokens"), "lm_head": ("head", "tokens"),
+    "transformer.wpe": ("position", "copies"),
+    "transformer.ln_f": ("final_norm", "copies"), "model.norm": ("final_norm", "copies"),
+    "ln_1": ("input_norm", "copies"), "input_layernorm": ("input_norm", "copies"),
+    "ln_2": ("post_norm", "copies"), "post_attention_layernorm": ("post_norm", "copies"),
+    "attn.c_attn": ("qkv", "qkv"), "attn.c_proj": ("dense", "rows"),
+    "self_attn.q_proj": ("qkv", "q"), "self_attn.k_proj": ("qkv", "k"), "self_attn.v_proj": ("qkv", "v"),
+    "self_attn.o_proj": ("dense", "rows"),
+    "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
+    "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
+}  # fmt: skip
+"""Hugging Face's module, without its layer → the name above, and how tensor-parallel ranks hold it."""
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq)")
 
@@ -90,9 +104,8 @@ def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
         )
     if config.tie_word_embeddings:
         shards.require_tied("word.weight", "head.weight")
-    model = _Model(shards, config, version)
-    tensors = dict(model.llama(config) if isinstance(config, LlamaConfig) else model.gpt(config))
-    weights = shards.weights(canonical_shapes(config), tensors)
+    shapes = canonical_shapes(config)
+    weights = shards.weights(shapes, dict(_tensors(shards, config, version, shapes)))
     layout = {"tensor": tensor, "pipeline": pipeline}
     return ForeignModel(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
 
@@ -263,83 +276,49 @@ def _our_name(name: str, first: int) -> str | None:
 # ---- the model
 
 
-@dataclass(frozen=True)
-class _Model:
-    """From the shards to canonical tensors."""
+def _tensors(
+    shards: Shards, config: GPTConfig | LlamaConfig, version: int, names: Iterable[str]
+) -> Iterator[tuple[str, Stacked]]:
+    """The canonical tensors of these names."""
+    query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
+    gate_up = functools.cache(functools.partial(shards.split, sizes=(config.intermediate_size // shards.ranks,) * 2))
+    for name in names:
+        path, _, kind = name.rpartition(".")
+        layer = _HUGGING_FACE_LAYER.fullmatch(path)
+        role, cut = _MODULES[layer[2] if layer else path]
+        source = f"layers.{layer[1]}.{role}.{kind}" if layer else f"{role}.{kind}"
+        if cut == "copies" or (cut == "rows" and kind == "bias"):
+            tensor = shards.copies(source)
+        elif cut == "rows":
+            tensor = shards.rows(source)
+        elif cut == "columns":
+            tensor = shards.columns(source)
+        elif cut == "tokens":
+            tensor = shards.columns(source).rows(0, config.vocab_size)  # without the rows of padding
+        elif cut in ("gate", "up"):
+            tensor = gate_up(source)[("gate", "up").index(cut)]
+        else:  # Q, K and V: all of them, or one
+            tensor = stack(query_key_value(source)["qkv".index(each)] for each in cut)
+        # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
+        is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"
+        yield name, tensor.t if is_transposed else tensor
 
-    shards: Shards
-    config: GPTConfig | LlamaConfig
-    version: int
 
-    def gpt(self, config: GPTConfig) -> Iterator[tuple[str, Stacked]]:
-        """Hugging Face's GPT-2: its matrices are [in, out], and Q, K and V one behind the other."""
-        shards = self.shards
-        yield "transformer.wte.weight", self._tokens("word.weight")
-        yield "transformer.wpe.weight", shards.copies("position.weight")
-        for i in range(config.num_hidden_layers):
-            ours, theirs = f"transformer.h.{i}", f"layers.{i}"
-            for kind in ("weight", "bias"):
-                yield f"{ours}.ln_1.{kind}", shards.copies(f"{theirs}.input_norm.{kind}")
-                qkv = stack(self._query_key_value(f"{theirs}.qkv.{kind}"))
-                yield f"{ours}.attn.c_attn.{kind}", qkv.t if kind == "weight" else qkv
-                yield f"{ours}.ln_2.{kind}", shards.copies(f"{theirs}.post_norm.{kind}")
-                fc1 = shards.columns(f"{theirs}.fc1.{kind}")
-                yield f"{ours}.mlp.c_fc.{kind}", fc1.t if kind == "weight" else fc1
-            for name, layer in (("attn.c_proj", "dense"), ("mlp.c_proj", "fc2")):
-                yield f"{ours}.{name}.weight", shards.rows(f"{theirs}.{layer}.weight").t
-                yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
-        yield from self._end("transformer.ln_f", ("weight", "bias"))
-
-    def llama(self, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]:
-        shards = self.shards
-        attention = ("weight", "bias") if config.attention_bias else ("weight",)
-        mlp = ("weight", "bias") if config.mlp_bias else ("weight",)
-        yield "model.embed_tokens.weight", self._tokens("word.weight")
-        for i in range(config.num_hidden_layers):
-            ours, theirs = f"model.layers.{i}", f"layers.{i}"
-            yield f"{ours}.input_layernorm.weight", shards.copies(f"{theirs}.input_norm.weight")
-            yield f"{ours}.post_attention_layernorm.weight", shards.copies(f"{theirs}.post_norm.weight")
-            for kind in attention:
-                qkv = self._query_key_value(f"{theirs}.qkv.{kind}")
-                for name, tensor in zip("qkv", qkv, strict=True):
-                    yield f"{ours}.self_attn.{name}_proj.{kind}", tensor
-            for kind in mlp:
-                rows = config.intermediate_size // shards.ranks
-                for name, tensor in zip(("gate", "up"), shards.split(f"{theirs}.fc1.{kind}", [rows] * 2), strict=True):
-                    yield f"{ours}.mlp.{name}_proj.{kind}", tensor
-            for name, layer, kinds in (("self_attn.o_proj", "dense", attention), ("mlp.down_proj", "fc2", mlp)):
-                yield f"{ours}.{name}.weight", shards.rows(f"{theirs}.{layer}.weight")
-                if "bias" in kinds:
-                    yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
-        yield from self._end("model.norm", ("weight",))
-
-    def _tokens(self, name: str) -> Stacked:
-        """Without the rows of padding."""
-        return self.shards.columns(name).rows(0, self.config.vocab_size)
-
-    def _end(self, norm: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Stacked]]:
-        for kind in kinds:
-            yield f"{norm}.{kind}", self.shards.copies(f"final_norm.{kind}")
-        if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self._tokens("head.weight")
-
-    def _query_key_value(self, name: str) -> list[Stacked]:
-        """Q, K and V, each with the rows of all heads in order."""
-        parts = self.shards.parts(name)
-        if not parts:
-            return [Stacked()] * 3
-        config, fused = self.config, Stacked(tuple(parts))
-        n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        rows = (n + 2 * g) * d
-        ranks = self.shards.ranks
-        if fused.shape[0] != rows or (self.version < 2 and (g != n or n % ranks)):
-            wanted = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
-            self.shards.misshapen(name, fused.shape, wanted)
-            return [Stacked()] * 3
-        if self.version == 0:
-            return self.shards.split(name, [n * d // ranks] * 3)
-        if self.version == 1:
-            return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in parts)) for i in range(3)]
-        group = rows // g
-        inside = ((0, group - 2 * d), (group - 2 * d, group - d), (group - d, group))
-        return [stack(fused.rows(k * group + a, k * group + b) for k in range(g)) for a, b in inside]
+def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: int, name: str) -> list[Stacked]:
+    """Q, K and V, each with the rows of all heads in order."""
+    fused, ranks = shards.columns(name), shards.ranks
+    if not fused.parts:
+        return [fused] * 3
+    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    rows = (n + 2 * g) * d
+    if fused.shape[0] != rows or (version < 2 and (g != n or n % ranks)):
+        wanted = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
+        shards.misshapen(name, fused.shape, wanted)
+        return [Stacked()] * 3
+    if version == 0:
+        return shards.split(name, [n * d // ranks] * 3)
+    if version == 1:
+        return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in fused.parts)) for i in range(3)]
+    group = rows // g
+    inside = ((0, group - 2 * d), (group - 2 * d, group - d), (group - d, group))
+    return [stack(fused.rows(k * group + a, k * group + b) for k in range(g)) for a, b in inside]

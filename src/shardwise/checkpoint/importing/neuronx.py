@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
@@ -45,6 +45,10 @@ _OLD_FILE = "checkpoint.pt"
 _STARTED, _DONE = "checkpoint", "done"
 _SHOWN = 6
 
+_ROW_PARALLEL = re.compile(r".*\.(?:o_proj|down_proj|attention\.dense|dense_4h_to_h)\.(weight|bias)")
+_NORM = re.compile(r".*norm\.(weight|bias)")
+_VOCABULARY = re.compile(r".*(embed_tokens|lm_head|embed_in|embed_out)\.weight")
+
 
 def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     """The model in a checkpoint of neuronx-distributed; `config_file`: its Hugging Face `config.json`, or the folder.
@@ -62,15 +66,21 @@ def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     ranks = _ranks(source)
     tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
-    buffers = re.compile(spelling(config.family).buffers)
-    states = {rank: _state(path, buffers) for rank, path in sorted(ranks.items())}
+    spelled = spelling(config.family)
+    states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
     shards = Shards(str(source), tensor)
     for stage in range(pipeline):
         place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
         shards.add([states[rank, stage] for rank in range(tensor)], place)
     shards.require_floats()
+    if config.tie_word_embeddings:
+        for copy, name in spelled.tied.items():
+            shards.require_tied(name, copy)
     shapes = canonical_shapes(config)
-    tensors = dict(_llama(shards, config) if isinstance(config, LlamaConfig) else _neox(shards, config))
+    tensors = dict(_fused(shards, config)) if isinstance(config, LlamaConfig) else {}
+    for name in shapes:
+        if name not in tensors:
+            tensors[name] = _tensor(shards, name, config.vocab_size)
     layout = {"tensor": tensor, "pipeline": pipeline}
     return ForeignModel(config, shards.weights(shapes, tensors), layout, tokens=token_ids(Root.of(described)))
 
@@ -116,7 +126,7 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
         name = re.sub(r"^(module\.)+", "", str(key))
         if buffers.fullmatch(name):
             continue
-        opened = _tensor(path, value) if isinstance(value, pickled.Reference) else value
+        opened = _referenced(path, value) if isinstance(value, pickled.Reference) else value
         if isinstance(opened, Tensor):
             tensors[name] = opened
         else:
@@ -126,7 +136,7 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _tensor(path: Path, reference: pickled.Reference) -> Any:
+def _referenced(path: Path, reference: pickled.Reference) -> Any:
     number = reference.tid
     if not isinstance(number, int) or number < 0:
         raise ConfigError(f"{path} refers to a tensor by {number!r}, which must be a number")
@@ -135,71 +145,51 @@ def _tensor(path: Path, reference: pickled.Reference) -> Any:
 
 # ---- the models
 
-_Tensors: TypeAlias = Iterator[tuple[str, Stacked]]
+
+def _tensor(shards: Shards, name: str, vocab_size: int) -> Stacked:
+    """A tensor that is not fused with others."""
+    row_parallel = _ROW_PARALLEL.fullmatch(name)
+    if _NORM.fullmatch(name) or (row_parallel and row_parallel[1] == "bias"):
+        return shards.copies(name)
+    if row_parallel:
+        return shards.rows(name)
+    columns = shards.columns(name)
+    return columns.rows(0, vocab_size) if _VOCABULARY.fullmatch(name) else columns  # without rows of padding
 
 
-def _llama(shards: Shards, config: LlamaConfig) -> _Tensors:
-    yield from _ends(shards, config, "model.embed_tokens.weight", "lm_head.weight")
-    yield "model.norm.weight", shards.copies("model.norm.weight")
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{norm}.weight", shards.copies(f"{layer}.{norm}.weight")
-        yield from _attention(shards, config, f"{layer}.self_attn")
-        yield from _mlp(shards, config, f"{layer}.mlp")
-
-
-def _mlp(shards: Shards, config: LlamaConfig, mlp: str) -> _Tensors:
-    for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-        fused = f"{mlp}.gate_up_proj.{kind}"
-        if shards.has(fused):
-            tensors = shards.split(fused, [config.intermediate_size // shards.ranks] * 2)
-        else:
-            tensors = [shards.columns(f"{mlp}.{name}_proj.{kind}") for name in ("gate", "up")]
-        for name, tensor in zip(("gate", "up"), tensors, strict=True):
-            yield f"{mlp}.{name}_proj.{kind}", tensor
-    yield f"{mlp}.down_proj.weight", shards.rows(f"{mlp}.down_proj.weight")
-    if config.mlp_bias:
-        yield f"{mlp}.down_proj.bias", shards.copies(f"{mlp}.down_proj.bias")
-
-
-def _attention(shards: Shards, config: LlamaConfig, attention: str) -> _Tensors:
-    out = shards.rows(f"{attention}.o_proj.weight")
-    qkv = f"{attention}.qkv_proj"
+def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]:
+    """The tensors of a Llama that a checkpoint holds fused, or with copies of heads."""
     queries = config.num_attention_heads * config.head_dim // shards.ranks
-    if shards.has(f"{qkv}.weight"):
-        tensors = shards.split(f"{qkv}.weight", [queries] * 3)
-    elif shards.has(f"{qkv}.weight_qkv"):
-        fused = shards.tensors[f"{qkv}.weight_qkv"][0]
-        rows = (len(fused) - queries) // 2
-        if rows > 0:
-            tensors = shards.split(f"{qkv}.weight_qkv", [queries, rows, rows])
-            *tensors, out = _without_copies(shards, config, attention, tensors, out)
-        else:
-            shards.parts(f"{qkv}.weight_qkv")
-            shards.misshapen(f"{qkv}.weight_qkv", fused.shape, f"more than {queries} rows")
-            tensors = [Stacked()] * 3
-    elif shards.has(f"{qkv}.weight_q"):
-        tensors = [shards.columns(f"{qkv}.weight_{name}") for name in "qkv"]
-        *tensors, out = _without_copies(shards, config, attention, tensors, out)
-    else:
-        tensors = [shards.columns(f"{attention}.{name}_proj.weight") for name in "qkv"]
-    for name, tensor in zip("qkv", tensors, strict=True):
-        yield f"{attention}.{name}_proj.weight", tensor
-        if config.attention_bias:
-            yield f"{attention}.{name}_proj.bias", shards.columns(f"{attention}.{name}_proj.bias")
-    yield f"{attention}.o_proj.weight", out
-    if config.attention_bias:
-        yield f"{attention}.o_proj.bias", shards.copies(f"{attention}.o_proj.bias")
+    for i in range(config.num_hidden_layers):
+        mlp, attention = f"model.layers.{i}.mlp", f"model.layers.{i}.self_attn"
+        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+            if shards.has(fused := f"{mlp}.gate_up_proj.{kind}"):
+                gate_up = shards.split(fused, [config.intermediate_size // shards.ranks] * 2)
+                yield from zip((f"{mlp}.{name}_proj.{kind}" for name in ("gate", "up")), gate_up, strict=True)
+        qkv, fused = f"{attention}.qkv_proj", f"{attention}.qkv_proj.weight_qkv"
+        tensors = []
+        if shards.has(f"{qkv}.weight"):
+            tensors = shards.split(f"{qkv}.weight", [queries] * 3)
+        elif shards.has(fused):
+            rows = (len(shards.tensors[fused][0]) - queries) // 2
+            if rows > 0:
+                tensors = _without_copies(shards, config, attention, shards.split(fused, [queries, rows, rows]))
+            else:
+                shards.misshapen(fused, shards.parts(fused)[0].shape, f"more than {queries} rows")
+                tensors = [Stacked()] * 3
+        elif shards.has(f"{qkv}.weight_q"):
+            separate = [shards.columns(f"{qkv}.weight_{name}") for name in "qkv"]
+            tensors = _without_copies(shards, config, attention, separate)
+        for name, tensor in zip("qkvo", tensors, strict=False):
+            yield f"{attention}.{name}_proj.weight", tensor
 
 
-def _without_copies(
-    shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked], out: Stacked
-) -> list[Stacked]:
+def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked]) -> list[Stacked]:
     """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
-    `attention`: names the layer in messages. Without parts where a problem was noted.
+    `attention`: name of the layer. Without parts where a problem was noted.
     """
+    out = shards.rows(f"{attention}.o_proj.weight")
     nothing = [Stacked(), Stacked(), Stacked(), out]
     if not all(tensor.parts for tensor in (*qkv, out)):
         return nothing
@@ -234,29 +224,3 @@ def _copies_agree(kv: Stacked, heads: Sequence[int], size: int) -> bool:
     """Whether the slots of `size` rows that have the same head in `heads` are equal."""
     slots = [kv.read(slot * size, (slot + 1) * size) for slot in range(len(heads))]
     return all(same_bits(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))
-
-
-def _neox(shards: Shards, config: GPTNeoXConfig) -> _Tensors:
-    yield from _ends(shards, config, "gpt_neox.embed_in.weight", "embed_out.weight")
-    for kind in ("weight", "bias"):
-        yield (name := f"gpt_neox.final_layer_norm.{kind}"), shards.copies(name)
-    for i in range(config.num_hidden_layers):
-        layer = f"gpt_neox.layers.{i}"
-        for kind in ("weight", "bias"):
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield (name := f"{layer}.{norm}.{kind}"), shards.copies(name)
-            for linear in ("attention.query_key_value", "mlp.dense_h_to_4h"):
-                if kind == "weight" or config.attention_bias or linear.startswith("mlp"):
-                    yield (name := f"{layer}.{linear}.{kind}"), shards.columns(name)
-        for linear in ("attention.dense", "mlp.dense_4h_to_h"):
-            yield (name := f"{layer}.{linear}.weight"), shards.rows(name)
-            if config.attention_bias or linear.startswith("mlp"):
-                yield (name := f"{layer}.{linear}.bias"), shards.copies(name)
-
-
-def _ends(shards: Shards, config: LlamaConfig | GPTNeoXConfig, embedding: str, head: str) -> _Tensors:
-    """Embedding and head, or the one weight of both, without rows of padding."""
-    if config.tie_word_embeddings:
-        shards.require_tied(embedding, head)
-    for name in (embedding,) if config.tie_word_embeddings else (head, embedding):
-        yield name, shards.columns(name).rows(0, config.vocab_size)
