@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
-from shardwise.checkpoint.dtypes import DTYPE_NAMES
+from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.export import model_files
 from shardwise.checkpoint.weights import WeightPlan
 from shardwise.checkpoint_format.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
@@ -207,8 +207,7 @@ class Saver:
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
-                weights = [PlannedPiece.weight(w.name, w.shape, DTYPE_NAMES[w.dtype]) for w in file.weights]
-                yield PlannedFile.of(file.name, weights)
+                yield PlannedFile.of(file.name, file.weights)
         state_parts = [
             PlannedPiece(state, each.piece.name, each.piece.shape, DTYPE_NAMES[flat.dtype], each.box)
             for state, of_state in slices.items()
@@ -375,8 +374,8 @@ class Saver:
     def _small_files(self, tokenizer: Path | None) -> dict[str, bytes]:
         """What `transformers` reads beside the weights."""
         files = self._weights.files
-        index = weight_index({file.name: [w.name for w in file.weights] for file in files}, self._weights.weights())
-        dtype = next(self._weights.weights()).dtype
+        dtype = TORCH_DTYPES[files[0].weights[0].dtype]
+        index = weight_index({file.name: file.weights for file in files})
         return {**model_files(self._config.model, dtype, tokenizer), **index}
 
 

@@ -1,15 +1,15 @@
-"""Writing checkpoints: files that are planned whole and filled as their bytes come.
+"""Writing checkpoints: each file is planned as a whole, and then written as its bytes arrive.
 
-Everything in a file is known before its first byte, so that tensors of any size go by in segments.
+The header and the length of a file are known before its first byte, so tensors of any size are written in segments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shardwise.boxes import Box
 from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry, label
@@ -22,13 +22,14 @@ from shardwise.units import size
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
+_Weight = TypeVar("_Weight", "StreamedWeight", "PlannedPiece")
 STREAM_BYTES = 64 * 2**20
 """Of a tensor that are held in memory at a time."""
 
 
 @dataclass(frozen=True)
 class PlannedPiece:
-    """A box of a tensor in a file: of which state (`model`, `exp_avg`, …), and where its bytes begin."""
+    """A box of a tensor in a file: the tensor's state (`model`, `exp_avg`, …), and the offset of its bytes."""
 
     state: str
     name: str
@@ -37,6 +38,10 @@ class PlannedPiece:
     box: Box
     offset: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * DTYPES[self.dtype].itemsize
+
     @staticmethod
     def weight(name: str, shape: tuple[int, ...], dtype: str) -> PlannedPiece:
         return PlannedPiece(MODEL, name, shape, dtype, Box.whole(shape))
@@ -44,7 +49,7 @@ class PlannedPiece:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A safetensors file as it will be, before its first byte is written."""
+    """A safetensors file that is to be written: its header, its length and its pieces in order."""
 
     path: str
     header: bytes
@@ -53,7 +58,6 @@ class PlannedFile:
 
     @staticmethod
     def of(path: str, parts: Sequence[PlannedPiece]) -> PlannedFile:
-        """The file that holds these parts, in their order."""
         labelled = [(label(part.state, part.name, part.shape, part.box), part.dtype, part.box.size) for part in parts]
         head, offsets, total = header(labelled, {"format": "pt"})
         placed = tuple(replace(part, offset=offset) for part, offset in zip(parts, offsets, strict=True))
@@ -79,7 +83,7 @@ def tensor_entries(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -
 
 @dataclass(frozen=True)
 class StreamedWeight:
-    """A weight that comes piece by piece: `read` yields its bytes, contiguous and row-major, in any cuts."""
+    """A weight that is written in parts: `read` yields its bytes, contiguous and row-major, in parts of any length."""
 
     name: str
     dtype: str
@@ -125,7 +129,7 @@ def write_folder(
         partial: name of the folder until it is complete; default: `.NAME.partial`.
         progress: called with the bytes of weights that were written since the last call.
         manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
-        replaces: a folder of that name goes once the new one is complete; else there must be none.
+        replaces: a folder of that name is removed once the new one is complete; else there must be none.
 
     Raises:
         ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
@@ -137,7 +141,7 @@ def write_folder(
     require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
     with staged(parent, name, partial or f".{name}.partial") as staging:
         files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
-        small = {**beside, **weight_index({file.path: [part.name for part in file.parts] for file in files}, weights)}
+        small = {**beside, **weight_index({file.path: file.parts for file in files})}
         for path in sorted(small, key=lambda path: path == CONFIG):
             entries.append(write_small(staging / path, small[path], path))
         if manifest is not None:
@@ -148,17 +152,12 @@ def write_folder(
     return WrittenFolder(final, count, sum(entry.bytes for entry in entries))
 
 
-def weight_index(names: Mapping[str, Iterable[str]], weights: Iterable[Sized]) -> dict[str, bytes]:
-    """The file that says which shard holds which weight; nothing where there is one shard.
-
-    Args:
-        names: path of a shard → names of its weights.
-        weights: all weights.
-    """
-    if len(names) < 2:
+def weight_index(shards: Mapping[str, Sequence[PlannedPiece]]) -> dict[str, bytes]:
+    """The file that says which shard holds which weight; nothing where there is one shard. `shards`: by their paths."""
+    if len(shards) < 2:
         return {}
-    total = sum(weight.nbytes for weight in weights)
-    places = {name: path for path, inside in names.items() for name in inside}
+    total = sum(weight.nbytes for weights in shards.values() for weight in weights)
+    places = {weight.name: path for path, weights in shards.items() for weight in weights}
     return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": places})}
 
 
@@ -187,14 +186,6 @@ def write_small(file: Root, data: bytes, path: str | None = None) -> FileEntry:
     with ChunkedWriter(file, len(data), path) as writer:
         writer.write(data)
         return writer.close()
-
-
-class Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_Weight = TypeVar("_Weight", bound=Sized)
 
 
 def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
@@ -229,7 +220,7 @@ def to_json(value: object) -> bytes:
 def staged(parent: Root, name: str, partial: str) -> Iterator[Root]:
     """A folder that is complete or not there: on a local disk it has the name `partial` until all of it is written.
 
-    An object store has no such thing as a rename; there, what makes the folder valid must be written last.
+    An object store has no rename; there, the file that makes the folder valid must be written last.
     """
     final = parent / name
     staging = parent / partial if parent.is_local else final

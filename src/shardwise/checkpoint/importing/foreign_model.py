@@ -68,7 +68,7 @@ class ForeignModel:
 
     @property
     def dtype(self) -> str:
-        """That most of the weights have, as torch names it."""
+        """The dtype that most parameters have, as torch names it."""
         sizes: Counter[str] = Counter()
         for weight in self.weights:
             sizes[FLOATING[weight.dtype]] += _numel(weight)
@@ -128,7 +128,10 @@ def write_checkpoint(
         root,
         step_name(STEP),
         [replace(weight, read=partial(_counted, weight, not_finite)) for weight in opened.weights],
-        {**opened.beside, CONFIG: to_json(_described(opened))},
+        {
+            **opened.beside,
+            CONFIG: to_json({**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}),
+        },
         partial=partial_name(STEP),
         max_shard_bytes=max_shard_bytes,
         progress=progress,
@@ -136,13 +139,9 @@ def write_checkpoint(
     )
 
 
-def _counted(weight: StreamedWeight, found: Counter[str]) -> Iterator[Buffer]:
-    """The bytes of a weight; how many of its values are not finite is added to `found`."""
+def _counted(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
+    """The bytes of a weight; how many of its values are not finite is added to `not_finite`."""
     for data in weight.read():
         if count := non_finite(memoryview(data).cast("B"), weight.dtype):
-            found[weight.name] += count
+            not_finite[weight.name] += count
         yield data
-
-
-def _described(opened: ForeignModel) -> dict[str, Any]:
-    return {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
