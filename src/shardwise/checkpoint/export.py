@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.canonical import HeldParameter, canonical, held_parameters
+from shardwise.checkpoint.canonical import canonical, held_tensors
 from shardwise.checkpoint.dtypes import DTYPE_NAMES
 from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.config import ModelConfig, OwnConfig
@@ -39,10 +39,14 @@ def export_hugging_face(
         StoreError: it cannot be written: out of space, or the like.
     """
     if mesh.dp.rank == 0:
-        tensors, parameters = canonical(model, pipeline=mesh.pp), held_parameters(model, mesh.pp)
+        tensors, parameters = canonical(model, pipeline=mesh.pp), held_tensors(model, mesh.pp)
         if mesh.world.rank == 0:
             beside = model_files(config, next(model.parameters()).dtype, tokenizer)
-            weights = _streamed(parameters, tensors)
+            weights = [
+                StreamedWeight(name, DTYPE_NAMES[dtype], shape, partial(_read, tensors, name))
+                for _, _, held in parameters
+                for name, shape, dtype in held
+            ]
             write_folder(
                 Root.of(folder.parent), folder.name, weights, beside, max_shard_bytes=max_shard_bytes, replaces=True
             )
@@ -72,16 +76,8 @@ def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path
     return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
 
 
-def _streamed(parameters: Iterable[HeldParameter], tensors: Iterator[tuple[str, Tensor]]) -> list[StreamedWeight]:
-    """The canonical weights of a model, each read from `tensors`, which gives them in this order."""
-
-    def read(name: str) -> Iterator[Buffer]:
-        found, tensor = next(tensors)
-        assert found == name
-        yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-    return [
-        StreamedWeight(name, DTYPE_NAMES[dtype], shape, partial(read, name))
-        for held in parameters
-        for name, shape, dtype in held.tensors
-    ]
+def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:
+    """The bytes of the next tensor, which has this name."""
+    following, tensor = next(tensors)
+    assert following == name
+    yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

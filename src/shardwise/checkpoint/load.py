@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder or of a checkpoint into a model, however it is cut."""
+"""Weights of a Hugging Face folder or of a checkpoint into a model of any layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.hub import weight_files
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
-from shardwise.placement import Box, Piece, placements
+from shardwise.placement import Piece, placements
 from shardwise.storage.root import DamageError, Root, StoreError
 
 
@@ -47,10 +47,8 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
         tensors, disagreements = StoredTensors.of(root), config_problems(config, root)
     except ConfigError as error:
         problems = error.problems
-    except DamageError as error:
-        problems = [f"{error}: fetch or copy it again"]
     except StoreError as error:
-        problems = [str(error)]
+        problems = [f"{error}: fetch or copy it again" if isinstance(error, DamageError) else str(error)]
     agree(problems, world)
     assert tensors is not None
     where = f"checkpoint.load ({folder})"
@@ -97,19 +95,19 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
 
 def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
-    here: dict[tuple[str, Box], int] = {}
-    for _, parameter, placement in placements(model):
-        if not torch.isfinite(parameter).all():
-            for piece in placement.pieces:
-                if count := int((~torch.isfinite(piece.of(parameter))).sum()):
-                    here[piece.name, piece.box] = count
+    here = {
+        (piece.name, piece.box): count
+        for piece, values in _held(model)
+        if (count := int((~torch.isfinite(values)).sum()))
+    }
     everywhere = comm.all_gather_objects((str(folder), here), mesh.world)
-    found: Counter[str] = Counter()
-    for (name, _), count in {box: count for _, each in everywhere for box, count in each.items()}.items():
-        found[name] += count
-    if found:
-        where = next(where for where, each in everywhere if each)  # machines may have folders of their own
-        raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {non_finite_text(found)}")
+    not_finite: Counter[str] = Counter()
+    for (name, _), count in {box: count for _, counts in everywhere for box, count in counts.items()}.items():
+        not_finite[name] += count
+    if not_finite:
+        where = next(where for where, counts in everywhere if counts)  # machines may have folders of their own
+        text = non_finite_text(not_finite)
+        raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {text}")
 
 
 def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:

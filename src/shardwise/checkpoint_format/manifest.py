@@ -106,15 +106,7 @@ class Manifest:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             **{each.name: getattr(self, each.name) for each in fields(self)[:-2]},
-            "files": [
-                {
-                    "path": file.path,
-                    "bytes": file.bytes,
-                    "chunk_bytes": file.chunk_bytes,
-                    "checksums": base64.b64encode(file.checksums).decode(),
-                }
-                for file in self.files
-            ],
+            "files": [{**vars(file), "checksums": base64.b64encode(file.checksums).decode()} for file in self.files],
             "tensors": {
                 state: {name: _plain(tensor) for name, tensor in tensors.items()}
                 for state, tensors in self.tensors.items()
