@@ -24,6 +24,7 @@ from shardwise.checkpoint.pieces import Pieces
 from shardwise.checkpoint_format.folders import is_damage
 from shardwise.checkpoint_format.manifest import Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint_format.tensors import StoredTensors
+from shardwise.checkpoint_format.verify import consecutive
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece
 from shardwise.storage.chunks import READ_BYTES, require_size
@@ -103,11 +104,7 @@ class CheckpointReader:
         return sum(reader.bytes_read for reader in self._tensors.readers.values())
 
     def read(self, entry: TensorEntry, piece: PieceEntry, box: Box) -> Tensor:
-        """Whole rows of a piece.
-
-        Raises:
-            StoreError: the file cannot be read, or is damaged there.
-        """
+        """Whole rows of a piece; StoreError where the file cannot be read, or is damaged there."""
         rows = self._tensors.read_part(piece, entry.dtype, box.relative_to(piece.box))
         return torch.from_numpy(rows.copy()).view(TORCH_DTYPES[entry.dtype])
 
@@ -119,18 +116,14 @@ class CheckpointReader:
         return np.frombuffer(b"".join(flags), np.uint8).copy()
 
     def verify(self, file: int, chunks: npt.NDArray[np.int64]) -> None:
-        """Read chunks of a file, in order and some megabytes at a time.
-
-        Raises:
-            StoreError: one cannot be read, or is damaged.
-        """
+        """Read chunks of a file, in order and some megabytes at a time; StoreError where one is damaged or not read."""
         entry = self.manifest.files[file]
         require_size(self.folder / entry.path, entry)
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
-        for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
-            for i in range(0, len(run), at_once):
-                part = run[i : i + at_once] * entry.chunk_bytes
-                self._tensors.reader(file).read(int(part[0]), min(int(part[-1]) + entry.chunk_bytes, entry.bytes))
+        for first, last in consecutive(chunks.tolist()):
+            for chunk in range(first, last + 1, at_once):
+                stop = min(chunk + at_once, last + 1) * entry.chunk_bytes
+                self._tensors.reader(file).read(chunk * entry.chunk_bytes, min(stop, entry.bytes))
 
 
 @torch.no_grad()
@@ -242,24 +235,22 @@ def _gather_parts(want: Want, group: Group) -> None:
 def _segments(
     tensors: Mapping[str, Mapping[str, TensorEntry]], everyone: Sequence[Sequence[tuple[str, str, Box]]]
 ) -> Iterator[_Segment]:
-    """Every run of rows of a stored piece of which a rank wants something; `everyone`: the wants by rank."""
-    by_tensor: dict[tuple[str, str], list[_Wanted]] = {}
+    """The runs of rows of stored pieces of which a rank wants a part; `everyone`: the wants by rank."""
+    tables: dict[tuple[str, str], Pieces] = {}
+    common: dict[tuple[str, str, int], list[_Wanted]] = {}
     for rank, boxes in enumerate(everyone):
         for number, (state, name, box) in enumerate(boxes):
-            by_tensor.setdefault((state, name), []).append((rank, number, box))
-    for (state, name), wanted in by_tensor.items():
-        entry = tensors[state][name]
-        pieces = Pieces.of(entry.pieces, len(entry.shape))
-        common: dict[int, list[_Wanted]] = {}
-        for rank, number, box in wanted:
-            for at, part in pieces.meeting(box):
-                common.setdefault(at, []).append((rank, number, part))
-        for at in sorted(common):
-            yield from _rows(entry, pieces[at], common[at])
+            if (state, name) not in tables:
+                entry = tensors[state][name]
+                tables[state, name] = Pieces.of(entry.pieces, len(entry.shape))
+            for at, part in tables[state, name].meeting(box):
+                common.setdefault((state, name, at), []).append((rank, number, part))
+    for (state, name, at), wanted in common.items():
+        yield from _rows(tensors[state][name], tables[state, name][at], wanted)
 
 
 def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Iterator[_Segment]:
-    """The rows of a piece that somebody wants, and no others, some megabytes at a time."""
+    """The rows of a piece that a rank wants, and no others, some megabytes at a time."""
     box = piece.box
     if not box.size:
         yield _Segment(entry, piece, box, tuple(wanted))
@@ -277,8 +268,8 @@ def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Itera
     for start, inside in by_start.items():
         end = min(start + step, max(part.stop[0] for _, _, part in inside))
         rows = Box((start, *box.start[1:]), (end - start, *box.size[1:]))
-        common = ((rank, number, part.intersect(rows)) for rank, number, part in inside)
-        yield _Segment(entry, piece, rows, tuple((rank, number, part) for rank, number, part in common if part))
+        parts = [(rank, number, common) for rank, number, part in inside if (common := part.intersect(rows))]
+        yield _Segment(entry, piece, rows, tuple(parts))
 
 
 def _read_rows(reader: CheckpointReader, segment: _Segment, problems: list[StoreError]) -> Tensor:
@@ -295,7 +286,7 @@ def _read_rows(reader: CheckpointReader, segment: _Segment, problems: list[Store
 
 
 def _rounds(shared: Sequence[_Segment], ranks: int) -> Iterable[list[list[_Segment]]]:
-    """The segments by reader, some megabytes at a time: each rank reads one run of the files, all about as much."""
+    """Rounds of segments by the rank that reads them, some megabytes each. Each rank reads about as many bytes."""
     total, before = sum(segment.nbytes for segment in shared), 0
     limit = max(SEGMENT_BYTES, _ROUND_BYTES // ranks)
     rounds: dict[int, list[list[_Segment]]] = {}

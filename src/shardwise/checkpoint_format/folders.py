@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: which exist, which are intact, which may be removed.
+"""The folder of a run's checkpoints: which checkpoints exist, which are intact, which may be removed.
 
 run.json                   the run that saves here (`owner.py`)
 step-00000100/             a checkpoint, complete where it has a manifest
-.step-00000200.partial/    a save under way, or one that was killed: complete where it has a manifest
+.step-00000200.partial/    a save that runs or was killed, complete where it has a manifest
 step-00000300.abandoned/   set aside when the run went back to an earlier step; no longer the run's
-step-00000400.damaged/     set aside when the run continued from an older one, because this one is damaged
+step-00000400.damaged/     set aside because it is damaged, when the run continued from an older one
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _ASIDE = re.compile(r"step-(\d{8,18})\.(abandoned|damaged)(-\d+)?")
 
 @dataclass(frozen=True)
 class Found:
-    """A folder named as a checkpoint.
+    """A folder that has the name of a checkpoint.
 
     Attributes:
         step: updates done.
         folder: where it is.
-        problem: why it is not intact, as far as the manifest and the sizes of files show; None where nothing is wrong.
+        problem: why it is not intact, as far as the manifest and the lengths of files show; None where it is.
         bytes: length of all files in the folder.
         manifest: None where it cannot be used.
         incomplete: there is no manifest, so the save was not completed.
@@ -97,7 +97,7 @@ def glance(folder: Root, step: int | None = None) -> Found:
 
 
 def require_step(manifest: Manifest, folder: Root, step: int) -> None:
-    """DamageError where a manifest is of another step than its folder."""
+    """Raise DamageError where a manifest is of another step than its folder."""
     if manifest.step != step:
         raise DamageError(f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}")
 
@@ -147,7 +147,7 @@ def abandoned(root: Root) -> list[Root]:
 
 
 def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
-    """Set a checkpoint aside: it is no longer the run's, and stays until somebody removes it."""
+    """Set a checkpoint aside: it is no longer the run's, and stays until the user removes it."""
     plain = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
     taken = set(root.names())
     names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
