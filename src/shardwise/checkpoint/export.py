@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,23 +56,18 @@ def export_hugging_face(
 
 
 def model_files(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None) -> dict[str, bytes]:
-    """What `transformers` reads beside the weights: name → content of `config.json` and of the tokenizer's files."""
-    files = {file.name: file.read_bytes() for file in sorted(tokenizer.iterdir())} if tokenizer else {}
-    return {**files, CONFIG: to_json(hugging_face_config(config, dtype, tokenizer))}
+    """What `transformers` reads beside the weights: name → content of `config.json` and of the tokenizer's files.
 
-
-def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None = None) -> dict[str, Any]:
-    """The model's `config.json`; of a user's own model its `model` section, which only its class reads.
-
-    The ids that begin and end a text are the tokenizer's, or null: left out, transformers would take those of its own
-    default tokenizer, which are letters in most vocabularies, and generation would stop there. A model that generates
-    nothing has none.
+    The `config.json` of a user's own model is its `model` section, which only its class reads. The ids that begin and
+    end a text are the tokenizer's, or null: without them transformers would take those of its own default tokenizer,
+    which are letters in most vocabularies, and generation would stop there. A model that generates nothing has none.
     """
+    files = {file.name: file.read_bytes() for file in sorted(tokenizer.iterdir())} if tokenizer else {}
     fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
     special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None and config.causal:
         special = special_token_ids(tokenizer)
-    return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
+    return {**files, CONFIG: to_json({**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special})}
 
 
 def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:

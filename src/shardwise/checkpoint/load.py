@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, config_problems
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read
-from shardwise.checkpoint.restore import read_manifest
+from shardwise.checkpoint.restore import held_pieces, read_manifest
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
-from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
+from shardwise.checkpoint_format.manifest import MODEL
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.verify import non_finite_text
 from shardwise.checkpoint_format.writing import STREAM_BYTES
@@ -24,7 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.hub import weight_files
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
-from shardwise.placement import Piece, placements
+from shardwise.placement import placements
 from shardwise.storage.root import DamageError, Root, StoreError
 
 
@@ -55,7 +54,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     stored = tensors.states[MODEL]
     sources, problems = find_sources(where, config.family, _shapes(model, mesh.pp), stored)
     agree(disagreements + problems, world)
-    wants = [Want(MODEL, piece.name, piece.box, target) for piece, target in _held(model)]
+    wants = [Want(MODEL, piece.name, piece.box, target) for _, piece, target in held_pieces(model)]
     wants = [want.part(box) for want in wants for box in segments(want.box.size, STREAM_BYTES // 8)]
     try:
         problems = differing_copies(where, tensors, sources, [(want.name, want.box) for want in wants])
@@ -86,8 +85,10 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     wants = []
-    for piece, target in _held(model):
-        state = MASTER if target.dtype == torch.float32 and _is_usable(masters, piece) else MODEL
+    for _, piece, target in held_pieces(model):
+        master = masters.get(piece.name)
+        is_usable = master is not None and master.shape == piece.shape and master.dtype in TORCH_DTYPES
+        state = MASTER if is_usable and target.dtype == torch.float32 else MODEL
         wants.append(Want(state, piece.name, piece.box, target, (mesh.dp, other_ends(piece, mesh))))
     read(CheckpointReader(folder, manifest), wants, mesh)
     require_finite(model, mesh, folder)
@@ -97,7 +98,7 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
     here = {
         (piece.name, piece.box): count
-        for piece, values in _held(model)
+        for _, piece, values in held_pieces(model)
         if (count := int((~torch.isfinite(values)).sum()))
     }
     everywhere = comm.all_gather_objects((str(folder), here), mesh.world)
@@ -108,21 +109,6 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
         where = next(where for where, counts in everywhere if counts)  # machines may have folders of their own
         text = non_finite_text(not_finite)
         raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {text}")
-
-
-def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:
-    entry = masters.get(piece.name)
-    return entry is not None and entry.shape == piece.shape and entry.dtype in TORCH_DTYPES
-
-
-def _held(model: nn.Module) -> list[tuple[Piece, Tensor]]:
-    """Each piece of the model with elements, and where its values belong: a view of shape `piece.box.size`."""
-    return [
-        (piece, piece.of(parameter.detach()))
-        for _, parameter, record in placements(model)
-        for piece in record.pieces
-        if piece.box.numel
-    ]
 
 
 def _shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree
@@ -93,7 +93,13 @@ def restore(
         begin_restoring(optimizer, states, steps)
     reader = CheckpointReader(folder, manifest)
     wants = list(_wants(manifest, model, optimizer, states, mesh))
-    read(reader, [*(want for piece, want in wants if not piece.transposed), *_frozen(manifest, model, mesh)], mesh)
+    # All data-parallel ranks have copies of the weights that no optimizer changes.
+    frozen = [
+        Want(_precise(manifest, piece.name), piece.name, piece.box, target, (mesh.dp,))
+        for parameter, piece, target in held_pieces(model)
+        if not parameter.requires_grad
+    ]
+    read(reader, [*(want for piece, want in wants if not piece.transposed), *frozen], mesh)
     has_transposed = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)
     # The slices of the data-parallel ranks are columns of the stored matrix: all of them want a part of each row.
     transposed = [want for piece, want in wants if piece.transposed]
@@ -125,15 +131,12 @@ def _wants(
             yield each.piece, Want(state, name, each.box, each.of(flats[state][each.bucket]), copies)
 
 
-def _frozen(manifest: Manifest, model: nn.Module, mesh: Mesh) -> Iterable[Want]:
-    """The weights that no optimizer changes; all data-parallel ranks have copies."""
+def held_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, Piece, Tensor]]:
+    """Each piece of the model with elements, its parameter, and where its values belong: shape `piece.box.size`."""
     for _, parameter, record in placements(model):
-        if not parameter.requires_grad:
-            for piece in record.pieces:
-                if piece.box.numel:
-                    yield Want(
-                        _precise(manifest, piece.name), piece.name, piece.box, piece.of(parameter.detach()), (mesh.dp,)
-                    )
+        for piece in record.pieces:
+            if piece.box.numel:
+                yield parameter, piece, piece.of(parameter.detach())
 
 
 def _precise(manifest: Manifest, name: str) -> str:

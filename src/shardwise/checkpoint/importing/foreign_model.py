@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
-
-import torch
 
 from shardwise import __version__
 from shardwise.checkpoint_format.casting import FLOATING
@@ -64,19 +63,15 @@ class ForeignModel:
 
     @property
     def parameters(self) -> int:
-        return sum(_numel(weight) for weight in self.weights)
+        return sum(math.prod(weight.shape) for weight in self.weights)
 
     @property
     def dtype(self) -> str:
         """The dtype that most parameters have, as torch names it."""
         sizes: Counter[str] = Counter()
         for weight in self.weights:
-            sizes[FLOATING[weight.dtype]] += _numel(weight)
+            sizes[FLOATING[weight.dtype]] += math.prod(weight.shape)
         return max(sizes, key=lambda name: sizes[name])
-
-
-def _numel(weight: StreamedWeight) -> int:
-    return torch.Size(weight.shape).numel()
 
 
 def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -126,21 +125,18 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
         name = re.sub(r"^(module\.)+", "", str(key))
         if buffers.fullmatch(name):
             continue
-        opened = _referenced(path, value) if isinstance(value, pickled.Reference) else value
-        if isinstance(opened, Tensor):
-            tensors[name] = opened
+        if isinstance(value, pickled.Reference):
+            number = value.tid
+            if not isinstance(number, int) or number < 0:
+                raise ConfigError(f"{path} refers to a tensor by {number!r}, which must be a number")
+            value = pickled.load(path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt")
+        if isinstance(value, Tensor):
+            tensors[name] = value
         else:
             problems.append(f"{path}: {name} must be a tensor")
     if problems:
         raise ConfigError(problems)
     return tensors
-
-
-def _referenced(path: Path, reference: pickled.Reference) -> Any:
-    number = reference.tid
-    if not isinstance(number, int) or number < 0:
-        raise ConfigError(f"{path} refers to a tensor by {number!r}, which must be a number")
-    return pickled.load(path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt")
 
 
 # ---- the models

@@ -83,6 +83,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits), other.view(bits))
 
 
+def _differing(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> str:
+    """The ranks whose tensors differ, such as `1, 3`."""
+    pairs = zip(tensors, others, strict=True)
+    return ", ".join(str(rank) for rank, (one, other) in enumerate(pairs) if not same_bits(one, other))
+
+
 def require_ranks(
     where: str, found: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
 ) -> None:
@@ -130,20 +136,18 @@ class Shards:
                 )
                 continue
             parts = [tensors[name] for tensors in ranks]
-            known = self.tensors.setdefault(name, parts)
-            if not all(same_bits(one, other) for one, other in zip(known, parts, strict=True)):
+            if _differing(self.tensors.setdefault(name, parts), parts):
                 self.problems.append(f"{self.where}: {name} must be the same on every pipeline stage that has it")
 
     def require_tied(self, name: str, copy: str) -> None:
         """Note where a copy of a tied weight, if there is one, differs from it."""
         if not self.has(copy) or not self.has(name):
             return
-        pairs = zip(self.tensors[name], self.tensors[copy], strict=True)
         self._used.add(copy)
-        if differing := [str(rank) for rank, (one, other) in enumerate(pairs) if not same_bits(one, other)]:
+        if ranks := _differing(self.tensors[name], self.tensors[copy]):
             self.problems.append(
                 f"{self.where}: {copy} must equal {name}, the model has one weight for both: they differ on "
-                f"tensor-parallel rank {', '.join(differing)}"
+                f"tensor-parallel rank {ranks}"
             )
 
     def require_floats(self) -> None:
@@ -187,9 +191,7 @@ class Shards:
     def copies(self, name: str) -> Stacked:
         """What every rank has whole: all copies must agree to the bit."""
         parts = self.parts(name)
-        differing = [rank for rank, part in enumerate(parts) if not same_bits(parts[0], part)]
-        if differing:
-            ranks = ", ".join(map(str, differing))
+        if ranks := _differing(parts[:1] * len(parts), parts):
             self.problems.append(
                 f"{self.where}: {name} must be the same on every tensor-parallel rank, and differs between rank 0 and "
                 f"rank {ranks}: the replicas have drifted apart, or are of different checkpoints"
