@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.boxes import Box
+from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint.pieces import Pieces
 from shardwise.checkpoint_format.folders import is_damage
@@ -166,10 +167,9 @@ def _read_parts(reader: CheckpointReader, wants: Sequence[Want], mesh: Mesh, gro
 
 def _raise_alike(problems: Sequence[StoreError], world: Group) -> None:
     """Every rank raises what any rank met, or none does. Damage is raised before a store that gave no answer."""
-    mine = [(str(problem), is_damage(problem)) for problem in problems]
-    met = dict.fromkeys(problem for each in comm.all_gather_objects(mine, world) for problem in each)
+    everyones = union([(str(problem), is_damage(problem)) for problem in problems], world)
     for is_lost, kind in ((True, DamageError), (False, StoreError)):
-        if texts := [text for text, lost in met if lost == is_lost]:
+        if texts := [text for text, lost in everyones if lost == is_lost]:
             raise kind("; ".join(texts[:_SHOWN]))
 
 
@@ -201,7 +201,7 @@ def verify_rest(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
                 break
             damage.append(str(error))
     _raise_alike(unanswered, world)
-    return tuple(dict.fromkeys(problem for each in comm.all_gather_objects(damage, world) for problem in each))
+    return tuple(union(damage, world))
 
 
 def other_ends(piece: Piece, mesh: Mesh) -> Group:

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
 from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.export import model_files
@@ -208,21 +209,21 @@ class Saver:
         for file in self._weights.files:
             if file.owner == rank:
                 yield PlannedFile.of(file.name, file.weights)
-        state_parts = [
+        state_pieces = [
             PlannedPiece(state, each.piece.name, each.piece.shape, DTYPE_NAMES[flat.dtype], each.box)
             for state, of_state in slices.items()
             for each, flat in of_state
         ]
-        if state_parts:
-            yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_parts)
+        if state_pieces:
+            yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_pieces)
 
     def _copy(self, conveyor: Conveyor, slices: _Slices, files: Sequence[PlannedFile]) -> None:
-        heads = {file.parts[0].name: file.header for file in files if file.parts[0].state == MODEL}
+        heads = {file.pieces[0].name: file.header for file in files if file.pieces[0].state == MODEL}
         for weight, box, segment in self._weights.collect():
             if not any(box.start):
                 conveyor.put_bytes(heads.get(weight.name, b""))
             conveyor.put(segment)
-        if files and files[-1].parts[0].state != MODEL:
+        if files and files[-1].pieces[0].state != MODEL:
             conveyor.put_bytes(files[-1].header)
         for of_state in slices.values():
             for each, flat in of_state:
@@ -309,8 +310,7 @@ class Saver:
 
     def _agreed(self, problem: str | None) -> str | None:
         """The problems of all ranks, the same text on each; None where no rank has one."""
-        problems = dict.fromkeys(each for each in comm.all_gather_objects(problem, self._group) if each)
-        return "; ".join(problems) or None
+        return "; ".join(union([problem] if problem else [], self._group)) or None
 
     def _prepare(self, staging: Root, job: _Job) -> None:
         needed = sum(comm.all_gather_objects(sum(file.size for file in job.files), self._group))

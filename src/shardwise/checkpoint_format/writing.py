@@ -54,27 +54,29 @@ class PlannedFile:
     path: str
     header: bytes
     size: int
-    parts: tuple[PlannedPiece, ...]
+    pieces: tuple[PlannedPiece, ...]
 
     @staticmethod
-    def of(path: str, parts: Sequence[PlannedPiece]) -> PlannedFile:
-        labelled = [(label(part.state, part.name, part.shape, part.box), part.dtype, part.box.size) for part in parts]
-        head, offsets, total = header(labelled, {"format": "pt"})
-        placed = tuple(replace(part, offset=offset) for part, offset in zip(parts, offsets, strict=True))
+    def of(path: str, pieces: Sequence[PlannedPiece]) -> PlannedFile:
+        named = [
+            (label(piece.state, piece.name, piece.shape, piece.box), piece.dtype, piece.box.size) for piece in pieces
+        ]
+        head, offsets, total = header(named, {"format": "pt"})
+        placed = tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=True))
         return PlannedFile(path, head, total, placed)
 
 
 def tensor_entries(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> dict[str, dict[str, TensorEntry]]:
     """What a manifest says of the tensors in `files`; `entries`: its files, in its order."""
     index = {entry.path: number for number, entry in enumerate(entries)}
-    pieces: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
+    tiles: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
     for file in files:
-        for part in file.parts:
-            piece = PieceEntry(index[file.path], part.offset, part.box)
-            pieces.setdefault((part.state, part.name, part.shape, part.dtype), []).append(piece)
+        for piece in file.pieces:
+            key = piece.state, piece.name, piece.shape, piece.dtype
+            tiles.setdefault(key, []).append(PieceEntry(index[file.path], piece.offset, piece.box))
     tensors: dict[str, dict[str, TensorEntry]] = {}
-    for (state, name, shape, dtype), found in pieces.items():
-        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, tuple(found))
+    for (state, name, shape, dtype), pieces in tiles.items():
+        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, tuple(pieces))
     return tensors
 
 
@@ -116,7 +118,6 @@ def write_folder(
     weights: Sequence[StreamedWeight],
     beside: Mapping[str, bytes],
     *,
-    partial: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
     manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
@@ -126,7 +127,6 @@ def write_folder(
 
     Args:
         beside: path → content of the other files. `config.json`, which makes a folder a model's, is written last.
-        partial: name of the folder until it is complete; default: `.NAME.partial`.
         progress: called with the bytes of weights that were written since the last call.
         manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
         replaces: a folder of that name is removed once the new one is complete; else there must be none.
@@ -139,9 +139,9 @@ def write_folder(
         raise ConfigError(f"{final} exists already: choose another name, or remove it")
     parent.make()
     require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
-    with staged(parent, name, partial or f".{name}.partial") as staging:
+    with staged(parent, name) as staging:
         files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
-        small = {**beside, **weight_index({file.path: file.parts for file in files})}
+        small = {**beside, **weight_index({file.path: file.pieces for file in files})}
         for path in sorted(small, key=lambda path: path == CONFIG):
             entries.append(write_small(staging / path, small[path], path))
         if manifest is not None:
@@ -217,13 +217,13 @@ def to_json(value: object) -> bytes:
 
 
 @contextlib.contextmanager
-def staged(parent: Root, name: str, partial: str) -> Iterator[Root]:
-    """A folder that is complete or not there: on a local disk it has the name `partial` until all of it is written.
+def staged(parent: Root, name: str) -> Iterator[Root]:
+    """A folder that is complete or not there: on a local disk its name is `.NAME.partial` until all of it is written.
 
     An object store has no rename; there, the file that makes the folder valid must be written last.
     """
     final = parent / name
-    staging = parent / partial if parent.is_local else final
+    staging = parent / f".{name}.partial" if parent.is_local else final
     staging.remove()
     staging.make()
     try:

@@ -152,6 +152,6 @@ def test_a_folder_has_its_names_on_the_disk_before_it_gets_its_own(
 ) -> None:
     synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(Root, "sync", lambda place: synced.append((place.name, (tmp_path / "model").exists())))
-    with staged(Root.of(tmp_path), "model", ".model.partial") as folder:
+    with staged(Root.of(tmp_path), "model") as folder:
         (folder / "weights").write(b"x")
     assert synced == [(".model.partial", False), (tmp_path.name, True)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.checkpoint_format.casting import FLOATING
-from shardwise.checkpoint_format.folders import partial_name, step_name
+from shardwise.checkpoint_format.folders import step_name
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.checkpoint_format.verify import non_finite, non_finite_text
 from shardwise.checkpoint_format.writing import (
@@ -127,7 +127,6 @@ def write_checkpoint(
             **opened.beside,
             CONFIG: to_json({**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}),
         },
-        partial=partial_name(STEP),
         max_shard_bytes=max_shard_bytes,
         progress=progress,
         manifest=manifest,

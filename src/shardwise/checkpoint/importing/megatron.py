@@ -131,26 +131,25 @@ def _iteration(source: Path) -> Path:
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """(tensor-parallel rank, pipeline stage) → its file."""
-    found, problems = {}, []
+    ranks, problems = {}, []
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name)
         if match is None:
             continue
         if match[3]:
             raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
-        files = [path / name for name in _FILES if (path / name).is_file()]
-        if not files:
+        if files := [path / name for name in _FILES if (path / name).is_file()]:
+            ranks[int(match[1]), int(match[2] or 0)] = files[0]
+        else:
             problems.append(f"{path} must hold {listing(_FILES, 'or')}, and it holds neither")
-            continue
-        found[int(match[1]), int(match[2] or 0)] = files[0]
     if problems:
         raise ConfigError(problems)
-    if not found:
+    if not ranks:
         hint = ""
         if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
-            hint = ": it is in a distributed format, so write it anew by Megatron-LM with --ckpt-format torch"
+            hint = ": it is in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
         raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{hint}")
-    return found
+    return ranks
 
 
 def _open(path: Path) -> Mapping[str, Any]:
@@ -163,7 +162,7 @@ def _open(path: Path) -> Mapping[str, Any]:
 
 
 def _agreed(states: Mapping[tuple[int, int], Mapping[str, Any]], folder: Path) -> tuple[dict[str, Any], int]:
-    """The arguments and the checkpoint version, which all files must have alike."""
+    """The arguments and the checkpoint version, which must be the same in all files."""
     first, *others = states.values()
     args = vars(first["args"])
     version = first.get("checkpoint_version", 0)
@@ -182,16 +181,16 @@ def _agreed(states: Mapping[tuple[int, int], Mapping[str, Any]], folder: Path) -
     return args, int(version)
 
 
-def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel degree, of which each rank must be there."""
-    tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in found) + 1
-    pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in found) + 1
+def _degrees(args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel degree; every rank of them must have a file."""
+    tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in ranks) + 1
+    pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in ranks) + 1
     if not is_count(tensor) or not is_count(pipeline) or tensor * pipeline > _MOST_RANKS:
         raise ConfigError(
             f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
         )
     is_cut = pipeline > 1  # else the names lack the stage
-    require_ranks(str(folder), found, tensor, pipeline, lambda t, p: f"mp_rank_{t:02d}" + f"_{p:03d}" * is_cut)
+    require_ranks(str(folder), ranks, tensor, pipeline, lambda t, p: f"mp_rank_{t:02d}" + f"_{p:03d}" * is_cut)
     return tensor, pipeline
 
 
@@ -201,8 +200,9 @@ def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path)
 def _collect(
     states: Mapping[tuple[int, int], Mapping[str, Any]], tensor: int, pipeline: int, where: str
 ) -> tuple[Shards, bool]:
-    """All tensors by the names of `_INSIDE` and `_OUTSIDE`, layers counted over all stages; and whether it is
-    a model of `megatron.legacy`.
+    """All tensors by the names in `_INSIDE` and `_OUTSIDE`; and whether `megatron.legacy` wrote them.
+
+    The layers are counted over all stages.
     """
     shards = Shards(where, tensor)
     keys = _chunk_keys(states, where)
@@ -222,21 +222,17 @@ def _collect(
 
 def _chunk_keys(states: Mapping[tuple[int, int], Mapping[str, Any]], where: str) -> list[str]:
     """`model`, or `model0`, `model1`, … in order."""
-    found = {
-        tuple(sorted((key for key in state if re.fullmatch(r"model\d*", key)), key=lambda key: (len(key), key)))
-        for state in states.values()
-    }
-    keys = next(iter(found))
-    numbered = tuple(f"model{i}" for i in range(len(keys)))
-    if len(found) > 1 or not keys or keys not in (("model",), numbered):
+    names = {key for state in states.values() for key in state if re.fullmatch(r"model\d*", key)}
+    keys = ["model"] if names == {"model"} else [f"model{i}" for i in range(len(names))]
+    if not names or any(set(keys) != names & set(state) for state in states.values()):
         raise ConfigError(f"{where} must hold 'model', or 'model0', 'model1', …, the same in every file")
     if any(not isinstance(state[key], dict) for state in states.values() for key in keys):
         raise ConfigError(f"{where} must hold the state of a model under {listing(keys)}")
-    return list(keys)
+    return keys
 
 
 def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> dict[str, Tensor]:
-    """A block of layers, which begins with the model's layer number `first`."""
+    """The tensors of a block of layers, which begins with the model's layer number `first`."""
     tensors: dict[str, Tensor] = {}
     for name, value in _flattened(state):
         if _NO_WEIGHTS.fullmatch(name):
@@ -250,13 +246,13 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
 
 
 def _layers(names: Iterable[str], first: int) -> int:
-    """How many layers a block has that begins with number `first`."""
+    """The number of layers in a block that begins with layer `first`."""
     numbers = [int(match[1]) for name in names if (match := _OUR_LAYER.match(name))]
     return max(numbers) + 1 - first if numbers else 0
 
 
 def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dictionaries, as `megatron.legacy` writes them, by dotted names; without the names of wrappers."""
+    """The values of nested dictionaries (of `megatron.legacy`) by dotted names, without the names of wrappers."""
     for key, value in state.items():
         name = prefix + str(key)
         if isinstance(value, dict):

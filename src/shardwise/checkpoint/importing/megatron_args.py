@@ -107,13 +107,9 @@ def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool)
         dropout = args.get("hidden_dropout")
         return section, [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
     if kind == _GPT:
-        _require(
-            where,
-            "GPT-2",
-            ("add_bias_linear", is_biased, True),
-            ("num_query_groups", key_value_heads, heads),
-            ("kv_channels", head_dim * heads, hidden),
-        )
+        groups = ("num_query_groups", key_value_heads, heads)
+        channels = ("kv_channels", head_dim * heads, hidden)
+        _require(where, "GPT-2", ("add_bias_linear", is_biased, True), groups, channels)
         has_tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
         hidden_dropout = args.get("hidden_dropout", 0.1)
         section |= {
@@ -125,9 +121,9 @@ def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool)
             "attn_pdrop": args.get("attention_dropout", 0.1),
         }
         return section, []
-    found = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
+    given = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
     raise ConfigError(
-        f"{where}: its arguments {found} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
+        f"{where}: its arguments {given} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
         "models are imported from Megatron-LM"
     )
 

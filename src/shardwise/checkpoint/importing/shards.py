@@ -90,17 +90,17 @@ def _differing(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> str:
 
 
 def require_ranks(
-    where: str, found: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
+    where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
 ) -> None:
     """ConfigError where (tensor-parallel rank, pipeline stage) are not those of the degrees; `name`: of a rank."""
     wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
     problems = [
-        f"{where} must have {text} {listing((name(*rank) for rank in sorted(ranks)), most=_SHOWN)}"
-        for text, ranks in (
-            (f"every rank of TP {tensor} × PP {pipeline}: it lacks", wanted - found),
-            (f"the ranks of TP {tensor} × PP {pipeline} alone: it also has", found - wanted),
+        f"{where} must have {text} {listing((name(*rank) for rank in sorted(wrong)), most=_SHOWN)}"
+        for text, wrong in (
+            (f"every rank of TP {tensor} × PP {pipeline}: it lacks", wanted - ranks),
+            (f"the ranks of TP {tensor} × PP {pipeline} alone: it also has", ranks - wanted),
         )
-        if ranks
+        if wrong
     ]
     if problems:
         raise ConfigError(problems)

@@ -264,7 +264,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert problems(tmp_path) == ["FOLDER must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …"]
     (tmp_path / ".metadata").touch()
     assert problems(tmp_path)[0].endswith(
-        "in a distributed format, so write it anew by Megatron-LM with --ckpt-format torch"
+        "in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
     )
     (tmp_path / "mp_rank_00_000_000").mkdir()
     assert "is of a model with experts" in problems(tmp_path)[0]
