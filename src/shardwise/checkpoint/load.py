@@ -30,8 +30,8 @@ from shardwise.storage.root import DamageError, Root, StoreError
 def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
     """Set the model's weights to those of a Hugging Face folder; collective over the world.
 
-    Each rank reads the rows of which it holds a part, cast to the parameter's dtype; padding stays 0. To be called
-    before an optimizer is made, which may keep copies. Names may be spelled as `checkpoint_format/spelling.py` says.
+    Each rank reads the rows that it needs, cast to the parameter's dtype; padding stays 0. Call it before an optimizer
+    is made, which may keep copies. Names may be spelled as `checkpoint_format/spelling.py` says.
 
     Raises:
         ConfigError: on every rank, with every mismatch that any rank found: names that are missing or unknown,

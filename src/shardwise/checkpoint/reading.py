@@ -1,8 +1,8 @@
 """Reading boxes of stored tensors into a model of any layout, each byte by one rank.
 
-The ranks of a group exchange what they want. What one rank alone wants, it reads. What several want (a tensor
-that they hold copies of, rows of which each holds some columns) is read by one of them and sent to the others: a
-checksum covers a whole chunk, so to read a part of a row is to read all of it.
+The ranks of a group exchange the boxes that they want. A rank reads the rows that it alone wants. Rows that several
+ranks want (copies of a tensor, or some columns each) are read by one of them and sent to the others: a checksum covers
+a whole chunk, so to read a part of a row takes as long as to read all of it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Want:
     copies: tuple[Group, ...] = ()
 
     def part(self, box: Box) -> Want:
-        """What it wants of `box`, whose start counts from its own."""
+        """The want of a part: `box` is counted from the start of this want's box."""
         start = tuple(a + b for a, b in zip(self.box.start, box.start, strict=True))
         return Want(self.state, self.name, Box(start, box.size), self.target[box.slices])
 
@@ -67,7 +67,7 @@ class Want:
 
 
 _Wanted: TypeAlias = tuple[int, int, Box]
-"""(rank in the group, number of its want, the part of that want's box)."""
+"""(rank in the group, index of its want, the part of that want's box)."""
 
 
 @dataclass(frozen=True)

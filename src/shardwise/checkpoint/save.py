@@ -52,7 +52,8 @@ _ABORTED = "the copy of the state failed"
 _Slices: TypeAlias = dict[str, list[tuple[StateSlice, Tensor]]]
 """By state: the slices that this rank writes, each with the flat tensor that it is in."""
 _SEEN_WITHIN_SECONDS = 30.0
-"""For rank 0 to see the files of other machines; network file systems remember for some seconds what was not there."""
+"""For rank 0 to see the files of other machines: a network file system may report for some seconds that a file is
+missing which another machine has written."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Keeping:
 
 
 class Saver:
-    """Saves one training to one root; every rank of the mesh has one and calls it alike.
+    """Saves the checkpoints of one training; every rank of the mesh has one and makes the same calls.
 
     Args:
         root: the folder of the checkpoints.
@@ -147,9 +148,10 @@ class Saver:
         """On rank 0: of the last checkpoints that were saved, by step, the bytes of each file."""
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Copy the state, and have it written; waits for the save before. Collective over the mesh.
+        """Copy the state, which a thread then writes; waits for an earlier save. Collective over the mesh.
 
-        `progress`: what the manifest says of the training's place (`samples`, `position`, `tokens`, `schedule`, `rng`).
+        `progress`: fields of the manifest that say how far training is (`samples`, `position`, `tokens`, `schedule`,
+        `rng`).
         """
         self.wait()
         started = time.perf_counter()
@@ -380,7 +382,7 @@ class Saver:
 
 
 def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
-    """StoreError where a rank wrote to a disk that this one does not see."""
+    """Raise StoreError where a file is missing here, because another rank wrote it to a disk of its own."""
     missing, deadline = [entry.path for entry in entries], time.monotonic() + _SEEN_WITHIN_SECONDS
     while missing and time.monotonic() < deadline:  # a network file system shows other machines' files after a while
         there = staging.files()

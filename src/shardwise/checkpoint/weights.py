@@ -1,4 +1,4 @@
-"""Which rank writes which canonical weight, and how its parts come to that rank.
+"""Which rank writes which canonical weight, and how that rank receives its parts.
 
 Every canonical tensor has one owner, chosen so that owners write about equally many bytes. The tensor-parallel ranks of
 the owner's replica send it their boxes, a few rows of the tensor at a time: no rank ever holds a whole tensor that it

@@ -30,15 +30,15 @@ def mismatches(
     needed: Iterable[str] | None = None,
     state: str = MODEL,
 ) -> list[str]:
-    """Every way in which the tensors of a place are not the model's, in one line for all layers alike.
+    """Every way in which the tensors of a place are not the model's; layers with the same problem share a line.
 
     Args:
         where: names the place in the lines.
         shapes: canonical name → shape, of the model.
         stored: name at the place → tensor.
-        canonical: name at the place → canonical name; what it leaves out is no weight. Default: they are the same.
-        needed: canonical names that must be there. Default: all of the model's. A tensor without elements never is.
-        state: `model`, or the optimizer state of which these are the tensors.
+        canonical: name at the place → canonical name; other tensors there are no weights. Default: they are the same.
+        needed: canonical names that must be there, unless they have no elements. Default: all of the model's.
+        state: `model`, or the optimizer state that the tensors belong to.
     """
     names = {name: name for name in stored} if canonical is None else canonical
     known = {name: own for name, own in names.items() if own in shapes}

@@ -1,20 +1,19 @@
-"""`manifest.json`: what a checkpoint holds, where each tensor lies in its files, and the checksums of all of it.
+"""`manifest.json`: what a checkpoint holds, where each tensor is in its files, and the checksums of the files.
 
 The manifest is written last: a folder without one is no checkpoint. It is canonical JSON (sorted keys, no spaces,
-ASCII) with a digest of itself, so that a changed bit is found before any value is used. Every value is checked as input
-from a stranger: names stay inside the folder, offsets inside the files, boxes inside the tensors.
+ASCII) with a digest of itself, so that a changed bit is found before any value is used. No value is trusted: names must
+be inside the folder, offsets inside the files, boxes inside the tensors.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import gc
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -33,8 +32,8 @@ MODEL = "model"
 FORMAT = "shardwise-checkpoint"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
-"""About ten times what a 20 B-parameter model on 1,024 ranks has. Memory goes with the values: each takes up to 240
-bytes once it is parsed, so what a stranger wrote takes at most 8 GB; the bytes alone would allow 32 GB."""
+"""About ten times the manifest of a 20 B-parameter model on 1,024 ranks. A parsed value takes up to 240 bytes,
+so a manifest from an unknown source takes at most 8 GB of memory; the limit on its length alone would allow 32 GB."""
 _KINDS: dict[type, str] = {dict: "object", list: "array", str: "string"}
 _DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
 
@@ -151,8 +150,14 @@ class Manifest:
             raise DamageError(f"{file} is damaged: it has bytes that are not ASCII") from None
         if problem := too_large(text):
             raise DamageError(f"{file} is damaged: {problem}")
-        with _no_garbage_collection():
+        # The garbage collector would take half of the time: it searches a million small objects again and again.
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
             return Manifest.from_json(text, str(file))
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
@@ -160,18 +165,6 @@ def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
     if state == MODEL and box == Box.whole(shape):
         return name
     return f"{state}/{name}@{','.join(map(str, box.start))}"
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Without this, the collector takes half of the time: it searches a million small objects again and again."""
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 def _canonical(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Which run saves at a place: `run.json` beside its checkpoints, so that no other run overwrites them."""
+"""The run that saves at a place: `run.json` beside the checkpoints names it, so that no other run overwrites them."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def all_of(place: Place) -> list[Found]:
 
 
 def newest_intact(location: str, announce: Callable[[str], None] | None) -> Place:
-    """The checkpoint at a path or URL, or the newest intact one in a folder; another folder (weights) as it is.
+    """The checkpoint at a path or URL, or the newest intact one in a folder; a folder of weights stays what it is.
 
     `announce` is called with one line where newer checkpoints are skipped, which says why.
 

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size as size_text
@@ -24,23 +24,19 @@ _LARGEST = 2**63
 _POINTER = b"version https://git-lfs"
 
 
-@dataclass(frozen=True)
-class Dtype:
-    """`numpy`: the dtype whose bits are these; the formats that numpy lacks are unsigned integers there."""
+class Dtype(NamedTuple):
+    """`numpy`: the dtype whose bits are these; formats that numpy lacks are unsigned integers there."""
 
-    name: str
     itemsize: int
     numpy: str
 
 
 DTYPES: Mapping[str, Dtype] = {
-    name: Dtype(name, itemsize, numpy)
-    for name, itemsize, numpy in (
-        ("BOOL", 1, "|b1"), ("U8", 1, "|u1"), ("I8", 1, "|i1"), ("F8_E4M3", 1, "|u1"), ("F8_E5M2", 1, "|u1"),
-        ("U16", 2, "<u2"), ("I16", 2, "<i2"), ("F16", 2, "<f2"), ("BF16", 2, "<u2"),
-        ("U32", 4, "<u4"), ("I32", 4, "<i4"), ("F32", 4, "<f4"),
-        ("U64", 8, "<u8"), ("I64", 8, "<i8"), ("F64", 8, "<f8"),
-    )
+    "BOOL": Dtype(1, "|b1"), "U8": Dtype(1, "|u1"), "I8": Dtype(1, "|i1"),
+    "F8_E4M3": Dtype(1, "|u1"), "F8_E5M2": Dtype(1, "|u1"),
+    "U16": Dtype(2, "<u2"), "I16": Dtype(2, "<i2"), "F16": Dtype(2, "<f2"), "BF16": Dtype(2, "<u2"),
+    "U32": Dtype(4, "<u4"), "I32": Dtype(4, "<i4"), "F32": Dtype(4, "<f4"),
+    "U64": Dtype(8, "<u8"), "I64": Dtype(8, "<i8"), "F64": Dtype(8, "<f8"),
 }  # fmt: skip
 
 

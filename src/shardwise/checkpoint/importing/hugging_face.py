@@ -15,12 +15,10 @@ from shardwise.checkpoint_format.comparison import differing_copies, find_source
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
 from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
-from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint_format.writing import CONFIG, STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError
 from shardwise.hub import BESIDE_WEIGHTS, INDEX
 from shardwise.storage.root import Buffer, Root
-
-_CONFIG = "config.json"
 
 
 def open_hugging_face(folder: Root) -> ForeignModel:
@@ -30,9 +28,9 @@ def open_hugging_face(folder: Root) -> ForeignModel:
         ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
         cannot be read.
     """
-    if not (folder / _CONFIG).exists():
-        raise ConfigError(f"{folder} must hold a {_CONFIG} that describes the model: it has none")
-    config = read_model(folder / _CONFIG)
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
+    config = read_model(folder / CONFIG)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
@@ -50,7 +48,7 @@ def open_hugging_face(folder: Root) -> ForeignModel:
     ]
     names = [name for name in folder.names() if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
     beside = {name: (folder / name).read() for name in names if name != INDEX and not (folder / name).is_folder()}
-    return ForeignModel(config, weights, beside=beside, tokens=token_ids(folder / _CONFIG))
+    return ForeignModel(config, weights, beside=beside, tokens=token_ids(folder / CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:

@@ -114,7 +114,7 @@ def _ranks(source: Path) -> dict[tuple[int, int], Path]:
 
 
 def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
-    """A rank's tensors by Hugging Face names; those of xser are opened where they lie."""
+    """A rank's tensors by Hugging Face names; with xser each is opened from its own file."""
     state = pickled.load(path)
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
@@ -183,7 +183,12 @@ def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]
 def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked]) -> list[Stacked]:
     """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
-    `attention`: name of the layer. Without parts where a problem was noted.
+    Args:
+        attention: name of the layer.
+        qkv: Q, K and V as the ranks hold them, one rank below the other.
+
+    Returns:
+        the four matrices; Q, K and V are without parts where a problem was noted.
     """
     out = shards.rows(f"{attention}.o_proj.weight")
     nothing = [Stacked(), Stacked(), Stacked(), out]
@@ -198,6 +203,7 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
         shards.misshapen(f"{attention}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
         return nothing
     copies = slots // g
+    # A slot is a key/value head that some rank holds. Copies of a head are g slots apart, or next to each other.
     for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
         if _copies_agree(k, heads, d) and _copies_agree(v, heads, d):
             break
@@ -208,6 +214,7 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
             "the config.json is another model's"
         )
         return nothing
+    # All query heads of a slot attend to its head: ordered by the slots' heads, they are in the model's order.
     order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
     block = n // slots * d
     first = [heads.index(head) for head in range(g)]
