@@ -94,7 +94,7 @@ def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
     try:
         return FAMILIES[section["family"]].model_validate(section)
     except ValidationError as error:
-        reasons = [": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors()]
+        reasons = [": ".join((*map(str, problem["loc"]), problem["msg"])) for problem in error.errors()]
         raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons]) from None
 
 

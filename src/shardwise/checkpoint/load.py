@@ -114,4 +114,4 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
 def _shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of the tensors of all stages; collective over the pipeline."""
     here = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    return {name: shape for each in comm.all_gather_objects(here, pipeline) for name, shape in each.items()}
+    return {name: shape for of_rank in comm.all_gather_objects(here, pipeline) for name, shape in of_rank.items()}

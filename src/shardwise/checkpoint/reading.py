@@ -141,9 +141,10 @@ def read(reader: CheckpointReader, wants: Iterable[Want], mesh: Mesh, group: Gro
     parts: list[Want] = []
     for want in wants:
         pending = [want]
-        for ranks in (each for each in want.copies if each.size > 1):
-            shared += [(each, ranks) for each in pending]
-            pending = [part for each in pending for part in _parts(each, ranks)]
+        for ranks in want.copies:
+            if ranks.size > 1:
+                shared += [(whole, ranks) for whole in pending]
+                pending = [part for whole in pending for part in _parts(whole, ranks)]
         parts += pending
     _read_parts(reader, parts, mesh, group or mesh.tp)
     for want, ranks in reversed(shared):  # a part of a part is complete before the whole is
@@ -154,7 +155,7 @@ def _read_parts(reader: CheckpointReader, wants: Sequence[Want], mesh: Mesh, gro
     problems: list[StoreError] = []
     everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
     segments = list(_segments(reader.manifest.tensors, everyone))
-    segments.sort(key=lambda each: (each.piece.file, each.piece.offset, each.box.start))
+    segments.sort(key=lambda segment: (segment.piece.file, segment.piece.offset, segment.box.start))
     for segment in segments:
         if segment.ranks == {group.rank}:
             rows = _read_rows(reader, segment, problems)
@@ -259,7 +260,7 @@ def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Itera
     step = max(1, SEGMENT_BYTES // row_bytes)
     first = stop = -1
     by_start: dict[int, list[_Wanted]] = {}
-    for rank, number, part in sorted(wanted, key=lambda each: each[2].start[0]):
+    for rank, number, part in sorted(wanted, key=lambda entry: entry[2].start[0]):
         if part.start[0] > stop:
             first = part.start[0]
         stop = max(stop, part.stop[0])

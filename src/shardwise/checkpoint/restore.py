@@ -123,12 +123,12 @@ def _wants(
 ) -> Iterable[tuple[Piece, Want]]:
     """The slices that this rank updates: of the weights, and of each state."""
     flats = state_tensors(optimizer)
-    for each in state_slices(model, optimizer):
-        name, copies = each.piece.name, (other_ends(each.piece, mesh),)
-        weights = each.of(each.bucket.master.detach())
-        yield each.piece, Want(_precise(manifest, name), name, each.box, weights, copies)
+    for part in state_slices(model, optimizer):
+        name, copies = part.piece.name, (other_ends(part.piece, mesh),)
+        weights = part.of(part.bucket.master.detach())
+        yield part.piece, Want(_precise(manifest, name), name, part.box, weights, copies)
         for state in states:
-            yield each.piece, Want(state, name, each.box, each.of(flats[state][each.bucket]), copies)
+            yield part.piece, Want(state, name, part.box, part.of(flats[state][part.bucket]), copies)
 
 
 def held_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, Piece, Tensor]]:
@@ -152,7 +152,7 @@ def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mes
         for piece in record.pieces
         if math.prod(piece.shape)  # no elements: never written
     }
-    everywhere = {name: facts for each in comm.all_gather_objects(here, mesh.pp) for name, facts in each.items()}
+    everywhere = {name: facts for of_rank in comm.all_gather_objects(here, mesh.pp) for name, facts in of_rank.items()}
     shapes = {name: shape for name, (shape, _) in everywhere.items()}
     trained = [name for name, (_, is_trained) in everywhere.items() if is_trained]
     problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))

@@ -198,10 +198,10 @@ class Saver:
     # ---- in the training thread
 
     def _slices(self) -> _Slices:
-        mine = [each for each in state_slices(self._model, self._optimizer) if each.piece.copies.rank == 0]
-        mine.sort(key=lambda each: (each.piece.name, each.box.start))
+        mine = [part for part in state_slices(self._model, self._optimizer) if part.piece.copies.rank == 0]
+        mine.sort(key=lambda part: (part.piece.name, part.box.start))
         return {
-            state: [(each, flats[each.bucket]) for each in mine if each.bucket in flats]
+            state: [(part, flats[part.bucket]) for part in mine if part.bucket in flats]
             for state, flats in sorted(state_tensors(self._optimizer).items())
         }
 
@@ -212,9 +212,9 @@ class Saver:
             if file.owner == rank:
                 yield PlannedFile.of(file.name, file.weights)
         state_pieces = [
-            PlannedPiece(state, each.piece.name, each.piece.shape, DTYPE_NAMES[flat.dtype], each.box)
+            PlannedPiece(state, part.piece.name, part.piece.shape, DTYPE_NAMES[flat.dtype], part.box)
             for state, of_state in slices.items()
-            for each, flat in of_state
+            for part, flat in of_state
         ]
         if state_pieces:
             yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_pieces)
@@ -228,8 +228,8 @@ class Saver:
         if files and files[-1].pieces[0].state != MODEL:
             conveyor.put_bytes(files[-1].header)
         for of_state in slices.values():
-            for each, flat in of_state:
-                conveyor.put(each.of(flat))
+            for part, flat in of_state:
+                conveyor.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any], slices: Mapping[str, Any]) -> dict[str, Any]:
         steps = [int(state.get("step", 0)) for state in self._optimizer.inner.state.values() if isinstance(state, dict)]
@@ -278,7 +278,7 @@ class Saver:
         problem = self._agreed(problem)
         if problem is None:
             gathered = comm.gather_objects((entries, job.files), self._group)
-            total = sum(entry.bytes for each, _ in gathered or [] for entry in each)
+            total = sum(entry.bytes for of_rank, _ in gathered or [] for entry in of_rank)
             problem = self._together(lambda: self._commit(staging, final, job, gathered))
         seconds = time.perf_counter() - job.started
         if self._group.rank == 0:
@@ -353,7 +353,7 @@ class Saver:
         """On rank 0: the small files, the manifest, and the folder's name."""
         if gathered is None:
             return
-        entries = [entry for each, _ in gathered for entry in each]
+        entries = [entry for of_rank, _ in gathered for entry in of_rank]
         _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
         entries += [write_small(staging / name, data) for name, data in self._small.items()]

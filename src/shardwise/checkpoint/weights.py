@@ -148,4 +148,4 @@ def _balanced(weights: list[PlannedPiece], ranks: int) -> list[list[PlannedPiece
         owned[rank].append(weight)
         heapq.heappush(loads, (load + weight.nbytes, rank))
     order = {weight.name: i for i, weight in enumerate(weights)}
-    return [sorted(each, key=lambda weight: order[weight.name]) for each in owned]
+    return [sorted(weights, key=lambda weight: order[weight.name]) for weights in owned]

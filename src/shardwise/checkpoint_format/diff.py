@@ -62,7 +62,7 @@ class Difference:
     @property
     def equal(self) -> bool:
         """Whether the tensors are the same to the bit; the configuration may differ, the layout does by design."""
-        return not (self.only_a or self.only_b or self.shapes) and all(each.equal for each in self.tensors)
+        return not (self.only_a or self.only_b or self.shapes) and all(tensor.equal for tensor in self.tensors)
 
 
 def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Difference:

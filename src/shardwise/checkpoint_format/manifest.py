@@ -104,7 +104,7 @@ class Manifest:
         plain = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            **{each.name: getattr(self, each.name) for each in fields(self)[:-2]},
+            **{field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]},
             "files": [{**vars(file), "checksums": base64.b64encode(file.checksums).decode()} for file in self.files],
             "tensors": {
                 state: {name: _plain(tensor) for name, tensor in tensors.items()}

@@ -138,7 +138,7 @@ def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tup
 
 def is_counts(value: object) -> TypeGuard[list[int]]:
     """Whether `value`, as JSON has it, is a list of whole numbers that a tensor or a file can have."""
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < _LARGEST for each in value)
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < _LARGEST for number in value)
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

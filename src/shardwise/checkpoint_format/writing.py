@@ -126,7 +126,7 @@ def write_folder(
     """A Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
 
     Args:
-        beside: path → content of the other files. `config.json`, which makes a folder a model's, is written last.
+        beside: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
         progress: called with the bytes of weights that were written since the last call.
         manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
         replaces: a folder of that name is removed once the new one is complete; else there must be none.
@@ -143,7 +143,7 @@ def write_folder(
         files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
         small = {**beside, **weight_index({file.path: file.pieces for file in files})}
         for path in sorted(small, key=lambda path: path == CONFIG):
-            entries.append(write_small(staging / path, small[path], path))
+            entries.append(write_small(staging / path, small[path]))
         if manifest is not None:
             (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
         if replaces and parent.is_local:
@@ -181,15 +181,15 @@ def _write_weights(
     return files, entries
 
 
-def write_small(file: Root, data: bytes, path: str | None = None) -> FileEntry:
-    """One of the files beside the weights."""
-    with ChunkedWriter(file, len(data), path) as writer:
+def write_small(file: Root, data: bytes) -> FileEntry:
+    """Write one of the files beside the weights."""
+    with ChunkedWriter(file, len(data)) as writer:
         writer.write(data)
         return writer.close()
 
 
 def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
-    """Shards of at most so many bytes; a larger tensor has one to itself."""
+    """Shards of at most `max_shard_bytes`; a larger tensor has one to itself."""
     shard: list[_Weight] = []
     held = 0
     for weight in weights:

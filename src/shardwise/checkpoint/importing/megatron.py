@@ -294,7 +294,7 @@ def _tensors(
         elif cut in ("gate", "up"):
             tensor = gate_up(source)[("gate", "up").index(cut)]
         else:  # Q, K and V: all of them, or one
-            tensor = stack(query_key_value(source)["qkv".index(each)] for each in cut)
+            tensor = stack(query_key_value(source)["qkv".index(letter)] for letter in cut)
         # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
         is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"
         yield name, tensor.t if is_transposed else tensor

@@ -218,8 +218,8 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
     order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
     block = n // slots * d
     first = [heads.index(head) for head in range(g)]
-    q, o = (stack(each.rows(slot * block, (slot + 1) * block) for slot in order) for each in (q, out.t))
-    k, v = (stack(each.rows(slot * d, (slot + 1) * d) for slot in first) for each in (k, v))
+    q, o = (stack(matrix.rows(slot * block, (slot + 1) * block) for slot in order) for matrix in (q, out.t))
+    k, v = (stack(matrix.rows(slot * d, (slot + 1) * d) for slot in first) for matrix in (k, v))
     return [q, k, v, o.t]
 
 

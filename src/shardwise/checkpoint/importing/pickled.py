@@ -81,7 +81,7 @@ def load(path: Path) -> Any:
                     f"{path} is refused: beside tensors and plain values its pickle names {listing(refused)}, by which "
                     "opening it could run code; none was run. Save it again without these objects"
                 )
-        with torch.serialization.safe_globals([(each, name) for name, each in classes.items()]):
+        with torch.serialization.safe_globals([(kind, name) for name, kind in classes.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except ConfigError:
         raise

@@ -156,7 +156,7 @@ class Shards:
         for name, parts in list(self.tensors.items()):
             dtypes = {part.dtype for part in parts}
             if len(dtypes) > 1 or not dtypes <= set(DTYPE_NAMES):
-                strange.append((name, " and ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))))
+                strange.append((name, " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))))
             if len({part.shape for part in parts}) > 1 or not parts[0].dim():
                 ragged.append((name, ", ".join(f"{list(part.shape)}" for part in parts)))
         same = "the same on every tensor-parallel rank"
@@ -222,7 +222,7 @@ class Shards:
             *self.problems,
             *lines_of_layers(self.where, " lacks {}", self._missing),
             *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
-            *mismatches(self.where, wanted, {name: each.entry for name, each in tensors.items() if each.parts}),
+            *mismatches(self.where, wanted, {name: tensor.entry for name, tensor in tensors.items() if tensor.parts}),
         ]
         if problems:
             raise ConfigError(problems)
