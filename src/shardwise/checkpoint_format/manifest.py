@@ -111,7 +111,8 @@ class Manifest:
                 for state, tensors in self.tensors.items()
             },
         }
-        return _canonical({**plain, "digest": _digest(plain)}) + "\n"
+        digest = xxhash.xxh3_128_hexdigest(_canonical(plain).encode())
+        return _canonical({**plain, "digest": f"xxh3_128:{digest}"}) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str) -> Manifest:
@@ -169,10 +170,6 @@ def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
 
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-
-
-def _digest(plain: Mapping[str, Any]) -> str:
-    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(_canonical(plain).encode())}"
 
 
 def _matches_digest(text: str) -> bool:
