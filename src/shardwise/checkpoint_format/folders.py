@@ -200,7 +200,13 @@ def prune(
 def _steps_to_remove(
     steps: Iterable[int], intact: Sequence[int], keep: int | None, keep_every: int | None, unclear: Collection[int] = ()
 ) -> list[int]:
-    """The steps of checkpoints to remove. All are newest first; `intact` has the newest ones, `unclear` may be."""
+    """Which checkpoints to remove, by their steps; all lists are newest first.
+
+    Args:
+        steps: of all checkpoints.
+        intact: those that are known to be intact, at least the newest ones.
+        unclear: those that may be intact.
+    """
     if keep is None:
         return []
     kept = intact[: max(keep, 1)]

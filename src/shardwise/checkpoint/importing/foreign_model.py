@@ -47,7 +47,7 @@ class ForeignModel:
         layout: degrees of parallelism of the source; empty where it is not sharded.
         beside: name → content of other files of the model.
         tokens: ids of special tokens, for `config.json`.
-        notes: for the user, what has no counterpart here.
+        notes: for the user: settings of the other program that have no counterpart here.
     """
 
     config: FamilyConfig

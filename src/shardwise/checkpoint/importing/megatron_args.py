@@ -40,7 +40,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def read_args(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
 ) -> tuple[GPTConfig | LlamaConfig, list[str]]:
-    """The model, and notes on what of the arguments has no counterpart.
+    """The model, and notes on arguments that have no counterpart.
 
     Args:
         vocab_size: without padding.
@@ -70,7 +70,7 @@ def read_args(
 
 
 def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
-    """The configuration's `model` section, and notes on what of the arguments has no counterpart."""
+    """The configuration's `model` section, and notes on arguments that have no counterpart."""
     positions = "rope" if args.get("use_rotary_position_embeddings") else args.get("position_embedding_type")
     kind = (positions or "learned_absolute", args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
     hidden, heads = args["hidden_size"], args["num_attention_heads"]
@@ -144,7 +144,7 @@ def is_count(value: object) -> bool:
 
 
 def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, where: str) -> int:
-    """Rows of the embedding that are tokens: the others were added so that ranks hold equally many.
+    """The number of tokens: the embedding has more rows, so that all ranks have equally many.
 
     Raises:
         ConfigError: the size of the vocabulary is not known.
@@ -155,7 +155,7 @@ def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, w
         known = args.get("vocab_size")
     if known is None or not is_count(known):
         raise ConfigError(
-            f"{where} must tell how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
+            f"{where} must say how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
             f"its arguments do not, so give --vocab-size N or --tokenizer (--vocab-size {padded} keeps all rows)"
         )
     if known > padded:

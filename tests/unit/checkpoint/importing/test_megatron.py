@@ -164,7 +164,7 @@ def test_kinds_of_model_are_named(tmp_path: Path) -> None:
 
 def test_the_vocabulary_without_padding_must_be_known(shards: Path) -> None:
     (found,) = problems(shards, None)
-    assert found.startswith("ITER must tell how many of the 64 rows of its embedding are tokens")
+    assert found.startswith("ITER must say how many of the 64 rows of its embedding are tokens")
     assert found.endswith("(--vocab-size 64 keeps all rows)")
     (found,) = problems(shards, 65)
     assert "the vocabulary (65) must be at most the rows of its embedding (64)" in found
