@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import load_checkpoint
-from shardwise.checkpoint.reading import Source
+from shardwise.checkpoint.reading import CheckpointReader
 from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
 from shardwise.checkpoint_format.verify import verify
 from shardwise.config import Config
@@ -290,10 +290,10 @@ def test_frozen_weights_are_read_once(zero: int, ranks: Any, tmp_path: Path) -> 
     assert sum(each.bytes_read for each in results) <= 1.1 * (table + 3 * sum(trained))
 
 
-class Counted(Source):
-    """`last`: the source that was made last."""
+class Counted(CheckpointReader):
+    """`last`: the reader that was made last."""
 
-    last: ClassVar[Source]
+    last: ClassVar[CheckpointReader]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -303,7 +303,7 @@ class Counted(Source):
 def load_weights(config: Config, folder: str) -> Result:
     trainer = make_trainer(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwise.checkpoint.load.Source", Counted)
+        patch.setattr("shardwise.checkpoint.load.CheckpointReader", Counted)
         load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(folder))
     return Result(
         state={"model": canonical_weights(trainer.model, trainer.mesh.pp)}, bytes_read=Counted.last.bytes_read

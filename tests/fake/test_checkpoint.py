@@ -140,9 +140,9 @@ def test_all_ranks_write_about_as_much() -> None:
         rank = data * TENSOR + tensor
         assert [file.path for file in shards] == [file.name for file in weights if file.owner == rank]
         assert state.path == f"optimizer/rank-{rank:05}.safetensors"
-        assert Counter(part.state for part in state.parts).keys() == {MASTER, *MOMENTS}
+        assert Counter(piece.state for piece in state.pieces).keys() == {MASTER, *MOMENTS}
         assert state.size == pytest.approx(12 * elements / WORLD, rel=0.01)
-        assert len(state.parts) < 3 * 2 * len(roles[tensor].optimizer.buckets), "a rank's part is cut to pieces"
+        assert len(state.pieces) < 3 * 2 * len(roles[tensor].optimizer.buckets), "a rank's part is cut to pieces"
 
 
 def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
@@ -170,7 +170,7 @@ def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
             everyone = []
             for role in readers:
                 role.move(data)
-                wants = [want for _, want in _wants(stored, role.model, role.optimizer, [])]
+                wants = [want for _, want in _wants(stored, role.model, role.optimizer, [], role.mesh)]
                 everyone.append([(want.state, want.name, want.box) for want in wants])
             segments = list(_segments(stored.tensors, everyone))
             found: Counter[tuple[int, int]] = Counter()

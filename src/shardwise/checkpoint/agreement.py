@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -17,12 +17,18 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.storage.root import Root
 
+_Item = TypeVar("_Item")
+
+
+def union(items: Iterable[_Item], group: Group) -> list[_Item]:
+    """The items of all ranks of a group, each once, in the same order on every rank."""
+    return list(dict.fromkeys(item for of_rank in comm.all_gather_objects(list(items), group) for item in of_rank))
+
 
 def agree(problems: list[str], group: Group) -> None:
-    """Every rank raises, as one ConfigError, what any rank of the group found, or none does."""
-    found = dict.fromkeys(problem for each in comm.all_gather_objects(problems, group) for problem in each)
-    if found:
-        raise ConfigError(list(found))
+    """Every rank raises, as one ConfigError, the problems of all ranks of the group, or none does."""
+    if everyones := union(problems, group):
+        raise ConfigError(everyones)
 
 
 def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
@@ -88,7 +94,7 @@ def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
     try:
         return FAMILIES[section["family"]].model_validate(section)
     except ValidationError as error:
-        reasons = [": ".join((*map(str, each["loc"]), each["msg"])) for each in error.errors()]
+        reasons = [": ".join((*map(str, problem["loc"]), problem["msg"])) for problem in error.errors()]
         raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons]) from None
 
 

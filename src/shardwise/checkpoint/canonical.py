@@ -1,9 +1,10 @@
-"""Canonical tensors, put together from the ranks that hold their boxes."""
+"""Canonical tensors, put together from the boxes that ranks hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,46 +14,32 @@ from shardwise.mesh import Group
 from shardwise.models import Stages
 from shardwise.placement import Piece, Placement, placements
 
-_Place = tuple[int, int]
-"""A stage, and the place of a parameter in it."""
+_Place: TypeAlias = tuple[int, int]
+"""A parameter of a model: its pipeline stage, and its number in that stage."""
+_Facts: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]
+"""Of a canonical tensor: name, shape and dtype."""
 
 
-@dataclass(frozen=True)
-class HeldParameter:
-    """A parameter of the model.
-
-    Attributes:
-        stage: its pipeline stage.
-        number: its place among the parameters of the stage.
-        rank: index in the pipeline's group of the rank that holds it.
-        tensors: canonical name, shape and dtype of each tensor that it holds and no parameter before it does.
-    """
-
-    stage: int
-    number: int
-    rank: int
-    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-
-
-def held_parameters(
+def held_tensors(
     model: nn.Module, pipeline: Group, take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach()
-) -> list[HeldParameter]:
-    """Every parameter of the whole model, in its order; collective over the pipeline."""
+) -> list[tuple[_Place, int, list[_Facts]]]:
+    """Every parameter of the whole model, in its order, with each canonical tensor once; collective over the pipeline.
+
+    Returns (parameter, index in the pipeline's group of the rank that has it, the canonical tensors in it).
+    """
     mine = [
-        HeldParameter(
-            stage, number, pipeline.rank, tuple((p.name, p.shape, take(parameter).dtype) for p in record.pieces)
-        )
-        for (stage, number), (parameter, record) in _by_place(model).items()
+        (place, pipeline.rank, [(piece.name, piece.shape, take(parameter).dtype) for piece in record.pieces])
+        for place, (parameter, record) in _by_place(model).items()
     ]
-    found: list[HeldParameter] = []
+    everyone = [entry for entries in comm.all_gather_objects(mine, pipeline) for entry in entries]
     seen: set[str] = set()
-    everyone = [held for each in comm.all_gather_objects(mine, pipeline) for held in each]
-    for held in sorted(everyone, key=lambda held: (held.stage, held.number)):
-        new = dict.fromkeys(tensor for tensor in held.tensors if tensor[0] not in seen)
+    parameters = []
+    for place, rank, tensors in sorted(everyone, key=lambda entry: entry[0]):
+        new = [tensor for tensor in dict.fromkeys(tensors) if tensor[0] not in seen]
         seen |= {name for name, _, _ in new}
         if new:  # a tied weight is at both ends
-            found.append(replace(held, tensors=tuple(new)))
-    return found
+            parameters.append((place, rank, new))
+    return parameters
 
 
 def canonical(
@@ -67,29 +54,28 @@ def canonical(
     of its own.
     """
     ranks = pipeline or Group()
-    places = _by_place(model)
-    pieces = _pieces_by_rank(places)
-    for held in held_parameters(model, ranks, take):
+    local = _by_place(model)
+    pieces = _pieces_by_rank(local)
+    for place, rank, tensors in held_tensors(model, ranks, take):
         assembled: dict[str, Tensor] = {}
-        if held.rank == ranks.rank:
-            place = held.stage, held.number
-            parameter, record = places[place]
+        if rank == ranks.rank:
+            parameter, record = local[place]
             assembled = _assemble(take(parameter), record.group, pieces[place])
-        for name, shape, dtype in held.tensors:
+        for name, shape, dtype in tensors:
             whole = assembled.get(name)
             if whole is None:
                 whole = torch.empty(shape, dtype=dtype, device=next(model.parameters()).device)
-            yield name, comm.broadcast_(whole, ranks, source=held.rank)
+            yield name, comm.broadcast_(whole, ranks, source=rank)
 
 
 def _by_place(model: nn.Module) -> dict[_Place, tuple[nn.Parameter, Placement]]:
-    """This rank's parameters by stage and place in it, each once."""
+    """This rank's parameters by stage and number in it, each once."""
     stages = {stage.index: part for stage, part in model.pairs()} if isinstance(model, Stages) else {0: model}
-    found: dict[nn.Parameter, tuple[_Place, Placement]] = {}
+    places: dict[nn.Parameter, tuple[_Place, Placement]] = {}
     for index, part in stages.items():
         for number, (_, parameter, record) in enumerate(placements(part)):
-            found.setdefault(parameter, ((index, number), record))
-    return {place: (parameter, record) for parameter, (place, record) in found.items()}
+            places.setdefault(parameter, ((index, number), record))
+    return {place: (parameter, record) for parameter, (place, record) in places.items()}
 
 
 def _pieces_by_rank(places: Mapping[_Place, tuple[nn.Parameter, Placement]]) -> dict[_Place, list[list[Piece]]]:

@@ -20,24 +20,22 @@ class Aborted(Exception):
 class Conveyor:
     """A stream of bytes through a pool of memory blocks, which every save uses again.
 
+    Attributes:
+        is_limited: whether `put` may have to wait until a block was written.
+
     Args:
         device: where the tensors are; copies from an accelerator go to pinned memory.
         limit: bytes of the pool, None for as much as a save needs. `put` waits while the pool is full.
     """
 
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
-        self._device, self._limited = device, limit is not None
+        self._device, self.is_limited = device, limit is not None
         self._block_bytes = BLOCK_BYTES if limit is None else max(2**12, min(BLOCK_BYTES, limit // 2 // 8 * 8))
         self._room = None if limit is None else max(2, limit // self._block_bytes)
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[Tensor, int] | Aborted | None] = queue.SimpleQueue()
         self._block: Tensor | None = None
         self._filled = 0
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether `put` may have to wait until a block was written."""
-        return self._limited
 
     def put(self, tensor: Tensor) -> None:
         """Append a tensor's elements in their order."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.checkpoint.canonical import HeldParameter, canonical, held_parameters
+from shardwise.checkpoint.canonical import canonical, held_tensors
 from shardwise.checkpoint.dtypes import DTYPE_NAMES
 from shardwise.checkpoint_format.writing import CONFIG, MAX_SHARD_BYTES, StreamedWeight, to_json, write_folder
 from shardwise.config import ModelConfig, OwnConfig
@@ -39,10 +38,14 @@ def export_hugging_face(
         StoreError: it cannot be written: out of space, or the like.
     """
     if mesh.dp.rank == 0:
-        tensors, parameters = canonical(model, pipeline=mesh.pp), held_parameters(model, mesh.pp)
+        tensors, parameters = canonical(model, pipeline=mesh.pp), held_tensors(model, mesh.pp)
         if mesh.world.rank == 0:
             beside = model_files(config, next(model.parameters()).dtype, tokenizer)
-            weights = _streamed(parameters, tensors)
+            weights = [
+                StreamedWeight(name, DTYPE_NAMES[dtype], shape, partial(_read, tensors, name))
+                for _, _, held in parameters
+                for name, shape, dtype in held
+            ]
             write_folder(
                 Root.of(folder.parent), folder.name, weights, beside, max_shard_bytes=max_shard_bytes, replaces=True
             )
@@ -53,35 +56,22 @@ def export_hugging_face(
 
 
 def model_files(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None) -> dict[str, bytes]:
-    """What `transformers` reads beside the weights: name → content of `config.json` and of the tokenizer's files."""
-    files = {file.name: file.read_bytes() for file in sorted(tokenizer.iterdir())} if tokenizer else {}
-    return {**files, CONFIG: to_json(hugging_face_config(config, dtype, tokenizer))}
+    """What `transformers` reads beside the weights: name → content of `config.json` and of the tokenizer's files.
 
-
-def hugging_face_config(config: ModelConfig, dtype: torch.dtype, tokenizer: Path | None = None) -> dict[str, Any]:
-    """The model's `config.json`; of a user's own model its `model` section, which only its class reads.
-
-    The ids that begin and end a text are the tokenizer's, or null: left out, transformers would take those of its own
-    default tokenizer, which are letters in most vocabularies, and generation would stop there. A model that generates
-    nothing has none.
+    The `config.json` of a user's own model is its `model` section, which only its class reads. The ids that begin and
+    end a text are the tokenizer's, or null: without them transformers would take those of its own default tokenizer,
+    which are letters in most vocabularies, and generation would stop there. A model that generates nothing has none.
     """
+    files = {file.name: file.read_bytes() for file in sorted(tokenizer.iterdir())} if tokenizer else {}
     fields = config.model_dump(mode="json") if isinstance(config, OwnConfig) else to_hugging_face(config)
     special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if tokenizer is not None and config.causal:
         special = special_token_ids(tokenizer)
-    return {**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special}
+    return {**files, CONFIG: to_json({**fields, "torch_dtype": str(dtype).removeprefix("torch."), **special})}
 
 
-def _streamed(parameters: Iterable[HeldParameter], tensors: Iterator[tuple[str, Tensor]]) -> list[StreamedWeight]:
-    """The canonical weights of a model, each read from `tensors`, which gives them in this order."""
-
-    def read(name: str) -> Iterator[Buffer]:
-        found, tensor = next(tensors)
-        assert found == name
-        yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-    return [
-        StreamedWeight(name, DTYPE_NAMES[dtype], shape, partial(read, name))
-        for held in parameters
-        for name, shape, dtype in held.tensors
-    ]
+def _read(tensors: Iterator[tuple[str, Tensor]], name: str) -> Iterator[Buffer]:
+    """The bytes of the next tensor, which has this name."""
+    following, tensor = next(tensors)
+    assert following == name
+    yield tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

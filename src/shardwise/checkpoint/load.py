@@ -1,21 +1,20 @@
-"""Weights of a Hugging Face folder or of a checkpoint into a model, however it is cut."""
+"""Weights of a Hugging Face folder or of a checkpoint into a model of any layout."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree, config_problems
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
-from shardwise.checkpoint.reading import Source, Want, gather_parts, other_ends, parts, read
-from shardwise.checkpoint.restore import read_manifest
+from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read
+from shardwise.checkpoint.restore import held_pieces, read_manifest
 from shardwise.checkpoint_format.comparison import differing_copies, find_sources
-from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
+from shardwise.checkpoint_format.manifest import MODEL
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
 from shardwise.checkpoint_format.verify import non_finite_text
 from shardwise.checkpoint_format.writing import STREAM_BYTES
@@ -24,15 +23,15 @@ from shardwise.errors import ConfigError
 from shardwise.hub import weight_files
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
-from shardwise.placement import Box, Piece, placements
+from shardwise.placement import placements
 from shardwise.storage.root import DamageError, Root, StoreError
 
 
 def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: Path) -> None:
     """Set the model's weights to those of a Hugging Face folder; collective over the world.
 
-    Each rank reads the rows of which it holds a part, cast to the parameter's dtype; padding stays 0. To be called
-    before an optimizer is made, which may keep copies. Names may be spelled as `checkpoint_format/spelling.py` says.
+    Each rank reads the rows that it needs, cast to the parameter's dtype; padding stays 0. Call it before an optimizer
+    is made, which may keep copies. Names may be spelled as `checkpoint_format/spelling.py` says.
 
     Raises:
         ConfigError: on every rank, with every mismatch that any rank found: names that are missing or unknown,
@@ -47,17 +46,15 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
         tensors, disagreements = StoredTensors.of(root), config_problems(config, root)
     except ConfigError as error:
         problems = error.problems
-    except DamageError as error:
-        problems = [f"{error}: fetch or copy it again"]
     except StoreError as error:
-        problems = [str(error)]
+        problems = [f"{error}: fetch or copy it again" if isinstance(error, DamageError) else str(error)]
     agree(problems, world)
     assert tensors is not None
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
     sources, problems = find_sources(where, config.family, _shapes(model, mesh.pp), stored)
     agree(disagreements + problems, world)
-    wants = [Want(MODEL, piece.name, piece.box, target) for piece, target in _held(model)]
+    wants = [Want(MODEL, piece.name, piece.box, target) for _, piece, target in held_pieces(model)]
     wants = [want.part(box) for want in wants for box in segments(want.box.size, STREAM_BYTES // 8)]
     try:
         problems = differing_copies(where, tensors, sources, [(want.name, want.box) for want in wants])
@@ -87,54 +84,34 @@ def load_checkpoint(model: nn.Module, config: ModelConfig, mesh: Mesh, folder: R
     _, problems = find_sources(f"checkpoint.load ({folder})", config.family, _shapes(model, mesh.pp), stored)
     agree(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
-    once: list[Want] = []
-    tied: list[Want] = []
-    ends = Group()
-    for piece, target in _held(model):
-        state = MASTER if target.dtype == torch.float32 and _is_usable(masters, piece) else MODEL
-        ranks = other_ends(piece, mesh)
-        ends = ranks if ranks.size > 1 else ends
-        (tied if ranks.size > 1 else once).append(Want(state, piece.name, piece.box, target))
-    both = list(parts(tied, mesh.dp))
-    read(Source(folder, manifest), [*parts(once, mesh.dp), *parts(both, ends)], mesh)
-    gather_parts(both, ends)
-    gather_parts([*once, *tied], mesh.dp)
+    wants = []
+    for _, piece, target in held_pieces(model):
+        master = masters.get(piece.name)
+        is_usable = master is not None and master.shape == piece.shape and master.dtype in TORCH_DTYPES
+        state = MASTER if is_usable and target.dtype == torch.float32 else MODEL
+        wants.append(Want(state, piece.name, piece.box, target, (mesh.dp, other_ends(piece, mesh))))
+    read(CheckpointReader(folder, manifest), wants, mesh)
     require_finite(model, mesh, folder)
 
 
 def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
-    here: dict[tuple[str, Box], int] = {}
-    for _, parameter, placement in placements(model):
-        if not torch.isfinite(parameter).all():
-            for piece in placement.pieces:
-                if count := int((~torch.isfinite(piece.of(parameter))).sum()):
-                    here[piece.name, piece.box] = count
+    here = {
+        (piece.name, piece.box): count
+        for _, piece, values in held_pieces(model)
+        if (count := int((~torch.isfinite(values)).sum()))
+    }
     everywhere = comm.all_gather_objects((str(folder), here), mesh.world)
-    found: Counter[str] = Counter()
-    for (name, _), count in {box: count for _, each in everywhere for box, count in each.items()}.items():
-        found[name] += count
-    if found:
-        where = next(where for where, each in everywhere if each)  # machines may have folders of their own
-        raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {non_finite_text(found)}")
-
-
-def _is_usable(masters: Mapping[str, TensorEntry], piece: Piece) -> bool:
-    entry = masters.get(piece.name)
-    return entry is not None and entry.shape == piece.shape and entry.dtype in TORCH_DTYPES
-
-
-def _held(model: nn.Module) -> list[tuple[Piece, Tensor]]:
-    """Each piece of the model with elements, and where its values belong: a view of shape `piece.box.size`."""
-    return [
-        (piece, piece.of(parameter.detach()))
-        for _, parameter, record in placements(model)
-        for piece in record.pieces
-        if piece.box.numel
-    ]
+    not_finite: Counter[str] = Counter()
+    for (name, _), count in {box: count for _, counts in everywhere for box, count in counts.items()}.items():
+        not_finite[name] += count
+    if not_finite:
+        where = next(where for where, counts in everywhere if counts)  # machines may have folders of their own
+        text = non_finite_text(not_finite)
+        raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {text}")
 
 
 def _shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of the tensors of all stages; collective over the pipeline."""
     here = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    return {name: shape for each in comm.all_gather_objects(here, pipeline) for name, shape in each.items()}
+    return {name: shape for of_rank in comm.all_gather_objects(here, pipeline) for name, shape in of_rank.items()}

@@ -33,7 +33,7 @@ class Pieces(Sequence[PieceEntry]):
     def of(pieces: Sequence[PieceEntry], dims: int) -> Pieces:
         if isinstance(pieces, Pieces):
             return pieces
-        rows = [(each.file, each.offset, *each.box.start, *each.box.size) for each in pieces]
+        rows = [(piece.file, piece.offset, *piece.box.start, *piece.box.size) for piece in pieces]
         return Pieces(np.array(rows, dtype=np.int64).reshape(len(rows), 2 + 2 * dims))
 
     def __len__(self) -> int:

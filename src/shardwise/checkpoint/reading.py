@@ -1,16 +1,14 @@
-"""Reading boxes of stored tensors into however a model is cut, each byte by one rank.
+"""Reading boxes of stored tensors into a model of any layout, each byte by one rank.
 
-The ranks of a group exchange what they want. What one rank alone wants, it reads. What several want (a tensor
-that they hold copies of, rows of which each holds some columns) is read by one of them and sent to the others: a
-checksum covers a whole chunk, so to read a part of a row is to read all of it.
-
-Where the ranks of data parallelism hold the same values, each reads an equal part, and an all-gather completes them; so
-do the two ends of a pipeline with a tied weight.
+The ranks of a group exchange the boxes that they want. A rank reads the rows that it alone wants. Rows that several
+ranks want (copies of a tensor, or some columns each) are read by one of them and sent to the others: a checksum covers
+a whole chunk, so to read a part of a row takes as long as to read all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,11 +19,13 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise.boxes import Box
+from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
 from shardwise.checkpoint.pieces import Pieces
 from shardwise.checkpoint_format.folders import is_damage
 from shardwise.checkpoint_format.manifest import Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint_format.tensors import StoredTensors
+from shardwise.checkpoint_format.verify import consecutive
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece
 from shardwise.storage.chunks import READ_BYTES, require_size
@@ -39,26 +39,40 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Want:
-    """A box of a stored tensor (`state` and canonical name), and where it belongs: a view of shape `box.size`."""
+    """A box of a stored tensor that this rank needs.
+
+    Attributes:
+        state: of the tensor, such as `model`.
+        name: canonical name of the tensor.
+        box: the part that is needed.
+        target: where it belongs: a view of shape `box.size`.
+        copies: groups whose ranks all need the same box, such as data parallelism and both ends of a pipeline with a
+            tied weight. Each rank reads an equal part, and an all-gather completes them.
+    """
 
     state: str
     name: str
     box: Box
     target: Tensor
+    copies: tuple[Group, ...] = ()
 
     def part(self, box: Box) -> Want:
-        """What it wants of `box`, whose start counts from its own."""
+        """The want of a part: `box` is counted from the start of this want's box."""
         start = tuple(a + b for a, b in zip(self.box.start, box.start, strict=True))
         return Want(self.state, self.name, Box(start, box.size), self.target[box.slices])
 
+    def slot(self, part: Box) -> Tensor:
+        """Where a part of its box belongs."""
+        return self.target[part.relative_to(self.box).slices]
+
 
 _Wanted: TypeAlias = tuple[int, int, Box]
-"""(rank in the group, number of its want, what of it is meant)."""
+"""(rank in the group, index of its want, the part of that want's box)."""
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Rows of a stored piece that somebody wants."""
+    """Rows of a stored piece of which some rank wants a part."""
 
     entry: TensorEntry
     piece: PieceEntry
@@ -73,13 +87,13 @@ class _Segment:
     def ranks(self) -> set[int]:
         return {rank for rank, _, _ in self.wanted}
 
+    def slices(self, part: Box) -> tuple[slice, ...]:
+        """Where a part lies in the rows."""
+        return part.relative_to(self.box).slices
 
-class Source:
-    """The tensors of one checkpoint, read with their checksums verified.
 
-    Attributes:
-        bytes_read: so far, by this rank, whole chunks.
-    """
+class CheckpointReader:
+    """Reads the tensors of one checkpoint and verifies the checksum of each chunk."""
 
     def __init__(self, folder: Root, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -87,87 +101,92 @@ class Source:
 
     @property
     def bytes_read(self) -> int:
+        """By this rank so far, in whole chunks."""
         return sum(reader.bytes_read for reader in self._tensors.readers.values())
 
     def read(self, entry: TensorEntry, piece: PieceEntry, box: Box) -> Tensor:
-        """Whole rows of a piece.
-
-        Raises:
-            StoreError: the file cannot be read, or is damaged there.
-        """
+        """Whole rows of a piece; StoreError where the file cannot be read, or is damaged there."""
         rows = self._tensors.read_part(piece, entry.dtype, box.relative_to(piece.box))
         return torch.from_numpy(rows.copy()).view(TORCH_DTYPES[entry.dtype])
 
     def verified(self) -> npt.NDArray[np.uint8]:
-        """Of each chunk of all files, end to end, whether it was read and is intact."""
-        files = self.manifest.files
-        found = np.zeros(sum(file.chunks for file in files), np.uint8)
-        starts = _first_chunks(self.manifest)
-        for file, reader in self._tensors.readers.items():
-            found[starts[file] : starts[file] + files[file].chunks] = reader.verified
-        return found
+        """For each chunk of all files, in the manifest's order: 1 where it was read and is intact."""
+        readers = self._tensors.readers
+        files = enumerate(self.manifest.files)
+        flags = [readers[i].verified if i in readers else bytearray(file.chunks) for i, file in files]
+        return np.frombuffer(b"".join(flags), np.uint8).copy()
 
     def verify(self, file: int, chunks: npt.NDArray[np.int64]) -> None:
-        """Read chunks of a file, in order and some megabytes at a time.
-
-        Raises:
-            StoreError: one cannot be read, or is damaged.
-        """
+        """Read chunks of a file, in order and some megabytes at a time; StoreError where one is damaged or not read."""
         entry = self.manifest.files[file]
         require_size(self.folder / entry.path, entry)
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
-        for run in np.split(chunks, np.flatnonzero(np.diff(chunks) > 1) + 1):
-            for i in range(0, len(run), at_once):
-                part = run[i : i + at_once] * entry.chunk_bytes
-                self._tensors.reader(file).read(int(part[0]), min(int(part[-1]) + entry.chunk_bytes, entry.bytes))
+        for first, last in consecutive(chunks.tolist()):
+            for chunk in range(first, last + 1, at_once):
+                stop = min(chunk + at_once, last + 1) * entry.chunk_bytes
+                self._tensors.reader(file).read(chunk * entry.chunk_bytes, min(stop, entry.bytes))
 
 
 @torch.no_grad()
-def read(source: Source, wants: Sequence[Want], mesh: Mesh, group: Group | None = None) -> None:
+def read(reader: CheckpointReader, wants: Iterable[Want], mesh: Mesh, group: Group | None = None) -> None:
     """Fill the targets of every rank, each group's (default: tensor parallelism's) from its own reads.
 
-    Collective over the mesh.
+    Collective over the mesh; ranks that have copies of a want have these wants in the same order.
 
     Raises:
         DamageError: on every rank, bytes do not match their checksums or are missing. StoreError: on every rank, the
         store did not give them, and they may well be there. The targets are then not to be used.
     """
-    group = group or mesh.tp
+    shared: list[tuple[Want, Group]] = []
+    parts: list[Want] = []
+    for want in wants:
+        pending = [want]
+        for ranks in want.copies:
+            if ranks.size > 1:
+                shared += [(whole, ranks) for whole in pending]
+                pending = [part for whole in pending for part in _parts(whole, ranks)]
+        parts += pending
+    _read_parts(reader, parts, mesh, group or mesh.tp)
+    for want, ranks in reversed(shared):  # a part of a part is complete before the whole is
+        _gather_parts(want, ranks)
+
+
+def _read_parts(reader: CheckpointReader, wants: Sequence[Want], mesh: Mesh, group: Group) -> None:
     problems: list[StoreError] = []
     everyone = comm.all_gather_objects([(want.state, want.name, want.box) for want in wants], group)
-    segments = list(_segments(source.manifest.tensors, everyone))
-    segments.sort(key=lambda each: (each.piece.file, each.piece.offset, each.box.start))
+    segments = list(_segments(reader.manifest.tensors, everyone))
+    segments.sort(key=lambda segment: (segment.piece.file, segment.piece.offset, segment.box.start))
     for segment in segments:
         if segment.ranks == {group.rank}:
-            _deliver(segment, _read(source, segment, problems), wants, group.rank)
-    shared = [segment for segment in segments if len(segment.ranks) > 1]
-    for round_ in _rounds(shared, group.size):
-        _share(source, round_, wants, group, mesh.device, problems)
+            rows = _read_rows(reader, segment, problems)
+            for _, number, part in segment.wanted:
+                wants[number].slot(part).copy_(rows[segment.slices(part)])
+    for round_ in _rounds([segment for segment in segments if len(segment.ranks) > 1], group.size):
+        _share(reader, round_, wants, group, mesh.device, problems)
     _raise_alike(problems, mesh.world)
 
 
 def _raise_alike(problems: Sequence[StoreError], world: Group) -> None:
-    """Every rank raises what any rank met, or none does. Damage counts before a place that gave no answer."""
-    mine = [(str(problem), is_damage(problem)) for problem in problems]
-    found = dict.fromkeys(problem for each in comm.all_gather_objects(mine, world) for problem in each)
-    if damage := [text for text, lost in found if lost]:
-        raise DamageError("; ".join(damage[:_SHOWN]))
-    if found:
-        raise StoreError("; ".join([text for text, _ in found][:_SHOWN]))
+    """Every rank raises what any rank met, or none does. Damage is raised before a store that gave no answer."""
+    everyones = union([(str(problem), is_damage(problem)) for problem in problems], world)
+    for is_lost, kind in ((True, DamageError), (False, StoreError)):
+        if texts := [text for text, lost in everyones if lost == is_lost]:
+            raise kind("; ".join(texts[:_SHOWN]))
 
 
-def verify_rest(source: Source, mesh: Mesh) -> tuple[str, ...]:
-    """Verify what no rank has read of a checkpoint, an equal part on each; collective over the mesh.
+def verify_rest(reader: CheckpointReader, mesh: Mesh) -> tuple[str, ...]:
+    """Verify the chunks of a checkpoint that no rank has read, an equal part on each; collective over the mesh.
 
-    Returns what is damaged, the same on every rank, of each file and rank the first that was found.
+    Returns the damage, the same on every rank: for each file and rank the first that was found.
 
     Raises:
         StoreError: on every rank, the store did not give it.
     """
-    world, files = mesh.world, source.manifest.files
-    seen = comm.all_reduce_(torch.from_numpy(source.verified()).to(mesh.device), world, op="max").cpu().numpy()
+    world, files = mesh.world, reader.manifest.files
+    seen = comm.all_reduce_(torch.from_numpy(reader.verified()).to(mesh.device), world, op="max").cpu().numpy()
+    # Chunks are numbered over all files: of each unread one, its file, and how many unread bytes are before its last.
     unread = np.flatnonzero(seen == 0)
-    starts = _first_chunks(source.manifest)
+    starts = np.cumsum([0, *(file.chunks for file in files)])[:-1]
     of_file = np.searchsorted(starts, unread, side="right") - 1
     before = np.cumsum(np.array([file.chunk_bytes for file in files])[of_file]) - 1
     mine = before * world.size // (before[-1] + 1) == world.rank if len(unread) else unread == 0
@@ -176,39 +195,14 @@ def verify_rest(source: Source, mesh: Mesh) -> tuple[str, ...]:
     unanswered: list[StoreError] = []
     for number in [*empty, *np.unique(of_file[mine]).tolist()]:
         try:
-            source.verify(number, unread[mine & (of_file == number)] - starts[number])
+            reader.verify(number, unread[mine & (of_file == number)] - starts[number])
         except StoreError as error:
             if not is_damage(error):
                 unanswered.append(error)
                 break
             damage.append(str(error))
     _raise_alike(unanswered, world)
-    return tuple(dict.fromkeys(problem for each in comm.all_gather_objects(damage, world) for problem in each))
-
-
-def _first_chunks(manifest: Manifest) -> npt.NDArray[np.int64]:
-    """Where the chunks of each file begin among those of all files."""
-    return np.cumsum([0, *(file.chunks for file in manifest.files)])[:-1]
-
-
-def parts(wants: Iterable[Want], group: Group) -> Iterator[Want]:
-    """This rank's equal part of each want; all ranks of the group have the same wants."""
-    for want in wants:
-        run = _part_of(want, group)
-        for part in Box.of_run(run.start, run.stop - run.start, want.box.size):
-            yield want.part(part)
-
-
-@torch.no_grad()
-def gather_parts(wants: Iterable[Want], group: Group) -> None:
-    """Bring to all ranks what each has read of `parts`; collective over the group."""
-    if group.size == 1:
-        return
-    for want in wants:
-        run = _part_of(want, group)
-        mine = want.target.new_zeros(-(-want.box.numel // group.size))
-        mine[: run.stop - run.start] = want.target.reshape(-1)[run]
-        want.target.copy_(comm.all_gather(mine, group)[: want.box.numel].view(want.box.size))
+    return tuple(union(damage, world))
 
 
 def other_ends(piece: Piece, mesh: Mesh) -> Group:
@@ -224,27 +218,40 @@ def _part_of(want: Want, group: Group) -> slice:
     return slice(min(group.rank * part, numel), min((group.rank + 1) * part, numel))
 
 
+def _parts(want: Want, group: Group) -> Iterator[Want]:
+    """This rank's equal part of a want that all ranks of the group have."""
+    run = _part_of(want, group)
+    for box in Box.of_run(run.start, run.stop - run.start, want.box.size):
+        yield want.part(box)
+
+
+def _gather_parts(want: Want, group: Group) -> None:
+    """Bring to all ranks what each has read of its `_parts`; collective over the group."""
+    run = _part_of(want, group)
+    mine = want.target.new_zeros(-(-want.box.numel // group.size))
+    mine[: run.stop - run.start] = want.target.reshape(-1)[run]
+    want.target.copy_(comm.all_gather(mine, group)[: want.box.numel].view(want.box.size))
+
+
 def _segments(
     tensors: Mapping[str, Mapping[str, TensorEntry]], everyone: Sequence[Sequence[tuple[str, str, Box]]]
 ) -> Iterator[_Segment]:
-    """Every run of rows of a stored piece of which a rank wants something; `everyone`: the wants by rank."""
-    by_tensor: dict[tuple[str, str], list[_Wanted]] = {}
+    """The runs of rows of stored pieces of which a rank wants a part; `everyone`: the wants by rank."""
+    tables: dict[tuple[str, str], Pieces] = {}
+    common: dict[tuple[str, str, int], list[_Wanted]] = {}
     for rank, boxes in enumerate(everyone):
         for number, (state, name, box) in enumerate(boxes):
-            by_tensor.setdefault((state, name), []).append((rank, number, box))
-    for (state, name), wanted in by_tensor.items():
-        entry = tensors[state][name]
-        pieces = Pieces.of(entry.pieces, len(entry.shape))
-        common: dict[int, list[_Wanted]] = {}
-        for rank, number, box in wanted:
-            for at, part in pieces.meeting(box):
-                common.setdefault(at, []).append((rank, number, part))
-        for at in sorted(common):
-            yield from _rows(entry, pieces[at], common[at])
+            if (state, name) not in tables:
+                entry = tensors[state][name]
+                tables[state, name] = Pieces.of(entry.pieces, len(entry.shape))
+            for at, part in tables[state, name].meeting(box):
+                common.setdefault((state, name, at), []).append((rank, number, part))
+    for (state, name, at), wanted in common.items():
+        yield from _rows(tensors[state][name], tables[state, name][at], wanted)
 
 
 def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Iterator[_Segment]:
-    """The rows of a piece that somebody wants, and no others, some megabytes at a time."""
+    """The rows of a piece that a rank wants, and no others, some megabytes at a time."""
     box = piece.box
     if not box.size:
         yield _Segment(entry, piece, box, tuple(wanted))
@@ -253,7 +260,7 @@ def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Itera
     step = max(1, SEGMENT_BYTES // row_bytes)
     first = stop = -1
     by_start: dict[int, list[_Wanted]] = {}
-    for rank, number, part in sorted(wanted, key=lambda each: each[2].start[0]):
+    for rank, number, part in sorted(wanted, key=lambda entry: entry[2].start[0]):
         if part.start[0] > stop:
             first = part.start[0]
         stop = max(stop, part.stop[0])
@@ -262,81 +269,60 @@ def _rows(entry: TensorEntry, piece: PieceEntry, wanted: list[_Wanted]) -> Itera
     for start, inside in by_start.items():
         end = min(start + step, max(part.stop[0] for _, _, part in inside))
         rows = Box((start, *box.start[1:]), (end - start, *box.size[1:]))
-        common = ((rank, number, part.intersect(rows)) for rank, number, part in inside)
-        yield _Segment(entry, piece, rows, tuple((rank, number, part) for rank, number, part in common if part))
+        parts = [(rank, number, common) for rank, number, part in inside if (common := part.intersect(rows))]
+        yield _Segment(entry, piece, rows, tuple(parts))
 
 
-def _read(source: Source, segment: _Segment, problems: list[StoreError]) -> Tensor:
+def _read_rows(reader: CheckpointReader, segment: _Segment, problems: list[StoreError]) -> Tensor:
     """A segment's rows; zeros where they cannot be read, since other ranks wait for something.
 
-    A store that failed once is asked no more: each answer may take minutes not to come.
+    A store that failed once is not asked again: each failure may take minutes.
     """
     if not problems or is_damage(problems[-1]):
         try:
-            return source.read(segment.entry, segment.piece, segment.box)
+            return reader.read(segment.entry, segment.piece, segment.box)
         except StoreError as error:
             problems.append(error)
     return torch.zeros(segment.box.size, dtype=TORCH_DTYPES[segment.entry.dtype])
 
 
-def _deliver(segment: _Segment, rows: Tensor, wants: Sequence[Want], rank: int) -> None:
-    for owner, number, part in segment.wanted:
-        if owner == rank:
-            _slot(wants[number], part).copy_(rows[part.relative_to(segment.box).slices])
-
-
-def _slot(want: Want, part: Box) -> Tensor:
-    return want.target[part.relative_to(want.box).slices]
-
-
-def _rounds(shared: Sequence[_Segment], ranks: int) -> Iterator[list[list[_Segment]]]:
-    """The segments by reader, some megabytes at a time: each rank reads one run of the files, all about as much."""
-    total = sum(segment.nbytes for segment in shared)
-    queues: list[list[_Segment]] = [[] for _ in range(ranks)]
-    before = 0
-    for segment in shared:
-        queues[min(before * ranks // max(total, 1), ranks - 1)].append(segment)
-        before += segment.nbytes
+def _rounds(shared: Sequence[_Segment], ranks: int) -> Iterable[list[list[_Segment]]]:
+    """Rounds of segments by the rank that reads them, some megabytes each. Each rank reads about as many bytes."""
+    total, before = sum(segment.nbytes for segment in shared), 0
     limit = max(SEGMENT_BYTES, _ROUND_BYTES // ranks)
-    while any(queues):
-        round_: list[list[_Segment]] = []
-        for queue in queues:
-            taken, size = 0, 0
-            while taken < len(queue) and (not taken or size + queue[taken].nbytes <= limit):
-                size += queue[taken].nbytes
-                taken += 1
-            round_.append(queue[:taken])
-            del queue[:taken]
-        yield round_
+    rounds: dict[int, list[list[_Segment]]] = {}
+    last, held = [0] * ranks, [0] * ranks  # of each rank: its last round so far, and the bytes that it reads in it
+    for segment in shared:
+        rank = min(before * ranks // max(total, 1), ranks - 1)
+        if held[rank] and held[rank] + segment.nbytes > limit:
+            last[rank], held[rank] = last[rank] + 1, 0
+        rounds.setdefault(last[rank], [[] for _ in range(ranks)])[rank].append(segment)
+        held[rank] += segment.nbytes
+        before += segment.nbytes
+    return rounds.values()
 
 
 def _share(
-    source: Source,
+    reader: CheckpointReader,
     round_: Sequence[Sequence[_Segment]],
     wants: Sequence[Want],
     group: Group,
     device: torch.device,
     problems: list[StoreError],
 ) -> None:
-    """Read this rank's segments of a round, and send everybody's parts where they belong."""
+    """Read this rank's segments of a round, and send each rank its parts."""
     sent: list[list[Tensor]] = [[] for _ in range(group.size)]
     for segment in round_[group.rank]:
-        rows = _read(source, segment, problems)
+        rows = _read_rows(reader, segment, problems)
         for rank, _, part in segment.wanted:
-            sent[rank].append(rows[part.relative_to(segment.box).slices])
-    arrivals: list[list[Tensor]] = []
-    deliveries: list[Callable[[], object]] = []
+            sent[rank].append(rows[segment.slices(part)])
+    received: list[list[Tensor]] = []
+    slots: list[Tensor] = []
     for segments in round_:
-        arriving = []
-        for segment in segments:
-            for rank, number, part in segment.wanted:
-                if rank == group.rank:
-                    slot = _slot(wants[number], part)
-                    # What was stored in another dtype is cast on arrival, where it belongs.
-                    room = torch.empty(part.size, dtype=TORCH_DTYPES[segment.entry.dtype], device=device)
-                    arriving.append(room)
-                    deliveries.append(lambda slot=slot, room=room: slot.copy_(room))  # type: ignore[misc]
-        arrivals.append(arriving)
-    comm.exchange(sent, arrivals, group, device)
-    for deliver in deliveries:
-        deliver()
+        mine = [(seg, number, part) for seg in segments for rank, number, part in seg.wanted if rank == group.rank]
+        # Values travel in the stored dtype, and are cast where they belong.
+        received.append([torch.empty(p.size, dtype=TORCH_DTYPES[seg.entry.dtype], device=device) for seg, _, p in mine])
+        slots += [wants[number].slot(part) for _, number, part in mine]
+    comm.exchange(sent, received, group, device)
+    for slot, values in zip(slots, itertools.chain.from_iterable(received), strict=True):
+        slot.copy_(values)

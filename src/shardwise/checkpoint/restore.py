@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.pieces import compact
-from shardwise.checkpoint.reading import Source, Want, gather_parts, other_ends, parts, read, verify_rest
+from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read, verify_rest
 from shardwise.checkpoint_format.comparison import mismatches
 from shardwise.checkpoint_format.manifest import MODEL, Manifest
 from shardwise.checkpoint_format.verify import untiled
@@ -91,27 +91,22 @@ def restore(
     agree(_mismatches(manifest, model, states, mesh, folder), mesh.world)
     if states:
         begin_restoring(optimizer, states, steps)
-    source = Source(folder, manifest)
-    frozen, ends = list(_frozen(manifest, model)), Group()
-    once: list[Want] = []
-    turned: list[Want] = []
-    tied: list[Want] = []
-    for piece, want in _wants(manifest, model, optimizer, states):
-        ranks = other_ends(piece, mesh)
-        if ranks.size > 1:
-            tied.append(want)
-            ends = ranks
-        else:
-            (turned if piece.transposed else once).append(want)
-    read(source, [*once, *parts(tied, ends), *parts(frozen, mesh.dp)], mesh)
-    has_turned = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)
+    reader = CheckpointReader(folder, manifest)
+    wants = list(_wants(manifest, model, optimizer, states, mesh))
+    # All data-parallel ranks have copies of the weights that no optimizer changes.
+    frozen = [
+        Want(_precise(manifest, piece.name), piece.name, piece.box, target, (mesh.dp,))
+        for parameter, piece, target in held_pieces(model)
+        if not parameter.requires_grad
+    ]
+    read(reader, [*(want for piece, want in wants if not piece.transposed), *frozen], mesh)
+    has_transposed = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)
     # The slices of the data-parallel ranks are columns of the stored matrix: all of them want a part of each row.
-    read(source, turned, mesh, mesh.stage if has_turned else mesh.tp)
-    gather_parts(tied, ends)
-    gather_parts(frozen, mesh.dp)
+    transposed = [want for piece, want in wants if piece.transposed]
+    read(reader, transposed, mesh, mesh.stage if has_transposed else mesh.tp)
     finish_restoring(optimizer)
-    damage = () if weights_only else verify_rest(source, mesh)
-    return Restored(manifest, source.bytes_read, damage)
+    damage = () if weights_only else verify_rest(reader, mesh)
+    return Restored(manifest, reader.bytes_read, damage)
 
 
 def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
@@ -124,23 +119,24 @@ def _optimizer_state(manifest: Manifest, folder: Root) -> tuple[list[str], int]:
 
 
 def _wants(
-    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Iterable[str]
+    manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Iterable[str], mesh: Mesh
 ) -> Iterable[tuple[Piece, Want]]:
+    """The slices that this rank updates: of the weights, and of each state."""
     flats = state_tensors(optimizer)
-    for each in state_slices(model, optimizer):
-        name = each.piece.name
-        yield each.piece, Want(_precise(manifest, name), name, each.box, each.of(each.bucket.master.detach()))
+    for part in state_slices(model, optimizer):
+        name, copies = part.piece.name, (other_ends(part.piece, mesh),)
+        weights = part.of(part.bucket.master.detach())
+        yield part.piece, Want(_precise(manifest, name), name, part.box, weights, copies)
         for state in states:
-            yield each.piece, Want(state, name, each.box, each.of(flats[state][each.bucket]))
+            yield part.piece, Want(state, name, part.box, part.of(flats[state][part.bucket]), copies)
 
 
-def _frozen(manifest: Manifest, model: nn.Module) -> Iterable[Want]:
-    """What no optimizer changes, which every data-parallel rank has alike."""
+def held_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, Piece, Tensor]]:
+    """Each piece of the model with elements, its parameter, and where its values belong: shape `piece.box.size`."""
     for _, parameter, record in placements(model):
-        if not parameter.requires_grad:
-            for piece in record.pieces:
-                if piece.box.numel:
-                    yield Want(_precise(manifest, piece.name), piece.name, piece.box, piece.of(parameter.detach()))
+        for piece in record.pieces:
+            if piece.box.numel:
+                yield parameter, piece, piece.of(parameter.detach())
 
 
 def _precise(manifest: Manifest, name: str) -> str:
@@ -156,7 +152,7 @@ def _mismatches(manifest: Manifest, model: nn.Module, states: Iterable[str], mes
         for piece in record.pieces
         if math.prod(piece.shape)  # no elements: never written
     }
-    everywhere = {name: facts for each in comm.all_gather_objects(here, mesh.pp) for name, facts in each.items()}
+    everywhere = {name: facts for of_rank in comm.all_gather_objects(here, mesh.pp) for name, facts in of_rank.items()}
     shapes = {name: shape for name, (shape, _) in everywhere.items()}
     trained = [name for name, (_, is_trained) in everywhere.items() if is_trained]
     problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))

@@ -1,4 +1,4 @@
-"""Saving: training waits while its state is copied to host memory; a thread writes it while training goes on.
+"""Saving: training waits while its state is copied to host memory; a thread writes it while training continues.
 
     training thread    collect weights, take slices of optimizer state → conveyor
     writing thread     conveyor → files with checksums → all ranks agree → manifest → the folder's name
@@ -14,17 +14,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from shardwise import comm
-from shardwise.boxes import Box
+from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
-from shardwise.checkpoint.dtypes import DTYPE_NAMES
+from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from shardwise.checkpoint.export import model_files
 from shardwise.checkpoint.weights import WeightPlan
 from shardwise.checkpoint_format.folders import partial_name, prune, put_in_place, remove_checkpoint, step_name
@@ -34,6 +34,7 @@ from shardwise.checkpoint_format.writing import (
     MAX_SHARD_BYTES,
     PlannedFile,
     PlannedPiece,
+    require_room,
     tensor_entries,
     weight_index,
     write_small,
@@ -46,10 +47,13 @@ from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.optim.state import StateSlice, state_slices, state_tensors
 from shardwise.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.storage.root import Root, StoreError
-from shardwise.units import size
 
+_ABORTED = "the copy of the state failed"
+_Slices: TypeAlias = dict[str, list[tuple[StateSlice, Tensor]]]
+"""By state: the slices that this rank writes, each with the flat tensor that it is in."""
 _SEEN_WITHIN_SECONDS = 30.0
-"""For rank 0 to see the files of other machines; network file systems remember for some seconds what was not there."""
+"""For rank 0 to see the files of other machines: a network file system may report for some seconds that a file is
+missing which another machine has written."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class _Job:
     """One save, as the writing thread needs it."""
 
     step: int
+    conveyor: Conveyor
     files: tuple[PlannedFile, ...]
     manifest: dict[str, Any]
     started: float
@@ -99,7 +104,7 @@ class Keeping:
 
 
 class Saver:
-    """Saves one training to one root; every rank of the mesh has one and calls it alike.
+    """Saves the checkpoints of one training; every rank of the mesh has one and makes the same calls.
 
     Args:
         root: the folder of the checkpoints.
@@ -136,46 +141,43 @@ class Saver:
         # Read now: the tokenizer may be gone from its cache by the time of a save.
         self._small = self._small_files(tokenizer) if mesh.world.rank == 0 else {}
         self._buffer_bytes = buffer_bytes
-        self._pool: Conveyor | None = None
+        self._conveyor: Conveyor | None = None
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
         self._lengths: dict[int, dict[str, int]] = {}
         """On rank 0: of the last checkpoints that were saved, by step, the bytes of each file."""
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Copy the state, and have it written; waits for the save before. Collective over the mesh.
+        """Copy the state, which a thread then writes; waits for an earlier save. Collective over the mesh.
 
-        `progress`: what the manifest says of the training's place (`samples`, `position`, `tokens`, `schedule`, `rng`).
+        `progress`: fields of the manifest that say how far training is (`samples`, `position`, `tokens`, `schedule`,
+        `rng`).
         """
         self.wait()
         started = time.perf_counter()
         slices = self._slices()
         files = tuple(self._files(slices))
-        if self._pool is None:
-            self._pool = Conveyor(self._mesh.device, self._limit(sum(file.size for file in files)))
-        job = _Job(step, files, self._manifest(step, progress, slices), started)
+        if self._conveyor is None:
+            self._conveyor = Conveyor(self._mesh.device, self._limit(sum(file.size for file in files)))
+        conveyor = self._conveyor
+        job = _Job(step, conveyor, files, self._manifest(step, progress, slices), started)
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
-        if self._conveyor.is_limited:  # else nothing is written before training goes on: the cores are for the copy
+        if conveyor.is_limited:  # else nothing is written before training continues: the cores are for the copy
             self._thread.start()
         try:
-            self._copy(slices, files)
+            self._copy(conveyor, slices, files)
         except BaseException:
             # This rank must not wait for its writing thread: those of the other ranks wait for a copy that never comes.
-            self._conveyor.abort()
+            conveyor.abort()
             self._thread = None
             raise
         job.blocked = time.perf_counter() - started
-        self._conveyor.end()
-        if not self._conveyor.is_limited:
+        conveyor.end()
+        if not conveyor.is_limited:
             self._thread.start()
 
-    @property
-    def _conveyor(self) -> Conveyor:
-        assert self._pool is not None, "the first save makes it"
-        return self._pool
-
     def _limit(self, needed: int) -> int | None:
-        """Bytes of host memory for copies; None: as many as are needed, where all ranks here leave half of it free."""
+        """Bytes of host memory for copies; None: enough for all, where this machine's ranks leave half of it free."""
         if self._buffer_bytes is not None:
             return self._buffer_bytes
         available = available_memory()
@@ -195,44 +197,39 @@ class Saver:
 
     # ---- in the training thread
 
-    def _slices(self) -> dict[str, list[tuple[StateSlice, Tensor]]]:
-        """By state: the slices that this rank writes, each with the flat tensor that it is in."""
-        mine = [each for each in state_slices(self._model, self._optimizer) if each.piece.copies.rank == 0]
-        mine.sort(key=lambda each: (each.piece.name, each.box.start))
+    def _slices(self) -> _Slices:
+        mine = [part for part in state_slices(self._model, self._optimizer) if part.piece.copies.rank == 0]
+        mine.sort(key=lambda part: (part.piece.name, part.box.start))
         return {
-            state: [(each, flats[each.bucket]) for each in mine if each.bucket in flats]
+            state: [(part, flats[part.bucket]) for part in mine if part.bucket in flats]
             for state, flats in sorted(state_tensors(self._optimizer).items())
         }
 
-    def _files(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]]) -> Iterator[PlannedFile]:
+    def _files(self, slices: _Slices) -> Iterator[PlannedFile]:
         """This rank's files, in the order in which their bytes are copied."""
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
-                weights = file.weights
-                yield PlannedFile.of(
-                    file.name,
-                    [PlannedPiece(MODEL, w.name, w.shape, DTYPE_NAMES[w.dtype], Box.whole(w.shape)) for w in weights],
-                )
-        state_parts = [
-            PlannedPiece(state, each.piece.name, each.piece.shape, DTYPE_NAMES[flat.dtype], each.box)
-            for state, held in slices.items()
-            for each, flat in held
+                yield PlannedFile.of(file.name, file.weights)
+        state_pieces = [
+            PlannedPiece(state, part.piece.name, part.piece.shape, DTYPE_NAMES[flat.dtype], part.box)
+            for state, of_state in slices.items()
+            for part, flat in of_state
         ]
-        if state_parts:
-            yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_parts)
+        if state_pieces:
+            yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_pieces)
 
-    def _copy(self, slices: Mapping[str, Sequence[tuple[StateSlice, Tensor]]], files: Sequence[PlannedFile]) -> None:
-        heads = {file.parts[0].name: file.header for file in files if file.parts[0].state == MODEL}
+    def _copy(self, conveyor: Conveyor, slices: _Slices, files: Sequence[PlannedFile]) -> None:
+        heads = {file.pieces[0].name: file.header for file in files if file.pieces[0].state == MODEL}
         for weight, box, segment in self._weights.collect():
             if not any(box.start):
-                self._conveyor.put_bytes(heads.get(weight.name, b""))
-            self._conveyor.put(segment)
-        if files and files[-1].parts[0].state != MODEL:
-            self._conveyor.put_bytes(files[-1].header)
-        for held in slices.values():
-            for each, flat in held:
-                self._conveyor.put(each.of(flat))
+                conveyor.put_bytes(heads.get(weight.name, b""))
+            conveyor.put(segment)
+        if files and files[-1].pieces[0].state != MODEL:
+            conveyor.put_bytes(files[-1].header)
+        for of_state in slices.values():
+            for part, flat in of_state:
+                conveyor.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any], slices: Mapping[str, Any]) -> dict[str, Any]:
         steps = [int(state.get("step", 0)) for state in self._optimizer.inner.state.values() if isinstance(state, dict)]
@@ -251,21 +248,25 @@ class Saver:
     def _write(self, job: _Job) -> None:
         try:
             saved = self._saved(job)
-        except Exception as error:  # noqa: BLE001  else the error would end with this thread, and the checkpoint would count as saved
+        except Exception as error:  # noqa: BLE001  else it would end with this thread, and the checkpoint count as saved
             saved = self._broken_off(job, error)
         self._done.append(saved)
 
     def _broken_off(self, job: _Job, error: Exception) -> Saved:
-        """How a save ended whose end the ranks could not agree on."""
+        """The result of a save where the ranks could not agree on it."""
         folder, seconds = str(self.root / step_name(job.step)), time.perf_counter() - job.started
-        if not comm.is_lost_connection(error):
-            text = f"rank {self._group.rank}: {type(error).__name__}: {error}"
-            return Saved(job.step, folder, 0, job.blocked, seconds, text)
-        committed = self._lengths.get(job.step)
-        if committed is not None:
-            return Saved(job.step, folder, sum(committed.values()), job.blocked, seconds, lost_peer=True)
-        text = f"rank {self._group.rank} lost the connection to another rank"
-        return Saved(job.step, folder, 0, job.blocked, seconds, text, lost_peer=True)
+        is_lost, committed = comm.is_lost_connection(error), self._lengths.get(job.step)
+        problem: str | None = self._reason(error)
+        if is_lost:
+            problem = f"rank {self._group.rank} lost the connection to another rank" if committed is None else None
+        total = sum(committed.values()) if is_lost and committed is not None else 0
+        return Saved(job.step, folder, total, job.blocked, seconds, problem, lost_peer=is_lost)
+
+    def _reason(self, error: Exception) -> str:
+        """The text of an error that all ranks report: one that is not for users has its rank and type."""
+        if isinstance(error, ShardwiseError):
+            return str(error)
+        return f"rank {self._group.rank}: {type(error).__name__}: {error}"
 
     def _saved(self, job: _Job) -> Saved:
         final = self.root / step_name(job.step)
@@ -273,11 +274,11 @@ class Saver:
         problem, total = self._together(lambda: self._prepare(staging, job)), 0
         removed: tuple[int, ...] = ()
         warning: str | None = None
-        entries: list[FileEntry] = []
-        problem = self._agreed(self._drain(staging, job, entries, problem))
+        entries, problem = self._write_files(staging, job, problem)
+        problem = self._agreed(problem)
         if problem is None:
             gathered = comm.gather_objects((entries, job.files), self._group)
-            total = sum(entry.bytes for each, _ in gathered or [] for entry in each)
+            total = sum(entry.bytes for of_rank, _ in gathered or [] for entry in of_rank)
             problem = self._together(lambda: self._commit(staging, final, job, gathered))
         seconds = time.perf_counter() - job.started
         if self._group.rank == 0:
@@ -291,7 +292,7 @@ class Saver:
         return Saved(job.step, str(final), total, job.blocked, seconds, problem, removed, warning)
 
     def _staging(self, step: int, final: Root) -> Root:
-        """Where a save is written: under its own name, where none is complete of that, in an object store."""
+        """Where a save is written. An object store has no rename: there, under its own name if that is not taken."""
         is_final = False
         if self._group.rank == 0 and not self.root.is_local:
             with contextlib.suppress(StoreError):  # a place without an answer fails the save, a moment later
@@ -303,18 +304,15 @@ class Saver:
         problem = None
         try:
             action()
-        except ShardwiseError as error:
-            problem = str(error)
         except Exception as error:  # the other ranks wait for an answer, whatever happened here
             if comm.is_lost_connection(error):
                 raise  # no answer would reach them
-            problem = f"rank {self._group.rank}: {type(error).__name__}: {error}"
+            problem = self._reason(error)
         return self._agreed(problem)
 
     def _agreed(self, problem: str | None) -> str | None:
         """The problems of all ranks, the same text on each; None where no rank has one."""
-        found = dict.fromkeys(each for each in comm.all_gather_objects(problem, self._group) if each)
-        return "; ".join(found) or None
+        return "; ".join(union([problem] if problem else [], self._group)) or None
 
     def _prepare(self, staging: Root, job: _Job) -> None:
         needed = sum(comm.all_gather_objects(sum(file.size for file in job.files), self._group))
@@ -322,30 +320,28 @@ class Saver:
             remove_checkpoint(staging)
             staging.make()
             (staging / "optimizer").make()
-            free = self.root.free_bytes()
-            if free is not None and free < needed:
-                raise StoreError(
-                    f"the checkpoint of step {job.step} needs {size(needed)} ({needed:,} bytes) in {self.root}, where "
-                    f"{size(free)} are free: make room, or lower checkpoint.keep"
-                )
+            advice = "make room, or lower checkpoint.keep"
+            require_room(self.root, needed, f"the checkpoint of step {job.step}", advice)
 
-    def _drain(self, staging: Root, job: _Job, entries: list[FileEntry], problem: str | None) -> str | None:
-        """Write what comes along the conveyor, which is emptied in any case; returns why it could not be written."""
-        stream = _FileStream(staging, job.files, entries)
+    def _write_files(self, staging: Root, job: _Job, problem: str | None) -> tuple[list[FileEntry], str | None]:
+        """Write this rank's files, unless there is a problem already; returns them, or why they could not be written.
+
+        The conveyor is emptied in any case: the training thread may wait for room in it.
+        """
+        blocks, entries = job.conveyor.blocks(), []
         try:
-            for block in self._conveyor.blocks():
-                if problem is None:
-                    try:
-                        stream.write(block)
-                    except Exception as error:  # noqa: BLE001  all ranks get to know it; the conveyor must be emptied
-                        problem = (
-                            str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"
-                        )
+            if problem is None:
+                entries = list(_written(staging, job.files, blocks))
         except Aborted:
-            problem = problem or "the copy of the state failed"
-        if problem is not None:
-            stream.abandon()
-        return problem
+            problem = _ABORTED
+        except Exception as error:  # noqa: BLE001  all ranks get to know it
+            problem = self._reason(error)
+        try:
+            for _ in blocks:
+                pass
+        except Aborted:
+            problem = problem or _ABORTED
+        return entries, problem
 
     def _commit(
         self,
@@ -357,7 +353,7 @@ class Saver:
         """On rank 0: the small files, the manifest, and the folder's name."""
         if gathered is None:
             return
-        entries = [entry for each, _ in gathered for entry in each]
+        entries = [entry for of_rank, _ in gathered for entry in of_rank]
         _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
         entries += [write_small(staging / name, data) for name, data in self._small.items()]
@@ -380,13 +376,13 @@ class Saver:
     def _small_files(self, tokenizer: Path | None) -> dict[str, bytes]:
         """What `transformers` reads beside the weights."""
         files = self._weights.files
-        index = weight_index({file.name: [w.name for w in file.weights] for file in files}, self._weights.weights())
-        dtype = next(self._weights.weights()).dtype
+        dtype = TORCH_DTYPES[files[0].weights[0].dtype]
+        index = weight_index({file.name: file.weights for file in files})
         return {**model_files(self._config.model, dtype, tokenizer), **index}
 
 
 def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
-    """StoreError where a rank wrote to a disk that this one does not see."""
+    """Raise StoreError where a file is missing here, because another rank wrote it to a disk of its own."""
     missing, deadline = [entry.path for entry in entries], time.monotonic() + _SEEN_WITHIN_SECONDS
     while missing and time.monotonic() < deadline:  # a network file system shows other machines' files after a while
         there = staging.files()
@@ -399,32 +395,15 @@ def _require_all(staging: Root, entries: Sequence[FileEntry]) -> None:
         )
 
 
-@dataclass
-class _FileStream:
-    """Cuts the stream of bytes into files."""
-
-    folder: Root
-    files: Sequence[PlannedFile]
-    entries: list[FileEntry]
-    _number: int = 0
-    _left: int = 0
-    _writer: ChunkedWriter | None = field(default=None)
-
-    def write(self, data: memoryview) -> None:
-        while len(data):
-            if self._writer is None:
-                file = self.files[self._number]
-                self._writer = ChunkedWriter(self.folder / file.path, file.size, file.path)
-                self._left = file.size
-            taken = min(self._left, len(data))
-            self._writer.write(data[:taken])
-            self._left -= taken
-            data = data[taken:]
-            if not self._left:
-                self.entries.append(self._writer.close())
-                self._writer = None
-                self._number += 1
-
-    def abandon(self) -> None:
-        if self._writer is not None:
-            self._writer.abandon()
+def _written(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
+    """Cut a stream of bytes into files."""
+    block = memoryview(b"")
+    for file in files:
+        with ChunkedWriter(folder / file.path, file.size, file.path) as writer:
+            left = file.size
+            while left:
+                block = block or next(blocks)
+                taken, block = block[:left], block[left:]
+                writer.write(taken)
+                left -= len(taken)
+            yield writer.close()

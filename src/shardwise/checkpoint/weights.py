@@ -1,4 +1,4 @@
-"""Which rank writes which canonical weight, and how its parts come to that rank.
+"""Which rank writes which canonical weight, and how that rank receives its parts.
 
 Every canonical tensor has one owner, chosen so that owners write about equally many bytes. The tensor-parallel ranks of
 the owner's replica send it their boxes, a few rows of the tensor at a time: no rank ever holds a whole tensor that it
@@ -8,46 +8,37 @@ does not hold anyway, and the owner's file is an ordinary safetensors shard.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.boxes import Box
+from shardwise.checkpoint.dtypes import DTYPE_NAMES, TORCH_DTYPES
+from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import segments
-from shardwise.checkpoint_format.writing import cut, shard_names
+from shardwise.checkpoint_format.writing import PlannedPiece, cut, shard_names
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import Piece, placements
 
 TRANSFER_BYTES = 16 * 2**20
 """Of a canonical tensor that travel to its owner at a time."""
 _BYTES_WORTH_A_FILE = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class CanonicalWeight:
-    """A canonical weight as it is stored."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+_Segment: TypeAlias = tuple[PlannedPiece, Box]
+"""A weight, and some rows of it."""
 
 
 @dataclass(frozen=True)
 class WeightFile:
-    """One safetensors shard: its name, the rank of the world that writes it, and what it holds, in order."""
+    """One safetensors shard: its name, the rank of the world that writes it, and its weights in order."""
 
     name: str
     owner: int
-    weights: tuple[CanonicalWeight, ...]
+    weights: tuple[PlannedPiece, ...]
 
 
 class WeightPlan:
@@ -60,15 +51,16 @@ class WeightPlan:
     def __init__(self, model: nn.Module, mesh: Mesh, max_shard_bytes: int) -> None:
         self._mesh = mesh
         self._local: dict[tuple[str, Box], tuple[nn.Parameter, Piece]] = {}
-        held: list[tuple[CanonicalWeight, Box, bool]] = []
+        held: list[tuple[PlannedPiece, Box, bool]] = []
         for _, parameter, record in placements(model):
             for piece in record.pieces:
                 if piece.box.numel:
                     self._local[piece.name, piece.box] = parameter, replace(piece, copies=Group())
-                    held.append((_weight(piece, parameter), piece.box, piece.copies.rank == 0))
+                    weight = PlannedPiece.weight(piece.name, piece.shape, DTYPE_NAMES[parameter.dtype])
+                    held.append((weight, piece.box, piece.copies.rank == 0))
         self._boxes: list[dict[str, list[Box]]] = []
         """By tensor-parallel rank: the boxes that it sends, which together are each tensor once."""
-        weights: dict[str, CanonicalWeight] = {}
+        weights: dict[str, PlannedPiece] = {}
         for entries in comm.all_gather_objects(held, mesh.tp):
             boxes: dict[str, list[Box]] = {}
             for weight, box, is_first in entries:
@@ -78,9 +70,9 @@ class WeightPlan:
             self._boxes.append(boxes)
         self.files = tuple(self._plan(list(weights.values()), max_shard_bytes))
 
-    def _plan(self, stage: list[CanonicalWeight], max_shard_bytes: int) -> Iterator[WeightFile]:
+    def _plan(self, stage: list[PlannedPiece], max_shard_bytes: int) -> Iterator[WeightFile]:
         mesh = self._mesh
-        shards: list[tuple[int, list[CanonicalWeight]]] = []
+        shards: list[tuple[int, list[PlannedPiece]]] = []
         seen: set[str] = set()
         replica = mesh.dp.size * mesh.tp.size
         for number, weights in enumerate(comm.all_gather_objects(stage, mesh.pp)):
@@ -91,12 +83,7 @@ class WeightPlan:
         for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
             yield WeightFile(name, owner, tuple(owned))
 
-    def weights(self) -> Iterator[CanonicalWeight]:
-        """Every canonical weight of the model."""
-        for file in self.files:
-            yield from file.weights
-
-    def collect(self) -> Iterator[tuple[CanonicalWeight, Box, Tensor]]:
+    def collect(self) -> Iterator[tuple[PlannedPiece, Box, Tensor]]:
         """The segments of this rank's files, in their order; collective over the tensor-parallel group.
 
         A segment's tensor is valid until the next one is asked for.
@@ -106,72 +93,59 @@ class WeightPlan:
         queues = [self._segments(first + rank) for rank in range(tp.size)]
         for round_ in zip_longest(*queues):
             mine = round_[tp.rank]
-            direct = self._direct(mine)
-            target = direct
-            if mine is not None and target is None:
+            views, target, is_whole = self._sent(mine), torch.empty(0), False
+            if mine is not None:
                 weight, box = mine
-                target = torch.empty(box.size, dtype=weight.dtype, device=self._mesh.device)
+                # Where this rank holds the segment as one view, nothing has to be put together.
+                is_whole = len(views) == 1 and views[0].shape == box.size
+                dtype = TORCH_DTYPES[weight.dtype]
+                target = views[0] if is_whole else torch.empty(box.size, dtype=dtype, device=self._mesh.device)
             if tp.size > 1:
-                sent = [[] if rank == tp.rank else self._sent(wanted) for rank, wanted in enumerate(round_)]
+                sent = [[] if rank == tp.rank else self._sent(segment) for rank, segment in enumerate(round_)]
                 received = [[] if rank == tp.rank else self._slots(mine, target, rank) for rank in range(tp.size)]
                 comm.exchange(sent, received, tp, self._mesh.device)
-            if mine is not None and target is not None:
-                if direct is None:
-                    for slot, part in zip(self._slots(mine, target, tp.rank), self._sent(mine), strict=True):
-                        slot.copy_(part)
+            if mine is not None:
+                if not is_whole:
+                    for slot, view in zip(self._slots(mine, target, tp.rank), views, strict=True):
+                        slot.copy_(view)
                 yield (*mine, target)
 
-    def _segments(self, owner: int) -> Iterator[tuple[CanonicalWeight, Box]]:
+    def _segments(self, owner: int) -> Iterator[_Segment]:
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:
-                    for box in segments(weight.shape, TRANSFER_BYTES // weight.dtype.itemsize):
+                    for box in segments(weight.shape, TRANSFER_BYTES // DTYPES[weight.dtype].itemsize):
                         yield weight, box
 
-    def _direct(self, wanted: tuple[CanonicalWeight, Box] | None) -> Tensor | None:
-        """A segment that this rank holds as one view: nothing has to be put together."""
-        if wanted is None:
-            return None
-        weight, box = wanted
-        for held in self._boxes[self._mesh.tp.rank].get(weight.name, []):
-            if held.intersect(box) == box:
-                return self._view(weight, held, box)
-        return None
+    def _common(self, rank: int, segment: _Segment | None) -> list[tuple[Box, Box]]:
+        """The boxes of a tensor-parallel rank that share elements with a segment, and what they share."""
+        if segment is None:
+            return []
+        weight, box = segment
+        return [(held, part) for held in self._boxes[rank].get(weight.name, []) if (part := held.intersect(box))]
 
-    def _sent(self, wanted: tuple[CanonicalWeight, Box] | None) -> list[Tensor]:
+    def _sent(self, segment: _Segment | None) -> list[Tensor]:
         """This rank's parts of a segment."""
-        if wanted is None:
-            return []
-        weight, box = wanted
-        held = self._boxes[self._mesh.tp.rank].get(weight.name, [])
-        common = ((each, each.intersect(box)) for each in held)
-        return [self._view(weight, each, part) for each, part in common if part is not None]
+        views = []
+        for held, part in self._common(self._mesh.tp.rank, segment):
+            assert segment is not None
+            parameter, piece = self._local[segment[0].name, held]
+            views.append(piece.of(parameter.detach())[part.relative_to(held).slices])
+        return views
 
-    def _view(self, weight: CanonicalWeight, held: Box, part: Box) -> Tensor:
-        parameter, piece = self._local[weight.name, held]
-        return piece.of(parameter.detach())[part.relative_to(held).slices]
-
-    def _slots(self, wanted: tuple[CanonicalWeight, Box] | None, target: Tensor | None, rank: int) -> list[Tensor]:
-        """Where the parts of a tensor-parallel rank belong in the segment."""
-        if wanted is None or target is None:
-            return []
-        weight, box = wanted
-        common = (held.intersect(box) for held in self._boxes[rank].get(weight.name, []))
-        return [target[part.relative_to(box).slices] for part in common if part is not None]
+    def _slots(self, segment: _Segment | None, target: Tensor, rank: int) -> list[Tensor]:
+        """Where the parts of a tensor-parallel rank belong in a segment."""
+        return [target[part.relative_to(segment[1]).slices] for _, part in self._common(rank, segment) if segment]
 
 
-def _weight(piece: Piece, parameter: nn.Parameter) -> CanonicalWeight:
-    return CanonicalWeight(piece.name, piece.shape, parameter.dtype)
-
-
-def _balanced(weights: list[CanonicalWeight], ranks: int) -> list[list[CanonicalWeight]]:
+def _balanced(weights: list[PlannedPiece], ranks: int) -> list[list[PlannedPiece]]:
     """The weights of each owner: the largest first, each to the owner with the fewest bytes. A small model has few."""
     owners = min(ranks, max(1, sum(weight.nbytes for weight in weights) // _BYTES_WORTH_A_FILE))
-    owned: list[list[CanonicalWeight]] = [[] for _ in range(ranks)]
+    owned: list[list[PlannedPiece]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(owners)]
     for weight in sorted(weights, key=lambda weight: -weight.nbytes):
         load, rank = heapq.heappop(loads)
         owned[rank].append(weight)
         heapq.heappush(loads, (load + weight.nbytes, rank))
     order = {weight.name: i for i, weight in enumerate(weights)}
-    return [sorted(each, key=lambda weight: order[weight.name]) for each in owned]
+    return [sorted(weights, key=lambda weight: order[weight.name]) for weights in owned]

@@ -12,10 +12,13 @@ from shardwise.checkpoint_format.casting import FLOATING, cast
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
 from shardwise.checkpoint_format.spelling import spelling
 from shardwise.checkpoint_format.tensors import StoredTensors
+from shardwise.checkpoint_format.verify import consecutive
 
 Shapes = Mapping[str, tuple[int, ...]]
 TRAINABLE = "float64, float32, float16 or bfloat16"
 """What the dtype of a weight must be, for messages."""
+_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
+"""The part of a name that is a number; the first one is the layer's."""
 
 
 def mismatches(
@@ -27,40 +30,33 @@ def mismatches(
     needed: Iterable[str] | None = None,
     state: str = MODEL,
 ) -> list[str]:
-    """Every way in which the tensors of a place are not the model's, in one line for all layers alike.
+    """Every way in which the tensors of a place are not the model's; layers with the same problem share a line.
 
     Args:
         where: names the place in the lines.
         shapes: canonical name → shape, of the model.
         stored: name at the place → tensor.
-        canonical: name at the place → canonical name; what it leaves out is no weight. Default: they are the same.
-        needed: canonical names that must be there. Default: all of the model's. A tensor without elements never is.
-        state: `model`, or the optimizer state of which these are the tensors.
+        canonical: name at the place → canonical name; other tensors there are no weights. Default: they are the same.
+        needed: canonical names that must be there, unless they have no elements. Default: all of the model's.
+        state: `model`, or the optimizer state that the tensors belong to.
     """
     names = {name: name for name in stored} if canonical is None else canonical
     known = {name: own for name, own in names.items() if own in shapes}
-    present = set(known.values())
+    lacked = (set(shapes) if needed is None else set(needed)) - set(known.values())
+    facts: dict[str, list[tuple[str, object]]] = {
+        " lacks {} {}": [(name, list(shapes[name])) for name in shapes if name in lacked and 0 not in shapes[name]],
+        " has {} {}, which the model lacks": [(name, list(stored[name].shape)) for name in names if name not in known],
+        ": shape of {} {}": [
+            (name, f"{list(stored[name].shape)} must be {list(shapes[own])}")
+            for name, own in known.items()
+            if stored[name].shape != shapes[own]
+        ],
+        f": dtype of {{}} ({{}}) must be {TRAINABLE}: quantized weights cannot be trained": [
+            (name, stored[name].dtype) for name in known if stored[name].dtype not in FLOATING
+        ],
+    }
     of = "" if state == MODEL else f"the {state} of "
-    missing = [
-        (name, f"{list(shapes[name])}")
-        for name in (shapes if needed is None else needed)
-        if name not in present and 0 not in shapes[name]
-    ]
-    problems = [f"{where} lacks {of}{name} {shape}" for name, shape in lines_of_layers(missing)]
-    unknown = [(name, f"{list(stored[name].shape)}") for name in names if name not in known]
-    problems += [f"{where} has {of}{name} {shape}, which the model lacks" for name, shape in lines_of_layers(unknown)]
-    misshapen = [
-        (name, f"{list(stored[name].shape)} must be {list(shapes[own])}")
-        for name, own in known.items()
-        if stored[name].shape != shapes[own]
-    ]
-    problems += [f"{where}: shape of {of}{name} {both}" for name, both in lines_of_layers(misshapen)]
-    strange = [(name, stored[name].dtype) for name in known if stored[name].dtype not in FLOATING]
-    problems += [
-        f"{where}: dtype of {of}{name} ({dtype}) must be {TRAINABLE}: quantized weights cannot be trained"
-        for name, dtype in lines_of_layers(strange)
-    ]
-    return problems
+    return [line for text, found in facts.items() for line in lines_of_layers(where, text, found, of)]
 
 
 def find_sources(
@@ -99,24 +95,20 @@ def differing_copies(
     return list(problems)
 
 
-def lines_of_layers(found: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(name, fact), one for all layers with the same fact: `h.0.ln.bias` … `h.11.ln.bias` as `h.{0…11}.ln.bias`."""
+def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], of: str = "") -> Iterator[str]:
+    """Lines `where` + `text`, one for all layers with the same fact.
+
+    Args:
+        where: names the place.
+        text: a format of the name and the fact.
+        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`.
+        of: stands before each name.
+    """
     layers: dict[tuple[str, str], list[int]] = {}
-    for name, fact in found:
-        number = re.search(r"(?<=\.)\d+(?=\.)", f".{name}")
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{name}", count=1)[1:]
-        layers.setdefault((pattern, fact), []).extend([int(number[0])] if number else [])
+    for name, fact in facts:
+        numbers = layers.setdefault((_LAYER.sub("*", name, count=1), str(fact)), [])
+        numbers += map(int, _LAYER.findall(name)[:1])
     for (pattern, fact), numbers in layers.items():
-        runs = _runs(numbers)
-        yield pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1), fact
-
-
-def _runs(numbers: Iterable[int]) -> str:
-    """`0…3, 7` of 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("…".join(map(str, run)) for run in runs)
+        runs = ", ".join(f"{a}…{b}" if a < b else f"{a}" for a, b in consecutive(sorted(numbers)))
+        name = pattern.replace("*", runs if runs.isdigit() else f"{{{runs}}}", 1)
+        yield where + text.format(of + name, fact)

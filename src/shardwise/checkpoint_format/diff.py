@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from shardwise.checkpoint_format.casting import cast
 from shardwise.checkpoint_format.manifest import TensorEntry
-from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, ordered_names, ordered_states, segments
 from shardwise.storage.root import Root
 
@@ -49,8 +48,7 @@ class Difference:
 
     Attributes:
         config: (dotted key, A's value, B's value).
-        only_a: (state, name) of tensors that only A holds.
-        only_b: (state, name) of tensors that only B holds.
+        only_a, only_b: (state, name) of tensors that only one of them holds.
         shapes: (state, name, A's shape, B's shape) where the shapes differ.
         tensors: every tensor that was compared.
     """
@@ -64,7 +62,7 @@ class Difference:
     @property
     def equal(self) -> bool:
         """Whether the tensors are the same to the bit; the configuration may differ, the layout does by design."""
-        return not (self.only_a or self.only_b or self.shapes) and all(each.equal for each in self.tensors)
+        return not (self.only_a or self.only_b or self.shapes) and all(tensor.equal for tensor in self.tensors)
 
 
 def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Difference:
@@ -76,32 +74,24 @@ def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Dif
         progress: called with the number of bytes of A that were compared since the last call.
     """
     ours, theirs = StoredTensors.of(a), StoredTensors.of(b)
-    names_a, names_b = list(_names(ours)), list(_names(theirs))
-    in_a, in_b = set(names_a), set(names_b)
-    shapes, tensors = [], []
-    for state, name in names_a:
-        if (state, name) not in in_b:
-            continue
-        entry_a, entry_b = ours.states[state][name], theirs.states[state][name]
-        if entry_a.shape != entry_b.shape:
-            shapes.append((state, name, entry_a.shape, entry_b.shape))
-        else:
-            tensors.append(_compare(ours, theirs, state, name, progress))
+    entries_a, entries_b = _entries(ours), _entries(theirs)
+    both = {key: (entry, entries_b[key]) for key, entry in entries_a.items() if key in entries_b}
     return Difference(
-        tuple(_config(ours, theirs)),
-        tuple(key for key in names_a if key not in in_b),
-        tuple(key for key in names_b if key not in in_a),
-        tuple(shapes),
-        tuple(tensors),
+        config=tuple(_config(ours, theirs)),
+        only_a=tuple(key for key in entries_a if key not in both),
+        only_b=tuple(key for key in entries_b if key not in both),
+        shapes=tuple((*key, one.shape, other.shape) for key, (one, other) in both.items() if one.shape != other.shape),
+        tensors=tuple(
+            _compare(ours, theirs, *key, progress) for key, (one, other) in both.items() if one.shape == other.shape
+        ),
     )
 
 
-def nbytes(tensor: TensorEntry) -> int:
-    return math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-
-
-def _names(tensors: StoredTensors) -> Iterator[tuple[str, str]]:
-    return ((state, name) for state in ordered_states(tensors.states) for name in ordered_names(tensors.states[state]))
+def _entries(tensors: StoredTensors) -> dict[tuple[str, str], TensorEntry]:
+    states = tensors.states
+    return {
+        (state, name): states[state][name] for state in ordered_states(states) for name in ordered_names(states[state])
+    }
 
 
 def _compare(
@@ -109,7 +99,7 @@ def _compare(
 ) -> TensorDifference:
     entry = a.states[state][name]
     dtypes = entry.dtype, b.states[state][name].dtype
-    equal = dtypes[0] == dtypes[1]
+    equal, has_values = dtypes[0] == dtypes[1], not any(dtype in _CODED for dtype in dtypes)
     largest, squares, reference = 0.0, 0.0, 0.0
     for box in segments(entry.shape, _SEGMENT_ELEMENTS):
         bits_a, bits_b = a.read(state, name, box), b.read(state, name, box)
@@ -117,34 +107,28 @@ def _compare(
             progress(bits_a.nbytes)
         same = dtypes[0] == dtypes[1] and bits_a.tobytes() == bits_b.tobytes()
         equal = equal and same
-        if any(dtype in _CODED for dtype in dtypes):
+        if not has_values:
             continue
         values = _values(bits_a, dtypes[0])
         reference += float(np.vdot(values, values))
         if not same:
+            others = _values(bits_b, dtypes[1])
             with np.errstate(invalid="ignore", over="ignore"):
-                change = np.abs(_values(bits_b, dtypes[1]) - values)
-                change[np.isnan(change) & _equally_non_finite(bits_a, bits_b, dtypes)] = 0.0
+                change = np.abs(others - values)
+                # The same infinity or NaN in both is no change, though their difference is NaN.
+                change[(values == others) | (np.isnan(values) & np.isnan(others))] = 0.0
                 largest = float(np.maximum(largest, change.max()))
                 squares += float(np.vdot(change, change))
-    if any(dtype in _CODED for dtype in dtypes):
+    if not has_values:
         return TensorDifference(state, name, entry.shape, dtypes, equal, None, None)
     relative = 0.0 if squares == 0 else math.sqrt(squares / reference) if reference else math.inf
     return TensorDifference(state, name, entry.shape, dtypes, equal, largest, relative)
 
 
-def _equally_non_finite(a: npt.NDArray[Any], b: npt.NDArray[Any], dtypes: tuple[str, str]) -> npt.NDArray[np.bool_]:
-    """Where both hold the same infinity or NaN: no change, though their difference is NaN."""
-    values_a, values_b = _values(a, dtypes[0]), _values(b, dtypes[1])
-    both: npt.NDArray[np.bool_] = (values_a == values_b) | (np.isnan(values_a) & np.isnan(values_b))
-    return both
-
-
 def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
     """All values of a tensor, in one dim."""
-    flat = cast(bits.reshape(-1), dtype, "F32") if dtype == "BF16" else bits.reshape(-1)
-    values: npt.NDArray[np.float64] = flat.astype(np.float64)
-    return values
+    flat = bits.reshape(-1)
+    return (cast(flat, dtype, "F32") if dtype == "BF16" else flat).astype(np.float64)
 
 
 def _config(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
@@ -152,7 +136,7 @@ def _config(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]
         ours, theirs = _flat(a.manifest.config), _flat(b.manifest.config)
     else:
         ours, theirs = _flat(a.config()), _flat(b.config())
-    for key in dict.fromkeys([*ours, *theirs]):
+    for key in {**ours, **theirs}:
         value, other = ours.get(key, ABSENT), theirs.get(key, ABSENT)
         if value != other:
             yield key, value, other
@@ -160,10 +144,8 @@ def _config(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested configuration by dotted keys."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and prefix.count(".") < _DEEPEST:
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
+        is_section = isinstance(value, Mapping) and prefix.count(".") < _DEEPEST
+        flat |= _flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return flat

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint_format.folders import step_name, steps
@@ -23,7 +23,7 @@ class EarlierRun:
     Attributes:
         config: as it was resolved.
         id: None where the run has none yet.
-        notes: for the user, what was rebuilt.
+        notes: for the user, which files were rebuilt.
     """
 
     config: Mapping[str, Any]
@@ -40,68 +40,54 @@ def earlier_run(directory: RunDirectory, config: Config) -> EarlierRun | None:
     Raises:
         ConfigError: `config` cannot continue it, or its configuration is lost.
     """
-    stored, problems = _stored(directory, config)
-    if stored is None and not problems:
+    if not directory.holds_run:
         return None
+    stored, problems = _stored(directory, config)
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     notes: list[str] = []
-    if problems:
+    if stored is None or problems:
         manifest = next(_manifests(root), None)
         if manifest is None:
             if stored is None or _took_steps(directory, root, stored):
                 raise ConfigError(problems)
             return None
-        kept = resume_problems(manifest.config, config.model_dump(mode="json"))
-        if kept:
-            raise ConfigError(problems if stored is not None else kept)
+        if differing := resume_problems(manifest.config, config.model_dump(mode="json")):
+            raise ConfigError(differing if stored is None else problems)
         stored = manifest.config
-        fate = "is damaged, and is kept under a number" if directory.config.exists() else "is missing"
+        state = "is damaged, and is kept under a number" if directory.config.exists() else "is missing"
         notes.append(
-            f"{directory.config} {fate}: the configuration was taken from the checkpoint of step {manifest.step:,}"
+            f"{directory.config} {state}: the configuration was taken from the checkpoint of step {manifest.step:,}"
         )
-    assert stored is not None
     run = directory.stored_id()
-    if run is None:
-        run = _rebuilt_id(directory, root)
-        if run is not None:
-            fate = "is damaged" if directory.identity.exists() else "is missing"
-            notes.append(f"{directory.identity} {fate}: the run's id was taken from its checkpoints")
+    if run is None and (run := _rebuilt_id(directory, root)) is not None:
+        state = "is damaged" if directory.identity.exists() else "is missing"
+        notes.append(f"{directory.identity} {state}: the run's id was taken from its checkpoints")
     return EarlierRun(stored, run, tuple(notes))
 
 
 def _stored(directory: RunDirectory, config: Config) -> tuple[Mapping[str, Any] | None, list[str]]:
-    """What `config.yaml` holds, None where it cannot be read; and why `config` cannot continue the run."""
-    if not directory.holds_run:
-        return None, []
+    """The configuration in `config.yaml`, None where it cannot be read; and why `config` cannot continue the run."""
     try:
         stored = parse_yaml(directory.config.read_text(encoding="utf-8"), str(directory.config))
+        if isinstance(stored, dict):
+            return stored, resume_problems(stored, config.model_dump(mode="json"))
+        reason = "it holds no configuration"
     except ConfigError as error:
         return None, error.problems
     except (OSError, UnicodeDecodeError) as error:
-        return None, [_unreadable(directory, str(error))]
-    if not isinstance(stored, dict):
-        return None, [_unreadable(directory, "it holds no configuration")]
-    return stored, resume_problems(stored, config.model_dump(mode="json"))
-
-
-def _unreadable(directory: RunDirectory, reason: str) -> str:
-    return (
+        reason = str(error)
+    return None, [
         f"--run-dir ({directory.path}) holds a run whose {directory.config.name} cannot be read ({reason}): choose "
         "another folder"
-    )
+    ]
 
 
 def _manifests(root: Root) -> Iterator[Manifest]:
-    """Those of the checkpoints that can be read, the newest first."""
-    try:
-        present = steps(root)
-    except StoreError:
-        return
-    for step in present:
-        try:
-            yield Manifest.read(root / step_name(step))
-        except StoreError:
-            continue
+    """The manifests of the checkpoints that can be read, the newest first."""
+    with contextlib.suppress(StoreError):
+        for step in steps(root):
+            with contextlib.suppress(StoreError):
+                yield Manifest.read(root / step_name(step))
 
 
 def _took_steps(directory: RunDirectory, root: Root, stored: Mapping[str, Any]) -> bool:
@@ -123,11 +109,13 @@ def _rebuilt_id(directory: RunDirectory, root: Root) -> str | None:
     Checkpoints inside the run's folder are its own. At another place they are its own where `run.json` names this
     folder and the run has lost its id; a new run in a folder of that name has never had one.
     """
-    found = owner(root)
-    if found is not None and directory.identity.exists() and found.folder == str(directory.path.resolve()):
-        return found.id
-    if not root.is_local or not Path(root.local()).resolve().is_relative_to(directory.path.resolve()):
+    saving, path = owner(root), directory.path.resolve()
+    if saving is not None and directory.identity.exists() and saving.folder == str(path):
+        return saving.id
+    if not root.is_local or not root.local().resolve().is_relative_to(path):
         return None
+    if saving is not None:
+        return saving.id
     manifest = next(_manifests(root), None)
-    run = found.id if found is not None else manifest.data.get("run") if manifest is not None else None
+    run = None if manifest is None else manifest.data.get("run")
     return run if isinstance(run, str) else None

@@ -1,16 +1,17 @@
-"""The folder of a run's checkpoints: which exist, which are intact, which may be removed.
+"""The folder of a run's checkpoints: which checkpoints exist, which are intact, which may be removed.
 
 run.json                   the run that saves here (`owner.py`)
 step-00000100/             a checkpoint, complete where it has a manifest
-.step-00000200.partial/    a save under way, or one that was killed: complete where it has a manifest
+.step-00000200.partial/    a save that runs or was killed, complete where it has a manifest
 step-00000300.abandoned/   set aside when the run went back to an earlier step; no longer the run's
-step-00000400.damaged/     set aside when the run continued from an older one, because this one is damaged
+step-00000400.damaged/     set aside because it is damaged, when the run continued from an older one
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.checkpoint_format.manifest import MANIFEST, Manifest
@@ -23,12 +24,12 @@ _ASIDE = re.compile(r"step-(\d{8,18})\.(abandoned|damaged)(-\d+)?")
 
 @dataclass(frozen=True)
 class Found:
-    """A folder named as a checkpoint.
+    """A folder that has the name of a checkpoint.
 
     Attributes:
         step: updates done.
         folder: where it is.
-        problem: why it is not intact, as far as the manifest and the sizes of files show; None where nothing is wrong.
+        problem: why it is not intact, as far as the manifest and the lengths of files show; None where it is.
         bytes: length of all files in the folder.
         manifest: None where it cannot be used.
         incomplete: there is no manifest, so the save was not completed.
@@ -42,20 +43,6 @@ class Found:
     manifest: Manifest | None = None
     incomplete: bool = False
     unreadable: bool = False
-
-
-@dataclass(frozen=True)
-class Removable:
-    """What a prune removes: older checkpoints, and the folders of saves that were killed."""
-
-    checkpoints: tuple[Found, ...]
-    leftovers: tuple[Root, ...]
-
-    def remove(self) -> None:
-        for found in self.checkpoints:
-            remove_checkpoint(found.folder)
-        for folder in self.leftovers:
-            remove_checkpoint(folder)
 
 
 def remove_checkpoint(folder: Root) -> None:
@@ -80,9 +67,9 @@ def partial_name(step: int) -> str:
 
 
 def put_in_place(partial: Root, final: Root) -> None:
-    """Give a complete save its name; a checkpoint that has it goes.
+    """Give a complete save its name; a checkpoint of that name is removed.
 
-    At every moment one of the two is complete, and `survey` finds it: an end at any point loses neither.
+    At every moment one of the two is complete, and `survey` finds it, so a crash at any point loses nothing.
     """
     remove_checkpoint(final)
     partial.rename(final, last=MANIFEST)
@@ -94,55 +81,55 @@ def glance(folder: Root, step: int | None = None) -> Found:
     try:
         files = folder.files()
         manifest = Manifest.read(folder)
+        step = manifest.step if step is None else step
         for entry in manifest.files:
-            if entry.path not in files:
-                problem = problem or f"{folder / entry.path} is missing"
-            elif files[entry.path] != entry.bytes:
-                found = f"{files[entry.path]:,} bytes) must be {entry.bytes:,} bytes"
-                problem = problem or f"{folder / entry.path} is damaged: its length ({found}"
-        if step is not None and problem is None:
-            require_step(manifest, folder, step)
+            length = files.get(entry.path)
+            if length is None:
+                raise DamageError(f"{folder / entry.path} is missing")
+            if length != entry.bytes:
+                lengths = f"({length:,} bytes) must be {entry.bytes:,} bytes"
+                raise DamageError(f"{folder / entry.path} is damaged: its length {lengths}")
+        require_step(manifest, folder, step)
     except StoreError as error:
         incomplete, unreadable = error.missing, not is_damage(error)
         problem = _without_manifest(folder) if error.missing else str(error)
-    shown = manifest.step if manifest is not None and step is None else step or 0
-    return Found(shown, folder, problem, sum(files.values()), manifest, incomplete, unreadable)
+    return Found(step or 0, folder, problem, sum(files.values()), manifest, incomplete, unreadable)
 
 
 def require_step(manifest: Manifest, folder: Root, step: int) -> None:
-    """DamageError where a manifest is of another step than its folder."""
+    """Raise DamageError where a manifest is of another step than its folder."""
     if manifest.step != step:
         raise DamageError(f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}")
 
 
 def is_damage(error: StoreError) -> bool:
-    """Whether what cannot be read is lost: it may be there again where the store only gave no answer."""
+    """Whether a file that cannot be read is lost. Where the store gave no answer, it may still be there."""
     return error.missing or isinstance(error, DamageError)
 
 
 def checkpoints(root: Root) -> Iterator[Found]:
-    """Newest first. Each is read when the iterator reaches it, since a large manifest takes many seconds.
+    """The checkpoints in a folder, newest first. A large manifest takes many seconds: each is read when it is needed.
 
-    Saves that were not finished locally, and what was set aside, are left out.
+    Saves that were not finished locally, and checkpoints that were set aside, are left out.
     """
     return (glance(root / step_name(step), step) for step in steps(root))
 
 
 def survey(root: Root) -> list[Found]:
-    """Which checkpoints there are, newest first; no manifest is read, so nothing is known of damage.
+    """The checkpoints in a folder, newest first. No manifest is read, so damage is not found.
 
-    A save that is complete but for its name is one of them, where its step has no complete checkpoint; it is to be
-    `put_in_place` before it is used.
+    A save that lacks only its name is among them where its step has no complete checkpoint; `put_in_place` must be
+    called before it is used.
     """
-    found = {}
+    present = {}
     for step in steps(root):
         folder = root / step_name(step)
         problem = None if (folder / MANIFEST).exists() else _without_manifest(folder)
-        found[step] = Found(step, folder, problem, incomplete=problem is not None)
+        present[step] = Found(step, folder, problem, incomplete=problem is not None)
     for step, partial in _partials(root):
-        if (step not in found or found[step].incomplete) and (partial / MANIFEST).exists():
-            found[step] = Found(step, partial, None)
-    return [found[step] for step in sorted(found, reverse=True)]
+        if (step not in present or present[step].incomplete) and (partial / MANIFEST).exists():
+            present[step] = Found(step, partial, None)
+    return [present[step] for step in sorted(present, reverse=True)]
 
 
 def _without_manifest(folder: Root) -> str:
@@ -160,41 +147,39 @@ def abandoned(root: Root) -> list[Root]:
 
 
 def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
-    """Set a checkpoint aside: it is no longer the run's, and stays until somebody removes it."""
+    """Set a checkpoint aside: it is no longer the run's, and stays until the user removes it."""
     plain = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
     taken = set(root.names())
-    name, number = plain, 1
-    while name in taken:
-        number += 1
-        name = f"{plain}-{number}"
+    names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in taken)
     (root / step_name(step)).rename(root / name)
     root.sync()
     return root / name
 
 
-def removable(root: Root, keep: int | None, keep_every: int | None = None) -> Removable:
-    """All checkpoints but the newest `keep` intact ones (None: all; never fewer than one) and those whose step is a
-    multiple of `keep_every`, with what killed saves left; nothing is removed.
+def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tuple[list[Found], list[Root]]:
+    """The checkpoints that a prune removes, and the folders that killed saves left; nothing is removed here.
 
-    What is newer than the newest intact one may be a save under way, and stays; so does, until there are `keep` newer
-    intact ones, what may be intact and could not be read.
+    The newest `keep` intact checkpoints stay (None: all; never fewer than one), and those whose step is a multiple of
+    `keep_every`. A folder that is newer than the newest intact one may be a save under way, and stays. One that could
+    not be read may be intact, and stays until there are `keep` newer intact ones.
     """
-    found = list(checkpoints(root))
-    intact = [each.step for each in found if each.problem is None]
+    present = {found.step: found for found in checkpoints(root)}
+    intact = [step for step, found in present.items() if found.problem is None]
     if not intact:
-        return Removable((), ())
-    unclear = [each.step for each in found if each.unreadable]
-    going = _going([each.step for each in found], intact, keep, keep_every, unclear)
-    return Removable(tuple(each for each in found if each.step in going), _leftovers(root, intact[0]))
+        return [], []
+    unclear = [step for step, found in present.items() if found.unreadable]
+    steps_to_remove = _steps_to_remove(present, intact, keep, keep_every, unclear)
+    return [present[step] for step in steps_to_remove], _leftovers(root, intact[0])
 
 
 def prune(
     root: Root, saved: Mapping[int, Mapping[str, int]], keep: int | None, keep_every: int | None = None
 ) -> list[int]:
-    """Remove, after a save, what `removable` would; returns the steps of the checkpoints that went, newest first.
+    """Remove, after a save, what `removable` would; returns the steps of the removed checkpoints, newest first.
 
-    No manifest is read: at a thousand ranks each takes seconds. The newest in `saved` has just been completed. Another
-    one counts as intact where its manifest is there and, of those in `saved`, every file is as long as it was.
+    No manifest is read, because that of a thousand ranks takes seconds. The newest checkpoint in `saved` has just been
+    completed. Another one counts as intact where it has a manifest and its files in `saved` have their lengths.
 
     Args:
         saved: of checkpoints that this process has written, by step: path → bytes of each file.
@@ -206,16 +191,22 @@ def prune(
             files = (root / step_name(step)).files()
             if files.get(MANIFEST) and saved.get(step, {}).items() <= files.items():
                 intact.append(step)
-    going = _going(present, intact, keep, keep_every)
-    folders = tuple(Found(step, root / step_name(step), None) for step in going)
-    Removable(folders, _leftovers(root, newest)).remove()
-    return going
+    removed = _steps_to_remove(present, intact, keep, keep_every)
+    for folder in [*(root / step_name(step) for step in removed), *_leftovers(root, newest)]:
+        remove_checkpoint(folder)
+    return removed
 
 
-def _going(
-    steps: Sequence[int], intact: Sequence[int], keep: int | None, keep_every: int | None, unclear: Collection[int] = ()
+def _steps_to_remove(
+    steps: Iterable[int], intact: Sequence[int], keep: int | None, keep_every: int | None, unclear: Collection[int] = ()
 ) -> list[int]:
-    """Of checkpoints, newest first, those that go; `intact` holds the newest that are, `unclear` those that may be."""
+    """Which checkpoints to remove, by their steps; all lists are newest first.
+
+    Args:
+        steps: of all checkpoints.
+        intact: those that are known to be intact, at least the newest ones.
+        unclear: those that may be intact.
+    """
     if keep is None:
         return []
     kept = intact[: max(keep, 1)]
@@ -230,9 +221,9 @@ def _going(
     ]
 
 
-def _leftovers(root: Root, newest: int) -> tuple[Root, ...]:
-    """What saves up to a step left when they were killed."""
-    return tuple(partial for step, partial in _partials(root) if step <= newest)
+def _leftovers(root: Root, newest: int) -> list[Root]:
+    """The folders that saves up to a step left when they were killed."""
+    return [partial for step, partial in _partials(root) if step <= newest]
 
 
 def _partials(root: Root) -> list[tuple[int, Root]]:

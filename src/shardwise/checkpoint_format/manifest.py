@@ -1,27 +1,26 @@
-"""`manifest.json`: what a checkpoint holds, where each tensor lies in its files, and the checksums of all of it.
+"""`manifest.json`: what a checkpoint holds, where each tensor is in its files, and the checksums of the files.
 
 The manifest is written last: a folder without one is no checkpoint. It is canonical JSON (sorted keys, no spaces,
-ASCII) with a digest of itself, so that a changed bit is found before any value is used. Every value is checked as input
-from a stranger: names stay inside the folder, offsets inside the files, boxes inside the tensors.
+ASCII) with a digest of itself, so that a changed bit is found before any value is used. No value is trusted: names must
+be inside the folder, offsets inside the files, boxes inside the tensors.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import gc
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import xxhash
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.safetensors import DTYPES, MAX_DIMS, is_counts
+from shardwise.checkpoint_format.safetensors import DTYPES, is_counts, tensor_fields
 from shardwise.names import name_problem
 from shardwise.storage.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
 from shardwise.storage.root import DamageError, Root, StoreError
@@ -33,8 +32,9 @@ MODEL = "model"
 FORMAT = "shardwise-checkpoint"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES, MAX_MANIFEST_VALUES = 2**30, 2**25
-"""About ten times what a 20 B-parameter model on 1,024 ranks has. Memory goes with the values: each takes up to 240
-bytes once it is parsed, so what a stranger wrote takes at most 8 GB; the bytes alone would allow 32 GB."""
+"""About ten times the manifest of a 20 B-parameter model on 1,024 ranks. A parsed value takes up to 240 bytes,
+so a manifest from an unknown source takes at most 8 GB of memory; the limit on its length alone would allow 32 GB."""
+_KINDS: dict[type, str] = {dict: "object", list: "array", str: "string"}
 _DIGEST = re.compile(r'"digest":"xxh3_128:([0-9a-f]{32})",(?="files":)')
 
 
@@ -101,30 +101,22 @@ class Manifest:
 
     def to_json(self) -> str:
         """Canonical JSON with its digest; floats in the mappings must be finite."""
-        simple = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
         plain = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            **simple,
-            "files": [
-                {
-                    "path": file.path,
-                    "bytes": file.bytes,
-                    "chunk_bytes": file.chunk_bytes,
-                    "checksums": base64.b64encode(file.checksums).decode(),
-                }
-                for file in self.files
-            ],
+            **{field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]},
+            "files": [{**vars(file), "checksums": base64.b64encode(file.checksums).decode()} for file in self.files],
             "tensors": {
                 state: {name: _plain(tensor) for name, tensor in tensors.items()}
                 for state, tensors in self.tensors.items()
             },
         }
-        return _canonical({**plain, "digest": _digest(plain)}) + "\n"
+        digest = xxhash.xxh3_128_hexdigest(_canonical(plain).encode())
+        return _canonical({**plain, "digest": f"xxh3_128:{digest}"}) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str) -> Manifest:
-        """The manifest that `text` is; `where` names it in messages.
+        """The manifest in `text`; `where` names it in messages.
 
         Raises:
             DamageError: it is not what was written. ManifestError: another version's, or it contradicts itself.
@@ -138,7 +130,10 @@ class Manifest:
         _require_version(plain, where)
         if not _matches_digest(text):
             raise DamageError(f"{where} is damaged: it does not match its digest")
-        return _Reader(where).manifest(plain)
+        try:
+            return _manifest(plain)
+        except ValueError as error:
+            raise ManifestError(f"{where} cannot be used: {error}") from None
 
     @staticmethod
     def read(folder: Root) -> Manifest:
@@ -148,64 +143,56 @@ class Manifest:
             StoreError: there is none (`missing`), or it cannot be read. DamageError, ManifestError: as `from_json`.
         """
         file = folder / MANIFEST
-        total = file.size()
-        if total > MAX_MANIFEST_BYTES:
-            limit = size_text(MAX_MANIFEST_BYTES)
-            raise DamageError(f"{file} is damaged: its length ({size_text(total)}) must be at most {limit}")
+        if problem := _too_long(file.size()):
+            raise DamageError(f"{file} is damaged: {problem}")
         try:
             text = file.read().decode("ascii")
         except UnicodeDecodeError:
             raise DamageError(f"{file} is damaged: it has bytes that are not ASCII") from None
         if problem := too_large(text):
             raise DamageError(f"{file} is damaged: {problem}")
-        with _no_garbage_collection():
+        # The garbage collector would take half of the time: it searches a million small objects again and again.
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
             return Manifest.from_json(text, str(file))
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
-    """What a box of a tensor is called in its file: a weight by its own name, others STATE/NAME@START."""
+    """The name of a box of a tensor in its file: a weight has its own name, others STATE/NAME@START."""
     if state == MODEL and box == Box.whole(shape):
         return name
     return f"{state}/{name}@{','.join(map(str, box.start))}"
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A million small objects, none of them garbage, would be searched for it again and again: half of the time."""
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def _digest(plain: Mapping[str, Any]) -> str:
-    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(_canonical(plain).encode())}"
-
-
 def _matches_digest(text: str) -> bool:
-    """Whether a manifest is, but for its digest, the text that this is of: that is not made anew, it takes seconds."""
-    found = _DIGEST.search(text)
-    if found is None or not text.endswith("\n"):
+    """Whether the digest in a manifest is that of the text around it: to write the text again would take seconds."""
+    match = _DIGEST.search(text)
+    if match is None or not text.endswith("\n"):
         return False
-    digest = xxhash.xxh3_128(text[: found.start()].encode())
-    digest.update(text[found.end() : -1].encode())
-    return digest.hexdigest() == found[1]
+    digest = xxhash.xxh3_128(text[: match.start()].encode())
+    digest.update(text[match.end() : -1].encode())
+    return digest.hexdigest() == match[1]
 
 
 def too_large(text: str) -> str | None:
     """Why reading a manifest would take too much memory or time, or None."""
-    if len(text) > MAX_MANIFEST_BYTES:
-        return f"its length ({size_text(len(text))}) must be at most {size_text(MAX_MANIFEST_BYTES)}"
     if (values := text.count(",") + 1) > MAX_MANIFEST_VALUES:
         return f"it must have at most {MAX_MANIFEST_VALUES:,} values, and it has about {values:,}"
-    return None
+    return _too_long(len(text))
+
+
+def _too_long(length: int) -> str | None:
+    if length <= MAX_MANIFEST_BYTES:
+        return None
+    return f"its length ({size_text(length)}) must be at most {size_text(MAX_MANIFEST_BYTES)}"
 
 
 def _plain(tensor: TensorEntry) -> dict[str, Any]:
@@ -220,132 +207,103 @@ def _require_version(plain: Mapping[str, Any], where: str) -> None:
     if version > FORMAT_VERSION:
         versions = plain.get("versions")
         writer = versions.get("shardwise") if isinstance(versions, dict) else None
-        release = (
-            f"shardwise ≥ {writer}, which wrote it"
-            if isinstance(writer, str) and writer.isprintable()
-            else "a newer one"
-        )
+        is_known = isinstance(writer, str) and writer.isprintable()
+        release = f"shardwise ≥ {writer}, which wrote it" if is_known else "a newer one"
         raise ManifestError(
             f"the format version of {where} ({version}) must be at most the one that this shardwise reads "
             f"({FORMAT_VERSION}): it is read by {release}"
         )
 
 
-class _Reader:
-    """From plain JSON values to entries; every value is checked before it is used."""
+# ---- from JSON values to entries: every value is checked before it is used, and ValueError says what is wrong
 
-    def __init__(self, where: str) -> None:
-        self.where = where
 
-    def manifest(self, plain: Mapping[str, Any]) -> Manifest:
-        optimizer = plain.get("optimizer")
-        self._require(optimizer is None or isinstance(optimizer, dict), "optimizer must be an object or null")
-        files = tuple(self._file(entry) for entry in self._of(plain, "files", list))
-        paths = [file.path for file in files]
-        self._require(len(set(paths)) == len(paths), "files must name each file once")
-        tensors: dict[str, dict[str, TensorEntry]] = {}
-        for state in (stored := self._of(plain, "tensors", dict)):
-            named = self._of(stored, state, dict)
-            tensors[state] = {name: self._tensor(f"{state}/{name}", named[name], files) for name in named}
-        self._require_disjoint(tensors)
-        return Manifest(
-            step=self._count(plain, "step"),
-            samples=self._count(plain, "samples"),
-            position=self._count(plain, "position"),
-            tokens=self._count(plain, "tokens"),
-            config=self._of(plain, "config", dict),
-            layout=self._of(plain, "layout", dict),
-            schedule=self._of(plain, "schedule", dict),
-            data=self._of(plain, "data", dict),
-            rng=self._of(plain, "rng", dict),
-            versions=self._of(plain, "versions", dict),
-            created=self._of(plain, "created", str),
-            optimizer=optimizer,
-            files=files,
-            tensors=tensors,
-        )
+def _manifest(plain: Mapping[str, Any]) -> Manifest:
+    optimizer = plain.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, dict):
+        raise ValueError("optimizer must be an object or null")
+    files = tuple(_file(entry) for entry in _of(plain, "files", list))
+    paths = [file.path for file in files]
+    if len(set(paths)) < len(paths):
+        raise ValueError("files must name each file once")
+    tensors: dict[str, dict[str, TensorEntry]] = {}
+    for state in (stored := _of(plain, "tensors", dict)):
+        named = _of(stored, state, dict)
+        tensors[state] = {name: _tensor(f"{state}/{name}", named[name], files) for name in named}
+    _require_disjoint(tensors)
+    counts: dict[str, Any] = {key: _count(plain, key) for key in ("step", "samples", "position", "tokens")}
+    objects = {key: _of(plain, key, dict) for key in ("config", "layout", "schedule", "data", "rng", "versions")}
+    created = _of(plain, "created", str)
+    return Manifest(**counts, **objects, created=created, optimizer=optimizer, files=files, tensors=tensors)
 
-    def _file(self, plain: object) -> FileEntry:
-        if not isinstance(plain, dict):
-            raise self._error("files must be JSON objects")
-        path, packed = self._of(plain, "path", str), self._of(plain, "checksums", str)
-        total, chunk = self._count(plain, "bytes"), self._count(plain, "chunk_bytes")
-        self._require(
-            name_problem(path, nested=True) is None and path.isprintable() and path != MANIFEST,
-            f"the path of a file ({path!r}) must be a plain name in the checkpoint's folder",
-        )
-        power = MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES and chunk & (chunk - 1) == 0
+
+def _file(plain: object) -> FileEntry:
+    if not isinstance(plain, dict):
+        raise ValueError("files must be JSON objects")
+    path, packed = _of(plain, "path", str), _of(plain, "checksums", str)
+    total, chunk = _count(plain, "bytes"), _count(plain, "chunk_bytes")
+    if name_problem(path, nested=True) is not None or not path.isprintable() or path == MANIFEST:
+        raise ValueError(f"the path of a file ({path!r}) must be a plain name in the checkpoint's folder")
+    if not MIN_CHUNK_BYTES <= chunk <= MAX_CHUNK_BYTES or chunk.bit_count() != 1:
         limits = f"{size_text(MIN_CHUNK_BYTES)} to {size_text(MAX_CHUNK_BYTES)}"
-        self._require(power, f"chunk_bytes of {path} ({chunk}) must be a power of two from {limits}")
-        try:
-            checksums = base64.b64decode(packed, validate=True)
-        except (binascii.Error, ValueError):
-            checksums = b"none"
-        file = FileEntry(path, total, chunk, checksums)
-        self._require(len(checksums) == 8 * file.chunks, f"{path} must have {file.chunks} checksums of 8 bytes")
-        return file
-
-    def _tensor(self, name: str, plain: object, files: tuple[FileEntry, ...]) -> TensorEntry:
-        if not name.isprintable():  # it will be shown, and a terminal obeys some characters
-            raise self._error(f"the name of a tensor ({name!r}) must be printable")
-        if not isinstance(plain, dict):
-            raise self._error(f"{name} must be a JSON object")
-        shape, dtype = plain.get("shape"), plain.get("dtype")
-        if not is_counts(shape) or len(shape) > MAX_DIMS:
-            raise self._error(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self._error(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
-        # Texts are made for what is wrong only: a large model has a million pieces.
-        pieces = []
-        for entry in self._of(plain, "pieces", list):
-            right = isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])
-            if not (
-                right and is_counts(entry[2]) and is_counts(entry[3]) and len(entry[2]) == len(entry[3]) == len(shape)
-            ):
-                numbers = f"start and size with {len(shape)} numbers"
-                raise self._error(f"a piece of {name} must be [file, offset, start, size], {numbers}")
-            file, offset, start, size = entry
-            if not all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)):
-                raise self._error(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({shape})")
-            pieces.append(PieceEntry(file, offset, Box(tuple(start), tuple(size))))
-        tensor = TensorEntry(tuple(shape), dtype, tuple(pieces))
-        for piece in tensor.pieces:
-            if piece.file >= len(files):
-                raise self._error(f"a piece of {name} must be in a file that is listed")
-            end, total = piece.offset + tensor.nbytes(piece), files[piece.file].bytes
-            if end > total:
-                raise self._error(f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
-        return tensor
-
-    def _require_disjoint(self, tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
-        """No two tensors share a byte: to read all tensors is to read no more than the files hold."""
-        spans = sorted(
-            (piece.file, piece.offset, piece.offset + tensor.nbytes(piece), f"{state}/{name}")
-            for state, named in tensors.items()
-            for name, tensor in named.items()
-            for piece in tensor.pieces
-        )
-        for (file, _, stop, name), (next_file, start, _, next_name) in itertools.pairwise(spans):
-            if file == next_file and stop > start:
-                raise self._error(f"{name} and {next_name} must not share bytes of a file")
-
-    def _of(self, plain: Mapping[str, Any], key: str, kind: type) -> Any:
-        value = plain.get(key)
-        self._require(isinstance(value, kind), f"{key} must be a JSON {_KINDS[kind]}")
-        return value
-
-    def _count(self, plain: Mapping[str, Any], key: str) -> int:
-        values = [plain.get(key)]
-        if not is_counts(values):
-            raise self._error(f"{key} ({values[0]!r}) must be a whole number")
-        return values[0]
-
-    def _require(self, holds: bool, text: str) -> None:
-        if not holds:
-            raise self._error(text)
-
-    def _error(self, text: str) -> ManifestError:
-        return ManifestError(f"{self.where} cannot be used: {text}")
+        raise ValueError(f"chunk_bytes of {path} ({chunk}) must be a power of two from {limits}")
+    try:
+        checksums = base64.b64decode(packed, validate=True)
+    except (binascii.Error, ValueError):
+        checksums = b"none"
+    file = FileEntry(path, total, chunk, checksums)
+    if len(checksums) != 8 * file.chunks:
+        raise ValueError(f"{path} must have {file.chunks} checksums of 8 bytes")
+    return file
 
 
-_KINDS: dict[type, str] = {dict: "object", list: "array", str: "string"}
+def _tensor(name: str, plain: object, files: tuple[FileEntry, ...]) -> TensorEntry:
+    fields, dtype, shape = tensor_fields(name, plain)
+    tensor = TensorEntry(shape, dtype, [])
+    pieces = []
+    # A large model has a million pieces: no text is made before something is wrong.
+    for entry in _of(fields, "pieces", list):
+        right = isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])
+        if not (right and is_counts(entry[2]) and is_counts(entry[3])) or not (
+            len(entry[2]) == len(entry[3]) == len(shape)
+        ):
+            numbers = f"start and size with {len(shape)} numbers"
+            raise ValueError(f"a piece of {name} must be [file, offset, start, size], {numbers}")
+        file, offset, start, size = entry
+        if not all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)):
+            raise ValueError(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({list(shape)})")
+        piece = PieceEntry(file, offset, Box(tuple(start), tuple(size)))
+        if file >= len(files):
+            raise ValueError(f"a piece of {name} must be in a file that is listed")
+        end, total = offset + tensor.nbytes(piece), files[file].bytes
+        if end > total:
+            raise ValueError(f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
+        pieces.append(piece)
+    return replace(tensor, pieces=tuple(pieces))
+
+
+def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
+    """No two tensors share a byte: to read all tensors is to read no more than the files hold."""
+    spans = sorted(
+        (piece.file, piece.offset, piece.offset + tensor.nbytes(piece), f"{state}/{name}")
+        for state, named in tensors.items()
+        for name, tensor in named.items()
+        for piece in tensor.pieces
+    )
+    for (file, _, stop, name), (next_file, start, _, next_name) in itertools.pairwise(spans):
+        if file == next_file and stop > start:
+            raise ValueError(f"{name} and {next_name} must not share bytes of a file")
+
+
+def _of(plain: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = plain.get(key)
+    if not isinstance(value, kind):
+        raise ValueError(f"{key} must be a JSON {_KINDS[kind]}")
+    return value
+
+
+def _count(plain: Mapping[str, Any], key: str) -> int:
+    values = [plain.get(key)]
+    if not is_counts(values):
+        raise ValueError(f"{key} ({values[0]!r}) must be a whole number")
+    return values[0]

@@ -1,4 +1,4 @@
-"""Which run saves at a place: `run.json` beside its checkpoints, so that no other run overwrites them."""
+"""The run that saves at a place: `run.json` beside the checkpoints names it, so that no other run overwrites them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Owner:
 
 
 def owner(root: Root) -> Owner | None:
-    """The run that saves there; None where no file, or none that can be understood, names one.
+    """The run that saves there; None where `run.json` is missing or damaged.
 
     Raises:
         StoreError: the place cannot be read.
@@ -48,7 +48,7 @@ def owner(root: Root) -> Owner | None:
 
 
 def require_own(root: Root, run: str | None, *, is_empty: bool) -> None:
-    """ConfigError where the place belongs to another run, unless that run has ended and saved nothing.
+    """Raise ConfigError where the place belongs to another run, unless that run has ended and saved nothing.
 
     Args:
         run: id of the run that is to save there; None where it has none yet.

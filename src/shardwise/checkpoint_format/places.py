@@ -1,4 +1,4 @@
-"""What a path or URL of the user's is: a checkpoint, a run's folder, or a folder of checkpoints; on any storage."""
+"""What a path or URL from the user leads to: a checkpoint, a run's folder, or a folder of checkpoints; any storage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _CONFIG, _FOLDER, _MODEL = "config.yaml", "checkpoints", "config.json"
 
 @dataclass(frozen=True)
 class Place:
-    """One checkpoint (`single`), or another folder.
+    """A folder that the user named.
 
     Attributes:
-        location: the path or URL that `root` is made of; it may hold a login, and is not to be shown.
+        root: the folder.
+        single: it is one checkpoint; else a folder of checkpoints or another one.
+        location: the path or URL that `root` is made of; it may contain a password, so it must not be shown.
     """
 
     root: Root
@@ -31,10 +33,10 @@ class Place:
 
 
 def reached(location: str | Path) -> Root:
-    """The place of a path or URL, which has answered.
+    """The place of a path or URL, once it has answered.
 
     Raises:
-        ConfigError: the URL's client is not there. StoreError: no answer within the time that a first one may take.
+        ConfigError: the package for this kind of URL is not installed. StoreError: there was no answer in time.
     """
     root = Root.of(location)
     in_time(root, root.exists)
@@ -42,10 +44,10 @@ def reached(location: str | Path) -> Root:
 
 
 def locate(location: str) -> Place:
-    """What lies at a path or URL.
+    """The checkpoint or the folder of checkpoints at a path or URL.
 
     Raises:
-        ConfigError: nothing that has to do with checkpoints. StoreError: it cannot be read.
+        ConfigError: there is neither. StoreError: it cannot be read.
     """
     root = reached(location)
     if not root.exists():
@@ -61,7 +63,7 @@ def locate(location: str) -> Place:
     if _CONFIG in names and (configured := _configured(root)):
         return Place(reached(configured), False, configured)
     if _FOLDER in names:
-        return Place(root / _FOLDER, False, _inside(location, _FOLDER))
+        return Place(root / _FOLDER, False, f"{location.rstrip('/')}/{_FOLDER}")
     if any(step_of(name) is not None for name in names):
         return Place(root, False, location)
     kind = "a run without checkpoints so far" if _CONFIG in names else "neither"
@@ -74,9 +76,9 @@ def all_of(place: Place) -> list[Found]:
 
 
 def newest_intact(location: str, announce: Callable[[str], None] | None) -> Place:
-    """The checkpoint at a path or URL, or the newest one of a run or folder; a folder of another kind as it is.
+    """The checkpoint at a path or URL, or the newest intact one in a folder; a folder of weights stays what it is.
 
-    `announce` is called with one line where newer ones are left out, and says why.
+    `announce` is called with one line where newer checkpoints are skipped, which says why.
 
     Raises:
         ConfigError: there is nothing of that name, or no intact checkpoint. StoreError: it cannot be read.
@@ -95,15 +97,13 @@ def newest_intact(location: str, announce: Callable[[str], None] | None) -> Plac
         if found.problem is None:
             if skipped and announce is not None:
                 announce(f"taking {found.folder}, the newest intact one: {'; '.join(skipped)}")
-            return Place(found.folder, True, _inside(place.location, found.folder.name))
+            return Place(found.folder, True, f"{place.location.rstrip('/')}/{found.folder.name}")
         skipped.append(found.problem)
-    if skipped:
-        raise ConfigError([f"{place.root} holds no intact checkpoint", *skipped])
-    raise ConfigError(f"{place.root} holds no checkpoint yet")
+    raise ConfigError([f"{place.root} holds no {'intact checkpoint' if skipped else 'checkpoint yet'}", *skipped])
 
 
 def newest_of(load: str, announce: Callable[[str], None] | None = None) -> str:
-    """What `checkpoint.load` names: of a run's folder or a folder of checkpoints the newest intact one in it.
+    """The folder to load from: `load`, or the newest intact checkpoint where it is a run's or a checkpoints' folder.
 
     Raises:
         ConfigError: there is none that is intact, or a URL gives no answer.
@@ -125,12 +125,8 @@ def _holds_checkpoints(names: Collection[str]) -> bool:
     return _FOLDER in names or _CONFIG in names or any(step_of(name) is not None for name in names)
 
 
-def _inside(location: str, name: str) -> str:
-    return f"{location.rstrip('/')}/{name}"
-
-
 def _configured(run: Root) -> str | None:
-    """Where a run keeps its checkpoints, if its `checkpoint.path` says so."""
+    """The run's `checkpoint.path`, if it is set."""
     import yaml
 
     try:

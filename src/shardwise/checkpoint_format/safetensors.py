@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from shardwise.storage.root import DamageError, Root, StoreError
 from shardwise.units import size as size_text
@@ -24,23 +24,19 @@ _LARGEST = 2**63
 _POINTER = b"version https://git-lfs"
 
 
-@dataclass(frozen=True)
-class Dtype:
-    """`numpy`: the dtype whose bits are these; the formats that numpy lacks are unsigned integers there."""
+class Dtype(NamedTuple):
+    """`numpy`: the dtype whose bits are these; formats that numpy lacks are unsigned integers there."""
 
-    name: str
     itemsize: int
     numpy: str
 
 
 DTYPES: Mapping[str, Dtype] = {
-    name: Dtype(name, itemsize, numpy)
-    for name, itemsize, numpy in (
-        ("BOOL", 1, "|b1"), ("U8", 1, "|u1"), ("I8", 1, "|i1"), ("F8_E4M3", 1, "|u1"), ("F8_E5M2", 1, "|u1"),
-        ("U16", 2, "<u2"), ("I16", 2, "<i2"), ("F16", 2, "<f2"), ("BF16", 2, "<u2"),
-        ("U32", 4, "<u4"), ("I32", 4, "<i4"), ("F32", 4, "<f4"),
-        ("U64", 8, "<u8"), ("I64", 8, "<i8"), ("F64", 8, "<f8"),
-    )
+    "BOOL": Dtype(1, "|b1"), "U8": Dtype(1, "|u1"), "I8": Dtype(1, "|i1"),
+    "F8_E4M3": Dtype(1, "|u1"), "F8_E5M2": Dtype(1, "|u1"),
+    "U16": Dtype(2, "<u2"), "I16": Dtype(2, "<i2"), "F16": Dtype(2, "<f2"), "BF16": Dtype(2, "<u2"),
+    "U32": Dtype(4, "<u4"), "I32": Dtype(4, "<i4"), "F32": Dtype(4, "<f4"),
+    "U64": Dtype(8, "<u8"), "I64": Dtype(8, "<i8"), "F64": Dtype(8, "<f8"),
 }  # fmt: skip
 
 
@@ -116,29 +112,37 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
 
 
 def _tensor(name: str, entry: object, first: int) -> StoredTensor:
-    """Raises ValueError where the entry describes no tensor."""
-    if not name.isprintable():  # it will be shown, and a terminal obeys some characters
-        raise ValueError(f"the name of a tensor ({name!r}) must be printable")
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is no JSON object")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
-    if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
-        raise ValueError(f"the shape and offsets of {name} must be whole numbers")
+    fields, dtype, shape = tensor_fields(name, entry)
+    offsets = fields.get("data_offsets")
+    if not is_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the offsets of {name} must be 2 whole numbers")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != needed:
         raise ValueError(f"{name} has {offsets[1] - offsets[0]:,} bytes, and its shape needs {needed:,}")
-    return StoredTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
+    return StoredTensor(dtype, shape, first + offsets[0], first + offsets[1])
+
+
+def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:
+    """The fields of a tensor's JSON object, its dtype and its shape; ValueError where it describes no tensor."""
+    if not name.isprintable():  # it will be shown, and a terminal obeys some characters
+        raise ValueError(f"the name of a tensor ({name!r}) must be printable")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} must be a JSON object")
+    shape, dtype = entry.get("shape"), entry.get("dtype")
+    if not is_counts(shape) or len(shape) > MAX_DIMS:
+        raise ValueError(f"the shape of {name} must be at most {MAX_DIMS} whole numbers")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"the dtype of {name} ({dtype!r}) must be one of {', '.join(DTYPES)}")
+    return entry, dtype, tuple(shape)
 
 
 def is_counts(value: object) -> TypeGuard[list[int]]:
     """Whether `value`, as JSON has it, is a list of whole numbers that a tensor or a file can have."""
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < _LARGEST for each in value)
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < _LARGEST for number in value)
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("a name is there twice")
-    return found
+    return fields

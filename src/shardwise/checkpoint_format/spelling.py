@@ -1,4 +1,4 @@
-"""How checkpoints that are out there spell the names of weights: one small table per family.
+"""Spellings of the names of weights in published checkpoints: one small table per family.
 
 Canonical names are those that `transformers` writes today. Older files, files of a model without its head, and files
 that hold buffers or a tied weight twice are read through these tables; nothing else is guessed.
@@ -32,14 +32,14 @@ class Spelling:
     buffers: str = r"(?!)"
     tied: dict[str, str] = field(default_factory=dict)
 
-    def canonical(self, found: Collection[str], ours: Collection[str]) -> dict[str, str]:
+    def canonical(self, stored: Collection[str], ours: Collection[str]) -> dict[str, str]:
         """Names in a file → the canonical names that they stand for. Buffers are left out.
 
         `ours`: the model's canonical names. A name that stands for nothing comes back under itself.
         """
-        bare = bool(self.base) and not any(name.startswith(self.base) for name in found)
+        bare = bool(self.base) and not any(name.startswith(self.base) for name in stored)
         names = {}
-        for name in found:
+        for name in stored:
             whole = self.base + name if bare and not name.startswith(self.heads) else name
             for pattern, replacement in self.renamed:
                 whole = re.sub(pattern, replacement, whole)

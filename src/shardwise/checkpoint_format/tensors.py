@@ -1,4 +1,4 @@
-"""The tensors of a folder: those of a checkpoint by its manifest, or plain Hugging Face weights.
+"""The tensors of a folder: those in a checkpoint's manifest, or plain Hugging Face weights.
 
 Any box of a tensor can be read; it is put together from the stored pieces that overlap it.
 """
@@ -73,10 +73,10 @@ class StoredTensors:
     def config(self) -> dict[str, Any]:
         """The fields of `config.json`; empty where it is missing or cannot be read."""
         try:
-            found = json.loads((self.folder / "config.json").read(0, _MAX_INDEX_BYTES))
+            fields = json.loads((self.folder / "config.json").read(0, _MAX_INDEX_BYTES))
         except (StoreError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return fields if isinstance(fields, dict) else {}
 
     def read(self, state: str, name: str, box: Box) -> npt.NDArray[Any]:
         """A box of a tensor, its bits as `DTYPES` has them for numpy; shape `box.size`.
@@ -98,24 +98,23 @@ class StoredTensors:
         return result
 
     def read_part(self, piece: PieceEntry, dtype_name: str, box: Box) -> npt.NDArray[Any]:
-        """A box of a piece. Of a plain file whole rows are read: some columns of it would be a read for each row."""
+        """A box of a piece. Of a plain file whole rows are read: some columns would take a read for each row."""
         dtype = DTYPES[dtype_name]
-        runs = list(box.runs(piece.box.size))
+        runs = box.runs(piece.box.size)
         if self.manifest is not None or len(runs) == 1:
             offsets = ((piece.offset + start * dtype.itemsize, length * dtype.itemsize) for start, length in runs)
             parts = [self._bytes(piece.file, start, start + length) for start, length in offsets]
             data = parts[0] if len(parts) == 1 else b"".join(parts)
             return np.frombuffer(data, dtype.numpy).reshape(box.size)
-        columns = piece.box.size[1:]
-        row_bytes = math.prod(columns) * dtype.itemsize
+        width = piece.box.size[1:]
+        row_bytes = math.prod(width) * dtype.itemsize
         step = max(1, READ_BYTES // row_bytes)
-        columns_read = []
+        columns = []
         for first in range(box.start[0], box.stop[0], step):
-            count = min(step, box.stop[0] - first)
-            start = piece.offset + first * row_bytes
-            rows = np.frombuffer(self._bytes(piece.file, start, start + count * row_bytes), dtype.numpy)
-            columns_read.append(rows.reshape(count, *columns)[(slice(None), *box.slices[1:])])
-        return np.concatenate(columns_read)
+            start, stop = (piece.offset + row * row_bytes for row in (first, min(first + step, box.stop[0])))
+            rows = np.frombuffer(self._bytes(piece.file, start, stop), dtype.numpy).reshape(-1, *width)
+            columns.append(rows[(slice(None), *box.slices[1:])])
+        return np.concatenate(columns)
 
     def _bytes(self, file: int, start: int, stop: int) -> bytes | memoryview:
         if self.manifest is None:
@@ -127,7 +126,6 @@ class StoredTensors:
         return self.reader(file).read(start, stop)
 
     def reader(self, file: int) -> ChunkedReader:
-        """What reads file number `file` of a checkpoint."""
         assert self.manifest is not None
         if file not in self.readers:
             self.readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
@@ -141,12 +139,8 @@ def ordered_states(states: Iterable[str]) -> list[str]:
 
 def ordered_names(names: Iterable[str]) -> list[str]:
     """By name, numbers in it by their value: layer 10 after layer 2."""
-    return sorted(names, key=_natural)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Texts and numbers by turns: texts compare as texts, numbers (no leading zeros) by their length first."""
-    return [(len(part) if part.isdigit() else 0, part) for part in _DIGITS.split(name)]
+    # Every second part is a number without leading zeros: the longer one is the larger one.
+    return sorted(names, key=lambda name: [(len(part) * part.isdigit(), part) for part in _DIGITS.split(name)])
 
 
 def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from shardwise.checkpoint_format.casting import FLOATING, FLOATS, cast, overflows
@@ -21,6 +20,7 @@ from shardwise.checkpoint_format.writing import (
     MAX_SHARD_BYTES,
     STREAM_BYTES,
     StreamedWeight,
+    WrittenFolder,
     to_json,
     write_folder,
 )
@@ -33,33 +33,13 @@ MASTER = "master"
 _DTYPE_FIELDS = ("torch_dtype", "dtype")
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written.
-
-    Attributes:
-        folder: where it is.
-        step: of the checkpoint.
-        files: number of files.
-        tensors: number of weights.
-        masters: number of weights that were taken from stored float32 masters.
-        dtypes: dtype as torch names it → bytes of weights.
-    """
-
-    folder: Root
-    step: int
-    files: int
-    tensors: int
-    masters: int
-    dtypes: dict[str, int]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.dtypes.values())
-
-
 class Export:
     """What an export will write, planned from the manifest.
+
+    Attributes:
+        step: of the checkpoint.
+        weights: in the order of the checkpoint's files.
+        masters: number of weights that are taken from stored float32 masters.
 
     Args:
         folder: the checkpoint.
@@ -75,16 +55,26 @@ class Export:
             raise ConfigError(f"{folder} must be a checkpoint, and it has no {MANIFEST}")
         self._folder = folder
         self._manifest = Manifest.read(folder)
-        self._stored = StoredTensors.of(folder)
+        self._stored = StoredTensors(folder, self._manifest.tensors, self._manifest)
         self._target = None if dtype is None else FLOATS[dtype]
-        self.masters = 0
-        self.weights = [self._weight(name) for name in self._names()]
+        self.step, self.masters = self._manifest.step, 0
+        weights = self._manifest.tensors.get(MODEL, {})
+        places = {name: [(piece.file, piece.offset) for piece in entry.pieces[:1]] for name, entry in weights.items()}
+        self.weights = [self._weight(name) for name in sorted(weights, key=lambda name: places[name])]
         if not self.weights:
             raise ConfigError(f"{folder} must hold weights: it has none")
 
     @property
+    def dtypes(self) -> dict[str, int]:
+        """dtype as torch names it → bytes of weights."""
+        sizes: Counter[str] = Counter()
+        for weight in self.weights:
+            sizes[FLOATING.get(weight.dtype, weight.dtype)] += weight.nbytes
+        return sizes
+
+    @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights)
+        return sum(self.dtypes.values())
 
     def write(
         self,
@@ -92,25 +82,16 @@ class Export:
         name: str,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         progress: Callable[[int], None] | None = None,
-    ) -> Exported:
+    ) -> WrittenFolder:
         """The folder `name` in `parent`, which appears complete or not at all.
 
         Raises:
             ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
             the range of float16. StoreError: out of space, or the like.
         """
-        sizes: Counter[str] = Counter()
-        for weight in self.weights:
-            sizes[FLOATING.get(weight.dtype, weight.dtype)] += weight.nbytes
+        sizes = self.dtypes
         beside = self._beside(max(sizes, key=lambda dtype: sizes[dtype]))
-        written = write_folder(parent, name, self.weights, beside, max_shard_bytes=max_shard_bytes, progress=progress)
-        step, count = self._manifest.step, len(self.weights)
-        return Exported(written.folder, step, written.files, count, self.masters, dict(sizes))
-
-    def _names(self) -> list[str]:
-        """In the order in which they lie in the checkpoint's files."""
-        tensors = self._manifest.tensors.get(MODEL, {})
-        return sorted(tensors, key=lambda name: [(piece.file, piece.offset) for piece in tensors[name].pieces[:1]])
+        return write_folder(parent, name, self.weights, beside, max_shard_bytes=max_shard_bytes, progress=progress)
 
     def _weight(self, name: str) -> StreamedWeight:
         entry = self._manifest.tensors[MODEL][name]

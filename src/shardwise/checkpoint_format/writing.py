@@ -1,15 +1,15 @@
-"""Writing checkpoints: files that are planned whole and filled as their bytes come.
+"""Writing checkpoints: each file is planned as a whole, and then written as its bytes arrive.
 
-Everything in a file is known before its first byte, so that tensors of any size go by in segments.
+The header and the length of a file are known before its first byte, so tensors of any size are written in segments.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from shardwise.boxes import Box
 from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry, label
@@ -22,13 +22,14 @@ from shardwise.units import size
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
+_Weight = TypeVar("_Weight", "StreamedWeight", "PlannedPiece")
 STREAM_BYTES = 64 * 2**20
 """Of a tensor that are held in memory at a time."""
 
 
 @dataclass(frozen=True)
 class PlannedPiece:
-    """A box of a tensor in a file: of which state (`model`, `exp_avg`, …), and where its bytes begin."""
+    """A box of a tensor in a file: the tensor's state (`model`, `exp_avg`, …), and the offset of its bytes."""
 
     state: str
     name: str
@@ -37,36 +38,45 @@ class PlannedPiece:
     box: Box
     offset: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * DTYPES[self.dtype].itemsize
+
+    @staticmethod
+    def weight(name: str, shape: tuple[int, ...], dtype: str) -> PlannedPiece:
+        return PlannedPiece(MODEL, name, shape, dtype, Box.whole(shape))
+
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A safetensors file as it will be, before its first byte is written."""
+    """A safetensors file that is to be written: its header, its length and its pieces in order."""
 
     path: str
     header: bytes
     size: int
-    parts: tuple[PlannedPiece, ...]
+    pieces: tuple[PlannedPiece, ...]
 
     @staticmethod
-    def of(path: str, parts: Sequence[PlannedPiece]) -> PlannedFile:
-        """The file that holds these parts, in their order."""
-        labelled = [(label(part.state, part.name, part.shape, part.box), part.dtype, part.box.size) for part in parts]
-        head, offsets, total = header(labelled, {"format": "pt"})
-        placed = tuple(replace(part, offset=offset) for part, offset in zip(parts, offsets, strict=True))
+    def of(path: str, pieces: Sequence[PlannedPiece]) -> PlannedFile:
+        named = [
+            (label(piece.state, piece.name, piece.shape, piece.box), piece.dtype, piece.box.size) for piece in pieces
+        ]
+        head, offsets, total = header(named, {"format": "pt"})
+        placed = tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=True))
         return PlannedFile(path, head, total, placed)
 
 
 def tensor_entries(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> dict[str, dict[str, TensorEntry]]:
     """What a manifest says of the tensors in `files`; `entries`: its files, in its order."""
     index = {entry.path: number for number, entry in enumerate(entries)}
-    pieces: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
+    tiles: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
     for file in files:
-        for part in file.parts:
-            piece = PieceEntry(index[file.path], part.offset, part.box)
-            pieces.setdefault((part.state, part.name, part.shape, part.dtype), []).append(piece)
+        for piece in file.pieces:
+            key = piece.state, piece.name, piece.shape, piece.dtype
+            tiles.setdefault(key, []).append(PieceEntry(index[file.path], piece.offset, piece.box))
     tensors: dict[str, dict[str, TensorEntry]] = {}
-    for (state, name, shape, dtype), found in pieces.items():
-        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, tuple(found))
+    for (state, name, shape, dtype), pieces in tiles.items():
+        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, tuple(pieces))
     return tensors
 
 
@@ -75,7 +85,7 @@ def tensor_entries(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -
 
 @dataclass(frozen=True)
 class StreamedWeight:
-    """A weight that comes piece by piece: `read` yields its bytes, contiguous and row-major, in any cuts."""
+    """A weight that is written in parts: `read` yields its bytes, contiguous and row-major, in parts of any length."""
 
     name: str
     dtype: str
@@ -108,7 +118,6 @@ def write_folder(
     weights: Sequence[StreamedWeight],
     beside: Mapping[str, bytes],
     *,
-    partial: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
     manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
@@ -117,11 +126,10 @@ def write_folder(
     """A Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
 
     Args:
-        beside: path → content of the other files. `config.json`, which makes a folder a model's, is written last.
-        partial: name of the folder until it is complete; default: `.NAME.partial`.
+        beside: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
         progress: called with the bytes of weights that were written since the last call.
         manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
-        replaces: a folder of that name goes once the new one is complete; else there must be none.
+        replaces: a folder of that name is removed once the new one is complete; else there must be none.
 
     Raises:
         ConfigError: the folder exists. StoreError: a file cannot be written. Whatever reading the weights raises.
@@ -131,11 +139,11 @@ def write_folder(
         raise ConfigError(f"{final} exists already: choose another name, or remove it")
     parent.make()
     require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
-    with staged(parent, name, partial or f".{name}.partial") as staging:
+    with staged(parent, name) as staging:
         files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
-        small = {**beside, **weight_index({file.path: [part.name for part in file.parts] for file in files}, weights)}
+        small = {**beside, **weight_index({file.path: file.pieces for file in files})}
         for path in sorted(small, key=lambda path: path == CONFIG):
-            entries.append(write_small(staging / path, small[path], path))
+            entries.append(write_small(staging / path, small[path]))
         if manifest is not None:
             (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
         if replaces and parent.is_local:
@@ -144,17 +152,12 @@ def write_folder(
     return WrittenFolder(final, count, sum(entry.bytes for entry in entries))
 
 
-def weight_index(names: Mapping[str, Iterable[str]], weights: Iterable[Sized]) -> dict[str, bytes]:
-    """The file that says which shard holds which weight; nothing where there is one shard.
-
-    Args:
-        names: path of a shard → names of its weights.
-        weights: all weights.
-    """
-    if len(names) < 2:
+def weight_index(shards: Mapping[str, Sequence[PlannedPiece]]) -> dict[str, bytes]:
+    """The file that says which shard holds which weight; nothing where there is one shard. `shards`: by their paths."""
+    if len(shards) < 2:
         return {}
-    total = sum(weight.nbytes for weight in weights)
-    places = {name: path for path, inside in names.items() for name in inside}
+    total = sum(weight.nbytes for weights in shards.values() for weight in weights)
+    places = {weight.name: path for path, weights in shards.items() for weight in weights}
     return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": places})}
 
 
@@ -165,7 +168,7 @@ def _write_weights(
     shards = list(cut(weights, max_shard_bytes))
     files, entries = [], []
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
-        file = PlannedFile.of(name, [PlannedPiece(MODEL, w.name, w.shape, w.dtype, Box.whole(w.shape)) for w in shard])
+        file = PlannedFile.of(name, [PlannedPiece.weight(w.name, w.shape, w.dtype) for w in shard])
         with ChunkedWriter(folder / name, file.size, name) as writer:
             writer.write(file.header)
             for weight in shard:
@@ -178,23 +181,15 @@ def _write_weights(
     return files, entries
 
 
-def write_small(file: Root, data: bytes, path: str | None = None) -> FileEntry:
-    """One of the files beside the weights."""
-    with ChunkedWriter(file, len(data), path) as writer:
+def write_small(file: Root, data: bytes) -> FileEntry:
+    """Write one of the files beside the weights."""
+    with ChunkedWriter(file, len(data)) as writer:
         writer.write(data)
         return writer.close()
 
 
-class Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_Weight = TypeVar("_Weight", bound=Sized)
-
-
 def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
-    """Shards of at most so many bytes; a larger tensor has one to itself."""
+    """Shards of at most `max_shard_bytes`; a larger tensor has one to itself."""
     shard: list[_Weight] = []
     held = 0
     for weight in weights:
@@ -222,13 +217,13 @@ def to_json(value: object) -> bytes:
 
 
 @contextlib.contextmanager
-def staged(parent: Root, name: str, partial: str) -> Iterator[Root]:
-    """A folder that is complete or not there: on a local disk it has the name `partial` until all of it is written.
+def staged(parent: Root, name: str) -> Iterator[Root]:
+    """A folder that is complete or not there: on a local disk its name is `.NAME.partial` until all of it is written.
 
-    An object store has no such thing as a rename; there, what makes the folder valid must be written last.
+    An object store has no rename; there, the file that makes the folder valid must be written last.
     """
     final = parent / name
-    staging = parent / partial if parent.is_local else final
+    staging = parent / f".{name}.partial" if parent.is_local else final
     staging.remove()
     staging.make()
     try:
@@ -243,11 +238,11 @@ def staged(parent: Root, name: str, partial: str) -> Iterator[Root]:
         raise
 
 
-def require_room(folder: Root, needed: int, what: str) -> None:
-    """Raise StoreError where the disk has no room for `needed` bytes of what is to be written."""
+def require_room(folder: Root, needed: int, what: str, advice: str = "make room there") -> None:
+    """Raise StoreError where the disk has no room for `needed` bytes; `what`: the subject of the message."""
     free = folder.free_bytes()
     if free is not None and free < needed:
         raise StoreError(
-            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: make room there",
+            f"{what} needs {size(needed)} ({needed:,} bytes) in {folder}, where {size(free)} are free: {advice}",
             out_of_space=True,
         )

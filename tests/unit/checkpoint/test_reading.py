@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.boxes import Box
 from shardwise.checkpoint.pieces import Pieces, compact
-from shardwise.checkpoint.reading import Source, Want, read
+from shardwise.checkpoint.reading import CheckpointReader, Want, read
 from shardwise.checkpoint_format.manifest import Manifest, PieceEntry
 from shardwise.mesh import Mesh
 from shardwise.storage.root import DamageError, Root, StoreError
@@ -57,14 +57,14 @@ def test_what_ranks_send_each_other_of_a_manifest_is_all_of_it(tmp_path: Path) -
     assert sent.to_json() == manifest.to_json()
 
 
-def everything(folder: Root) -> tuple[Source, list[Want]]:
+def everything(folder: Root) -> tuple[CheckpointReader, list[Want]]:
     manifest = Manifest.read(folder)
     wants = [
         Want(state, name, Box.whole(entry.shape), torch.full(entry.shape, 7.0))
         for state, named in manifest.tensors.items()
         for name, entry in named.items()
     ]
-    return Source(folder, manifest), wants
+    return CheckpointReader(folder, manifest), wants
 
 
 def silent(reads: list[str], names: tuple[str, ...], error: Exception) -> Callable[..., bytes]:

@@ -13,7 +13,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardwise.checkpoint_format.folders import (
-    Removable,
     abandon,
     abandoned,
     checkpoints,
@@ -21,6 +20,7 @@ from shardwise.checkpoint_format.folders import (
     prune,
     put_in_place,
     removable,
+    remove_checkpoint,
     step_name,
     survey,
 )
@@ -49,6 +49,12 @@ def root(tmp_path: Path) -> Root:
 
 def names(root: Root) -> set[str]:
     return set(root.names())
+
+
+def remove_all_but(keep: int, root: Root) -> None:
+    going, leftovers = removable(root, keep)
+    for folder in [*(each.folder for each in going), *leftovers]:
+        remove_checkpoint(folder)
 
 
 def test_newest_first_and_what_is_wrong(root: Root) -> None:
@@ -83,11 +89,11 @@ def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
 def test_no_folder_no_checkpoints(tmp_path: Path) -> None:
     assert not list(checkpoints(Root.of(tmp_path / "none")))
     assert survey(Root.of(tmp_path / "none")) == []
-    assert removable(Root.of(tmp_path / "none"), 1).checkpoints == ()
+    assert removable(Root.of(tmp_path / "none"), 1) == ([], [])
 
 
 def test_the_newest_intact_stay(root: Root) -> None:
-    removable(root, 2).remove()
+    remove_all_but(2, root)
     assert names(root) == {
         step_name(600), step_name(500), step_name(400), partial_name(700), "step-7", "notes", "step-00000500.abandoned"
     }  # fmt: skip
@@ -104,16 +110,16 @@ def test_the_newest_intact_stay(root: Root) -> None:
     ],
 )
 def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: list[int]) -> None:
-    going = removable(root, keep, every)
-    assert [each.step for each in going.checkpoints] == gone
-    assert all(each.bytes > 0 for each in going.checkpoints)
-    assert all(each.folder.exists() for each in going.checkpoints), "asking removes nothing"
+    going, _ = removable(root, keep, every)
+    assert [each.step for each in going] == gone
+    assert all(each.bytes > 0 for each in going)
+    assert all(each.folder.exists() for each in going), "asking removes nothing"
 
 
 def test_nothing_intact_nothing_removed(root: Root) -> None:
     for step in range(100, 600, 100):
         (root / step_name(step) / MANIFEST).remove()
-    assert removable(root, 1) == Removable((), ())
+    assert removable(root, 1) == ([], [])
 
 
 def test_what_may_be_intact_stays_until_there_are_enough(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +132,8 @@ def test_what_may_be_intact_stays_until_there_are_enough(root: Root, monkeypatch
         return read(folder)
 
     monkeypatch.setattr(Manifest, "read", no_answer)
-    assert [each.step for each in removable(root, 2).checkpoints] == [300, 100]
-    assert [each.step for each in removable(root, 3).checkpoints] == [300]
+    assert [each.step for each in removable(root, 2)[0]] == [300, 100]
+    assert [each.step for each in removable(root, 3)[0]] == [300]
 
 
 # ---- after a save
@@ -194,7 +200,7 @@ def test_setting_aside(root: Root) -> None:
     assert [each.name for each in abandoned(root)] == [
         "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
     ]  # fmt: skip
-    assert [each.step for each in removable(root, 2).checkpoints] == [100], "what is set aside counts for keep"
+    assert [each.step for each in removable(root, 2)[0]] == [100], "what is set aside counts for keep"
 
 
 # ---- one in place of another
@@ -276,5 +282,5 @@ def test_a_prune_that_breaks_off_leaves_no_checkpoint(root: Root, monkeypatch: p
 
     monkeypatch.setattr(Root, "remove", break_off)
     with pytest.raises(StoreError, match="no answer"):
-        removable(root, 2).remove()
+        remove_all_but(2, root)
     assert not (root / step_name(300) / MANIFEST).exists()

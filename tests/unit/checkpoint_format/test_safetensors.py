@@ -56,12 +56,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "overlap": ({"a": F32, "b": F32}, "b begins at byte"),
     "hole": ({"a": {**F32, "data_offsets": [4, 12]}}, "a begins at byte"),
     "beyond the end": ({"a": {**F32, "shape": [4], "data_offsets": [0, 16]}}, "its tensors end at byte"),
-    "negative": ({"a": {**F32, "data_offsets": [-8, 0]}}, "must be whole numbers"),
-    "truth": ({"a": {**F32, "shape": [True, 2]}}, "must be whole numbers"),
-    "huge": ({"a": {**F32, "shape": [2**70, 2**70]}}, "must be whole numbers"),
-    "many dims": ({"a": {**F32, "shape": [1] * 10_000}}, "must be whole numbers"),
+    "negative": ({"a": {**F32, "data_offsets": [-8, 0]}}, "the offsets of a must be 2 whole numbers"),
+    "truth": ({"a": {**F32, "shape": [True, 2]}}, "the shape of a must be at most 64 whole numbers"),
+    "huge": ({"a": {**F32, "shape": [2**70, 2**70]}}, "the shape of a must be at most 64 whole numbers"),
+    "many dims": ({"a": {**F32, "shape": [1] * 10_000}}, "the shape of a must be at most 64 whole numbers"),
     "escape sequence": ({"\x1b[2J": F32}, "must be printable"),
-    "no tensor": ({"a": 3}, "a is no JSON object"),
+    "no tensor": ({"a": 3}, "a must be a JSON object"),
 }
 
 

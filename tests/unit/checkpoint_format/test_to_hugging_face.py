@@ -27,8 +27,9 @@ def as_torch(dtype: str, values: np.ndarray) -> torch.Tensor:
 
 
 def export(folder: Root, target: Path, dtype: str | None = None, max_bytes: int = 10**9) -> dict[str, torch.Tensor]:
-    done = Export(folder, dtype).write(Root.of(target.parent), target.name, max_bytes)
-    assert (done.step, str(done.folder)) == (100, str(target))
+    planned = Export(folder, dtype)
+    done = planned.write(Root.of(target.parent), target.name, max_bytes)
+    assert (planned.step, str(done.folder)) == (100, str(target))
     files = sorted(target.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -151,6 +152,6 @@ def test_a_folder_has_its_names_on_the_disk_before_it_gets_its_own(
 ) -> None:
     synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(Root, "sync", lambda place: synced.append((place.name, (tmp_path / "model").exists())))
-    with staged(Root.of(tmp_path), "model", ".model.partial") as folder:
+    with staged(Root.of(tmp_path), "model") as folder:
         (folder / "weights").write(b"x")
     assert synced == [(".model.partial", False), (tmp_path.name, True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-import torch
-
 from shardwise import __version__
 from shardwise.checkpoint_format.casting import FLOATING
-from shardwise.checkpoint_format.folders import partial_name, step_name
+from shardwise.checkpoint_format.folders import step_name
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.checkpoint_format.verify import non_finite, non_finite_text
 from shardwise.checkpoint_format.writing import (
@@ -48,7 +47,7 @@ class ForeignModel:
         layout: degrees of parallelism of the source; empty where it is not sharded.
         beside: name → content of other files of the model.
         tokens: ids of special tokens, for `config.json`.
-        notes: for the user, what has no counterpart here.
+        notes: for the user: settings of the other program that have no counterpart here.
     """
 
     config: FamilyConfig
@@ -64,19 +63,15 @@ class ForeignModel:
 
     @property
     def parameters(self) -> int:
-        return sum(_numel(weight) for weight in self.weights)
+        return sum(math.prod(weight.shape) for weight in self.weights)
 
     @property
     def dtype(self) -> str:
-        """That most of the weights have, as torch names it."""
+        """The dtype that most parameters have, as torch names it."""
         sizes: Counter[str] = Counter()
         for weight in self.weights:
-            sizes[FLOATING[weight.dtype]] += _numel(weight)
+            sizes[FLOATING[weight.dtype]] += math.prod(weight.shape)
         return max(sizes, key=lambda name: sizes[name])
-
-
-def _numel(weight: StreamedWeight) -> int:
-    return torch.Size(weight.shape).numel()
 
 
 def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
@@ -128,21 +123,19 @@ def write_checkpoint(
         root,
         step_name(STEP),
         [replace(weight, read=partial(_counted, weight, not_finite)) for weight in opened.weights],
-        {**opened.beside, CONFIG: to_json(_described(opened))},
-        partial=partial_name(STEP),
+        {
+            **opened.beside,
+            CONFIG: to_json({**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}),
+        },
         max_shard_bytes=max_shard_bytes,
         progress=progress,
         manifest=manifest,
     )
 
 
-def _counted(weight: StreamedWeight, found: Counter[str]) -> Iterator[Buffer]:
-    """The bytes of a weight; how many of its values are not finite is added to `found`."""
+def _counted(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
+    """The bytes of a weight; how many of its values are not finite is added to `not_finite`."""
     for data in weight.read():
         if count := non_finite(memoryview(data).cast("B"), weight.dtype):
-            found[weight.name] += count
+            not_finite[weight.name] += count
         yield data
-
-
-def _described(opened: ForeignModel) -> dict[str, Any]:
-    return {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}

@@ -15,12 +15,10 @@ from shardwise.checkpoint_format.comparison import differing_copies, find_source
 from shardwise.checkpoint_format.manifest import MODEL, TensorEntry
 from shardwise.checkpoint_format.safetensors import DTYPES
 from shardwise.checkpoint_format.tensors import StoredTensors, segments
-from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint_format.writing import CONFIG, STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError
 from shardwise.hub import BESIDE_WEIGHTS, INDEX
 from shardwise.storage.root import Buffer, Root
-
-_CONFIG = "config.json"
 
 
 def open_hugging_face(folder: Root) -> ForeignModel:
@@ -30,16 +28,16 @@ def open_hugging_face(folder: Root) -> ForeignModel:
         ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
         cannot be read.
     """
-    if not (folder / _CONFIG).exists():
-        raise ConfigError(f"{folder} must hold a {_CONFIG} that describes the model: it has none")
-    config = read_model(folder / _CONFIG)
+    if not (folder / CONFIG).exists():
+        raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
+    config = read_model(folder / CONFIG)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
     sources, problems = find_sources(str(folder), config.family, shapes, stored)
     if not problems:
-        copied = [name for name, names in sources.items() if len(names) > 1]
-        boxes = [(name, box) for name in copied for box in _boxes(stored[sources[name][0]])]
+        copied = {name: names[0] for name, names in sources.items() if len(names) > 1}
+        boxes = [(name, box) for name, first in copied.items() for box in _boxes(stored[first])]
         problems = differing_copies(str(folder), tensors, sources, boxes)
     if problems:
         raise ConfigError(problems)
@@ -48,7 +46,9 @@ def open_hugging_face(folder: Root) -> ForeignModel:
         for name, shape in shapes.items()
         for source in sources[name][:1]
     ]
-    return ForeignModel(config, weights, beside=_beside(folder), tokens=token_ids(folder / _CONFIG))
+    names = [name for name in folder.names() if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
+    beside = {name: (folder / name).read() for name in names if name != INDEX and not (folder / name).is_folder()}
+    return ForeignModel(config, weights, beside=beside, tokens=token_ids(folder / CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
@@ -61,11 +61,6 @@ def _boxes(entry: TensorEntry) -> Iterator[Box]:
     return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)
 
 
-def _beside(folder: Root) -> dict[str, bytes]:
-    names = [name for name in folder.names() if any(fnmatch(name, pattern) for pattern in BESIDE_WEIGHTS)]
-    return {name: (folder / name).read() for name in names if name != INDEX and not (folder / name).is_folder()}
-
-
-def token_ids(described: Root) -> Mapping[str, Any]:
-    """Those that a `config.json` names; what it leaves out has the same default in a copy."""
-    return {key: value for key, value in json.loads(described.read()).items() if key.endswith("_token_id")}
+def token_ids(config_file: Root) -> Mapping[str, Any]:
+    """The ids of special tokens in a `config.json`; a copy without one has the same default."""
+    return {key: value for key, value in json.loads(config_file.read()).items() if key.endswith("_token_id")}

@@ -18,9 +18,9 @@ query groups, d head size; the fused Q, K and V have, by checkpoint version,
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,20 @@ _OUTSIDE = (
     (r"(?:word_embeddings_for_head|output_layer)\.(weight)", "head"),
     (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
 )
+_HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
+_MODULES = {
+    "transformer.wte": ("word", "tokens"), "model.embed_tokens": ("word", "tokens"), "lm_head": ("head", "tokens"),
+    "transformer.wpe": ("position", "copies"),
+    "transformer.ln_f": ("final_norm", "copies"), "model.norm": ("final_norm", "copies"),
+    "ln_1": ("input_norm", "copies"), "input_layernorm": ("input_norm", "copies"),
+    "ln_2": ("post_norm", "copies"), "post_attention_layernorm": ("post_norm", "copies"),
+    "attn.c_attn": ("qkv", "qkv"), "attn.c_proj": ("dense", "rows"),
+    "self_attn.q_proj": ("qkv", "q"), "self_attn.k_proj": ("qkv", "k"), "self_attn.v_proj": ("qkv", "v"),
+    "self_attn.o_proj": ("dense", "rows"),
+    "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
+    "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
+}  # fmt: skip
+"""Hugging Face's module, without its layer → the name above, and how tensor-parallel ranks hold it."""
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq)")
 
@@ -90,9 +104,8 @@ def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
         )
     if config.tie_word_embeddings:
         shards.require_tied("word.weight", "head.weight")
-    model = _Model(shards, config, version)
-    found = dict(model.llama(config) if isinstance(config, LlamaConfig) else model.gpt(config))
-    weights = shards.weights(canonical_shapes(config), found)
+    shapes = canonical_shapes(config)
+    weights = shards.weights(shapes, dict(_tensors(shards, config, version, shapes)))
     layout = {"tensor": tensor, "pipeline": pipeline}
     return ForeignModel(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
 
@@ -118,26 +131,25 @@ def _iteration(source: Path) -> Path:
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     """(tensor-parallel rank, pipeline stage) → its file."""
-    found, problems = {}, []
+    ranks, problems = {}, []
     for path in sorted(folder.iterdir()):
         match = _RANK.fullmatch(path.name)
         if match is None:
             continue
         if match[3]:
             raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
-        files = [path / name for name in _FILES if (path / name).is_file()]
-        if not files:
+        if files := [path / name for name in _FILES if (path / name).is_file()]:
+            ranks[int(match[1]), int(match[2] or 0)] = files[0]
+        else:
             problems.append(f"{path} must hold {listing(_FILES, 'or')}, and it holds neither")
-            continue
-        found[int(match[1]), int(match[2] or 0)] = files[0]
     if problems:
         raise ConfigError(problems)
-    if not found:
+    if not ranks:
         hint = ""
         if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
-            hint = ": it is in a distributed format, so write it anew by Megatron-LM with --ckpt-format torch"
+            hint = ": it is in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
         raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{hint}")
-    return found
+    return ranks
 
 
 def _open(path: Path) -> Mapping[str, Any]:
@@ -150,7 +162,7 @@ def _open(path: Path) -> Mapping[str, Any]:
 
 
 def _agreed(states: Mapping[tuple[int, int], Mapping[str, Any]], folder: Path) -> tuple[dict[str, Any], int]:
-    """The arguments and the checkpoint version, which all files must have alike."""
+    """The arguments and the checkpoint version, which must be the same in all files."""
     first, *others = states.values()
     args = vars(first["args"])
     version = first.get("checkpoint_version", 0)
@@ -169,16 +181,16 @@ def _agreed(states: Mapping[tuple[int, int], Mapping[str, Any]], folder: Path) -
     return args, int(version)
 
 
-def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel degree, of which each rank must be there."""
-    tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in found) + 1
-    pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in found) + 1
+def _degrees(args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel degree; every rank of them must have a file."""
+    tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in ranks) + 1
+    pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in ranks) + 1
     if not is_count(tensor) or not is_count(pipeline) or tensor * pipeline > _MOST_RANKS:
         raise ConfigError(
             f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
         )
     is_cut = pipeline > 1  # else the names lack the stage
-    require_ranks(str(folder), found, tensor, pipeline, lambda t, p: f"mp_rank_{t:02d}" + f"_{p:03d}" * is_cut)
+    require_ranks(str(folder), ranks, tensor, pipeline, lambda t, p: f"mp_rank_{t:02d}" + f"_{p:03d}" * is_cut)
     return tensor, pipeline
 
 
@@ -188,10 +200,11 @@ def _degrees(args: Mapping[str, Any], found: set[tuple[int, int]], folder: Path)
 def _collect(
     states: Mapping[tuple[int, int], Mapping[str, Any]], tensor: int, pipeline: int, where: str
 ) -> tuple[Shards, bool]:
-    """All tensors by the names of `_INSIDE` and `_OUTSIDE`, layers counted over all stages; and whether it is
-    a model of `megatron.legacy`.
+    """All tensors by the names in `_INSIDE` and `_OUTSIDE`; and whether `megatron.legacy` wrote them.
+
+    The layers are counted over all stages.
     """
-    shards = Shards(where, {})
+    shards = Shards(where, tensor)
     keys = _chunk_keys(states, where)
     legacy = "language_model" in states[0, 0][keys[0]]
     first = 0
@@ -209,21 +222,17 @@ def _collect(
 
 def _chunk_keys(states: Mapping[tuple[int, int], Mapping[str, Any]], where: str) -> list[str]:
     """`model`, or `model0`, `model1`, … in order."""
-    found = {
-        tuple(sorted((key for key in state if re.fullmatch(r"model\d*", key)), key=lambda key: (len(key), key)))
-        for state in states.values()
-    }
-    keys = next(iter(found))
-    numbered = tuple(f"model{i}" for i in range(len(keys)))
-    if len(found) > 1 or not keys or keys not in (("model",), numbered):
+    names = {key for state in states.values() for key in state if re.fullmatch(r"model\d*", key)}
+    keys = ["model"] if names == {"model"} else [f"model{i}" for i in range(len(names))]
+    if not names or any(set(keys) != names & set(state) for state in states.values()):
         raise ConfigError(f"{where} must hold 'model', or 'model0', 'model1', …, the same in every file")
     if any(not isinstance(state[key], dict) for state in states.values() for key in keys):
         raise ConfigError(f"{where} must hold the state of a model under {listing(keys)}")
-    return list(keys)
+    return keys
 
 
 def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> dict[str, Tensor]:
-    """A block of layers, which begins with the model's layer number `first`."""
+    """The tensors of a block of layers, which begins with the model's layer number `first`."""
     tensors: dict[str, Tensor] = {}
     for name, value in _flattened(state):
         if _NO_WEIGHTS.fullmatch(name):
@@ -237,13 +246,13 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
 
 
 def _layers(names: Iterable[str], first: int) -> int:
-    """How many layers a block has that begins with number `first`."""
+    """The number of layers in a block that begins with layer `first`."""
     numbers = [int(match[1]) for name in names if (match := _OUR_LAYER.match(name))]
     return max(numbers) + 1 - first if numbers else 0
 
 
 def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested dictionaries, as `megatron.legacy` writes them, by dotted names; without the names of wrappers."""
+    """The values of nested dictionaries (of `megatron.legacy`) by dotted names, without the names of wrappers."""
     for key, value in state.items():
         name = prefix + str(key)
         if isinstance(value, dict):
@@ -263,93 +272,49 @@ def _our_name(name: str, first: int) -> str | None:
 # ---- the model
 
 
-@dataclass(frozen=True)
-class _Model:
-    """From the shards to canonical tensors; None stands for what the shards lack."""
-
-    shards: Shards
-    config: GPTConfig | LlamaConfig
-    version: int
-
-    def gpt(self, config: GPTConfig) -> Iterator[tuple[str, Stacked | None]]:
-        """Hugging Face's GPT-2: its matrices are [in, out], and Q, K and V one behind the other."""
-        shards = self.shards
-        yield "transformer.wte.weight", self._tokens("word.weight")
-        yield "transformer.wpe.weight", shards.copies("position.weight")
-        for i in range(config.num_hidden_layers):
-            ours, theirs = f"transformer.h.{i}", f"layers.{i}"
-            for kind in ("weight", "bias"):
-                yield f"{ours}.ln_1.{kind}", shards.copies(f"{theirs}.input_norm.{kind}")
-                qkv = self._query_key_value(f"{theirs}.qkv.{kind}")
-                fused = stack(qkv) if qkv else None
-                yield f"{ours}.attn.c_attn.{kind}", _turned(fused, kind)
-                yield f"{ours}.ln_2.{kind}", shards.copies(f"{theirs}.post_norm.{kind}")
-                yield f"{ours}.mlp.c_fc.{kind}", _turned(shards.columns(f"{theirs}.fc1.{kind}"), kind)
-            for name, layer in (("attn.c_proj", "dense"), ("mlp.c_proj", "fc2")):
-                yield f"{ours}.{name}.weight", _turned(shards.rows(f"{theirs}.{layer}.weight"), "weight")
-                yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
-        yield from self._end("transformer.ln_f", ("weight", "bias"))
-
-    def llama(self, config: LlamaConfig) -> Iterator[tuple[str, Stacked | None]]:
-        shards = self.shards
-        attention = ("weight", "bias") if config.attention_bias else ("weight",)
-        mlp = ("weight", "bias") if config.mlp_bias else ("weight",)
-        yield "model.embed_tokens.weight", self._tokens("word.weight")
-        for i in range(config.num_hidden_layers):
-            ours, theirs = f"model.layers.{i}", f"layers.{i}"
-            yield f"{ours}.input_layernorm.weight", shards.copies(f"{theirs}.input_norm.weight")
-            yield f"{ours}.post_attention_layernorm.weight", shards.copies(f"{theirs}.post_norm.weight")
-            for kind in attention:
-                qkv = self._query_key_value(f"{theirs}.qkv.{kind}")
-                for at, name in enumerate("qkv"):
-                    yield f"{ours}.self_attn.{name}_proj.{kind}", qkv[at] if qkv else None
-            for kind in mlp:
-                gated = self._gate_up(f"{theirs}.fc1.{kind}")
-                for at, name in enumerate(("gate", "up")):
-                    yield f"{ours}.mlp.{name}_proj.{kind}", gated[at] if gated else None
-            for name, layer, kinds in (("self_attn.o_proj", "dense", attention), ("mlp.down_proj", "fc2", mlp)):
-                yield f"{ours}.{name}.weight", shards.rows(f"{theirs}.{layer}.weight")
-                if "bias" in kinds:
-                    yield f"{ours}.{name}.bias", shards.copies(f"{theirs}.{layer}.bias")
-        yield from self._end("model.norm", ("weight",))
-
-    def _tokens(self, name: str) -> Stacked | None:
-        """Without the rows of padding."""
-        whole = self.shards.columns(name)
-        return None if whole is None else whole.rows(0, self.config.vocab_size)
-
-    def _end(self, norm: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Stacked | None]]:
-        for kind in kinds:
-            yield f"{norm}.{kind}", self.shards.copies(f"final_norm.{kind}")
-        if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self._tokens("head.weight")
-
-    def _gate_up(self, name: str) -> list[Stacked] | None:
-        parts = self.shards.parts(name)
-        if parts is None:
-            return None
-        return self.shards.split(name, [self.config.intermediate_size // len(parts)] * 2)
-
-    def _query_key_value(self, name: str) -> list[Stacked] | None:
-        """Q, K and V, each with the rows of all heads in order."""
-        parts = self.shards.parts(name)
-        if parts is None:
-            return None
-        config, fused = self.config, Stacked(tuple(parts))
-        n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        rows = (n + 2 * g) * d
-        if fused.shape[0] != rows or (self.version < 2 and (g != n or n % len(parts))):
-            wanted = f"{rows} rows over {len(parts)} tensor-parallel ranks, of {n} query and {g} key/value heads"
-            self.shards.misshapen(name, fused.shape, wanted)
-            return None
-        if self.version == 0:
-            return self.shards.split(name, [n * d // len(parts)] * 3)
-        if self.version == 1:
-            return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in parts)) for i in range(3)]
-        group = rows // g
-        inside = ((0, group - 2 * d), (group - 2 * d, group - d), (group - d, group))
-        return [stack(fused.rows(k * group + a, k * group + b) for k in range(g)) for a, b in inside]
+def _tensors(
+    shards: Shards, config: GPTConfig | LlamaConfig, version: int, names: Iterable[str]
+) -> Iterator[tuple[str, Stacked]]:
+    """The canonical tensors of these names."""
+    query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
+    gate_up = functools.cache(functools.partial(shards.split, sizes=(config.intermediate_size // shards.ranks,) * 2))
+    for name in names:
+        path, _, kind = name.rpartition(".")
+        layer = _HUGGING_FACE_LAYER.fullmatch(path)
+        role, cut = _MODULES[layer[2] if layer else path]
+        source = f"layers.{layer[1]}.{role}.{kind}" if layer else f"{role}.{kind}"
+        if cut == "copies" or (cut == "rows" and kind == "bias"):
+            tensor = shards.copies(source)
+        elif cut == "rows":
+            tensor = shards.rows(source)
+        elif cut == "columns":
+            tensor = shards.columns(source)
+        elif cut == "tokens":
+            tensor = shards.columns(source).rows(0, config.vocab_size)  # without the rows of padding
+        elif cut in ("gate", "up"):
+            tensor = gate_up(source)[("gate", "up").index(cut)]
+        else:  # Q, K and V: all of them, or one
+            tensor = stack(query_key_value(source)["qkv".index(letter)] for letter in cut)
+        # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
+        is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"
+        yield name, tensor.t if is_transposed else tensor
 
 
-def _turned(whole: Stacked | None, kind: str) -> Stacked | None:
-    return whole.t if whole is not None and kind == "weight" else whole
+def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: int, name: str) -> list[Stacked]:
+    """Q, K and V, each with the rows of all heads in order."""
+    fused, ranks = shards.columns(name), shards.ranks
+    if not fused.parts:
+        return [fused] * 3
+    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    rows = (n + 2 * g) * d
+    if fused.shape[0] != rows or (version < 2 and (g != n or n % ranks)):
+        wanted = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
+        shards.misshapen(name, fused.shape, wanted)
+        return [Stacked()] * 3
+    if version == 0:
+        return shards.split(name, [n * d // ranks] * 3)
+    if version == 1:
+        return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in fused.parts)) for i in range(3)]
+    group = rows // g
+    inside = ((0, group - 2 * d), (group - 2 * d, group - d), (group - d, group))
+    return [stack(fused.rows(k * group + a, k * group + b) for k in range(g)) for a, b in inside]

@@ -40,7 +40,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def read_args(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
 ) -> tuple[GPTConfig | LlamaConfig, list[str]]:
-    """The model, and notes on what of the arguments has no counterpart.
+    """The model, and notes on arguments that have no counterpart.
 
     Args:
         vocab_size: without padding.
@@ -70,7 +70,7 @@ def read_args(
 
 
 def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
-    """The configuration's `model` section, and notes on what of the arguments has no counterpart."""
+    """The configuration's `model` section, and notes on arguments that have no counterpart."""
     positions = "rope" if args.get("use_rotary_position_embeddings") else args.get("position_embedding_type")
     kind = (positions or "learned_absolute", args.get("normalization") or "LayerNorm", bool(args.get("swiglu")))
     hidden, heads = args["hidden_size"], args["num_attention_heads"]
@@ -84,72 +84,55 @@ def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool)
         "initializer_range": args.get("init_method_std") or 0.02,
         "tie_word_embeddings": not args.get("untie_embeddings_and_output_weights", False),
     }
-    attention = {
-        "num_key_value_heads": args.get("num_query_groups") or heads if args.get("group_query_attention") else heads,
-        "head_dim": args.get("kv_channels") or hidden // heads,
-        "biased": bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False))),
-    }
+    key_value_heads = args.get("num_query_groups") or heads if args.get("group_query_attention") else heads
+    head_dim = args.get("kv_channels") or hidden // heads
+    is_biased = bool(args.get("add_bias_linear", not args.get("disable_bias_linear", False)))
     epsilon = args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5
     if kind == _LLAMA:
+        rotary = args.get("rotary_percent")
+        _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
+        section |= {
+            "family": "llama",
+            "num_key_value_heads": key_value_heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": epsilon,
+            "rope_theta": float(args.get("rotary_base") or 10000),
+            "attention_bias": is_biased,
+            "mlp_bias": is_biased,
+            "attention_dropout": args.get("attention_dropout", 0.0),
+        }
+        if args.get("use_rope_scaling"):
+            factor = float(args.get("rope_scaling_factor") or 8.0)
+            section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
         dropout = args.get("hidden_dropout")
-        notes = [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
-        return {**section, **_llama(args, where, **attention), "rms_norm_eps": epsilon}, notes
+        return section, [f"hidden_dropout ({dropout}) is left out: a Llama has none"] if dropout else []
     if kind == _GPT:
-        _require_gpt_attention(section, where, **attention)
-        return {**section, **_gpt(args, legacy), "layer_norm_epsilon": epsilon}, []
-    found = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
+        groups = ("num_query_groups", key_value_heads, heads)
+        channels = ("kv_channels", head_dim * heads, hidden)
+        _require(where, "GPT-2", ("add_bias_linear", is_biased, True), groups, channels)
+        has_tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
+        hidden_dropout = args.get("hidden_dropout", 0.1)
+        section |= {
+            "family": "gpt",
+            "layer_norm_epsilon": epsilon,
+            "activation_function": "gelu_new" if has_tanh else "gelu",
+            "embd_pdrop": hidden_dropout,
+            "resid_pdrop": hidden_dropout,
+            "attn_pdrop": args.get("attention_dropout", 0.1),
+        }
+        return section, []
+    given = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))
     raise ConfigError(
-        f"{where}: its arguments {found} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
+        f"{where}: its arguments {given} must be {listing(_GPT)}, a GPT-2, or {listing(_LLAMA)}, a Llama: no other "
         "models are imported from Megatron-LM"
     )
 
 
-def _llama(
-    args: Mapping[str, Any], where: str, *, num_key_value_heads: int, head_dim: int, biased: bool
-) -> dict[str, Any]:
-    """The fields that only a Llama has."""
-    if args.get("rotary_percent", 1.0) not in (None, 1.0):
-        raise ConfigError(f"{where}: its argument rotary_percent ({args['rotary_percent']}) must be 1.0 for a Llama")
-    fields = {
-        "family": "llama",
-        "num_key_value_heads": num_key_value_heads,
-        "head_dim": head_dim,
-        "rope_theta": float(args.get("rotary_base") or 10000),
-        "attention_bias": biased,
-        "mlp_bias": biased,
-        "attention_dropout": args.get("attention_dropout", 0.0),
-    }
-    if args.get("use_rope_scaling"):
-        factor = float(args.get("rope_scaling_factor") or 8.0)
-        fields["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    return fields
-
-
-def _gpt(args: Mapping[str, Any], legacy: bool) -> dict[str, Any]:
-    """The fields that only a GPT-2 has."""
-    tanh = args.get("bias_gelu_fusion") or (legacy and args.get("openai_gelu"))
-    hidden_dropout = args.get("hidden_dropout", 0.1)
-    return {
-        "family": "gpt",
-        "activation_function": "gelu_new" if tanh else "gelu",
-        "embd_pdrop": hidden_dropout,
-        "resid_pdrop": hidden_dropout,
-        "attn_pdrop": args.get("attention_dropout", 0.1),
-    }
-
-
-def _require_gpt_attention(
-    section: Mapping[str, Any], where: str, *, num_key_value_heads: int, head_dim: int, biased: bool
-) -> None:
-    """ConfigError where a GPT-2 would lack biases, or share keys and values, or have heads of another size."""
-    hidden, heads = section["hidden_size"], section["num_attention_heads"]
+def _require(where: str, model: str, *facts: tuple[str, object, object]) -> None:
+    """ConfigError where an argument (its name, value, wanted value) does not suit the model."""
     problems = [
-        f"{where}: its argument {name} ({value!r}) must be {wanted!r} for a GPT-2"
-        for name, value, wanted in (
-            ("add_bias_linear", biased, True),
-            ("num_query_groups", num_key_value_heads, heads),
-            ("kv_channels", head_dim * heads, hidden),
-        )
+        f"{where}: its argument {name} ({value!r}) must be {wanted!r} for a {model}"
+        for name, value, wanted in facts
         if value != wanted
     ]
     if problems:
@@ -161,7 +144,7 @@ def is_count(value: object) -> bool:
 
 
 def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, where: str) -> int:
-    """Rows of the embedding that are tokens: the others were added so that ranks hold equally many.
+    """The number of tokens: the embedding has more rows, so that all ranks have equally many.
 
     Raises:
         ConfigError: the size of the vocabulary is not known.
@@ -172,7 +155,7 @@ def choose_vocabulary(args: Mapping[str, Any], padded: int, given: int | None, w
         known = args.get("vocab_size")
     if known is None or not is_count(known):
         raise ConfigError(
-            f"{where} must tell how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
+            f"{where} must say how many of the {padded:,} rows of its embedding are tokens and how many are padding: "
             f"its arguments do not, so give --vocab-size N or --tokenizer (--vocab-size {padded} keeps all rows)"
         )
     if known > padded:

@@ -5,22 +5,25 @@
     SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6, under "model"
     SOURCE/tp_rank_TT_pp_rank_PP, ….tensors/tensor_N.pt  of these with xser
 
-As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. Layers keep their numbers over pipeline
-stages. What a rank's fused tensors mean, its model code says (modeling_llama_nxd.py, modules/qkv_linear.py):
-gate_up_proj is [gate; up]; qkv_proj.weight [q; k; v]; weight_q, weight_k and weight_v, or weight_qkv = [q; k; v], are
-of GQAQKVColumnParallelLinear, which holds each key/value head `m` times. The query heads of a rank attend to the
-key/value heads of that rank, so the order of the copies gives the query heads of each group:
-copies lie g slots apart as scripts/checkpoint_converter.py writes them (K0 K1 … K0 K1 …), or next to each other. A
-GPT-NeoX rank's query_key_value is [its heads, 3, head size], as in the whole model.
+As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. A layer has the same number on every
+pipeline stage. The model code says what the fused tensors of a rank are (modeling_llama_nxd.py, modules/qkv_linear.py):
+
+    gate_up_proj                        [gate; up]
+    qkv_proj.weight                     [q; k; v]
+    weight_q, weight_k and weight_v,    of GQAQKVColumnParallelLinear, which holds each key/value head several times, so
+    or weight_qkv = [q; k; v]           that each rank has one
+    query_key_value of a GPT-NeoX       [its heads, 3, head size], as in the whole model
+
+The query heads of a rank attend to the key/value heads of that rank, so the order of the copies says which query heads
+belong to a key/value head. scripts/checkpoint_converter.py writes all g heads and then all of them again (K0 K1 … K0
+K1 …); other programs write the copies of a head next to each other.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +44,10 @@ _OLD_FILE = "checkpoint.pt"
 _STARTED, _DONE = "checkpoint", "done"
 _SHOWN = 6
 
+_ROW_PARALLEL = re.compile(r".*\.(?:o_proj|down_proj|attention\.dense|dense_4h_to_h)\.(weight|bias)")
+_NORM = re.compile(r".*norm\.(weight|bias)")
+_VOCABULARY = re.compile(r".*(embed_tokens|lm_head|embed_in|embed_out)\.weight")
+
 
 def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     """The model in a checkpoint of neuronx-distributed; `config_file`: its Hugging Face `config.json`, or the folder.
@@ -58,17 +65,23 @@ def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     ranks = _ranks(source)
     tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
-    buffers = re.compile(spelling(config.family).buffers)
-    states = {rank: _state(path, buffers) for rank, path in sorted(ranks.items())}
-    shards = Shards(str(source), {})
+    spelled = spelling(config.family)
+    states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
+    shards = Shards(str(source), tensor)
     for stage in range(pipeline):
         place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
         shards.add([states[rank, stage] for rank in range(tensor)], place)
     shards.require_floats()
+    if config.tie_word_embeddings:
+        for copy, name in spelled.tied.items():
+            shards.require_tied(name, copy)
     shapes = canonical_shapes(config)
-    found = dict(_llama(shards, config) if isinstance(config, LlamaConfig) else _neox(shards, config))
+    tensors = dict(_fused(shards, config)) if isinstance(config, LlamaConfig) else {}
+    for name in shapes:
+        if name not in tensors:
+            tensors[name] = _tensor(shards, name, config.vocab_size)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, shards.weights(shapes, found), layout, tokens=token_ids(Root.of(described)))
+    return ForeignModel(config, shards.weights(shapes, tensors), layout, tokens=token_ids(Root.of(described)))
 
 
 # ---- files
@@ -81,27 +94,27 @@ def _ranks(source: Path) -> dict[tuple[int, int], Path]:
     if (source / _STARTED).is_file() and not (source / _DONE).exists():
         raise ConfigError(f"{source} must be a checkpoint that was completed: it has no file '{_DONE}'")
     folder = source / "model" if (source / "model").is_dir() else source
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
         if _EXPERTS.fullmatch(path.name):
             raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
         if match := _CURRENT.fullmatch(path.name):
-            found[int(match[1]), int(match[2])] = path
+            files[int(match[1]), int(match[2])] = path
         elif match := _OLD.fullmatch(path.name):
-            found[int(match[1]), int(match[2])] = path / _OLD_FILE if path.is_dir() else path
-    if absent := [str(path) for path in found.values() if not path.is_file()]:
+            files[int(match[1]), int(match[2])] = path / _OLD_FILE if path.is_dir() else path
+    if absent := [str(path) for path in files.values() if not path.is_file()]:
         raise ConfigError(f"{source} lacks {listing(absent[:_SHOWN])}")
-    if not found:
+    if not files:
         tags = sorted(path.name for path in source.iterdir() if (path / "model").is_dir())
         hint = f"; it holds the checkpoints {listing(tags[-_SHOWN:])}: name one" if tags else ""
         raise ConfigError(
             f"{source} must hold model/dp_rank_00_tp_rank_00_pp_rank_00.pt, … or tp_rank_00_pp_rank_00, …{hint}"
         )
-    return found
+    return files
 
 
 def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
-    """A rank's tensors by Hugging Face names; those of xser are opened where they lie."""
+    """A rank's tensors by Hugging Face names; with xser each is opened from its own file."""
     state = pickled.load(path)
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
@@ -112,9 +125,13 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
         name = re.sub(r"^(module\.)+", "", str(key))
         if buffers.fullmatch(name):
             continue
-        opened = _tensor(path, value) if isinstance(value, pickled.Reference) else value
-        if isinstance(opened, Tensor):
-            tensors[name] = opened
+        if isinstance(value, pickled.Reference):
+            number = value.tid
+            if not isinstance(number, int) or number < 0:
+                raise ConfigError(f"{path} refers to a tensor by {number!r}, which must be a number")
+            value = pickled.load(path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt")
+        if isinstance(value, Tensor):
+            tensors[name] = value
         else:
             problems.append(f"{path}: {name} must be a tensor")
     if problems:
@@ -122,143 +139,91 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
     return tensors
 
 
-def _tensor(path: Path, reference: pickled.Reference) -> Any:
-    number = reference.tid
-    if not isinstance(number, int) or number < 0:
-        raise ConfigError(f"{path} refers to a tensor by {number!r}, which must be a number")
-    return pickled.load(path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt")
-
-
 # ---- the models
 
-_Found = Iterator[tuple[str, Stacked | None]]
+
+def _tensor(shards: Shards, name: str, vocab_size: int) -> Stacked:
+    """A tensor that is not fused with others."""
+    row_parallel = _ROW_PARALLEL.fullmatch(name)
+    if _NORM.fullmatch(name) or (row_parallel and row_parallel[1] == "bias"):
+        return shards.copies(name)
+    if row_parallel:
+        return shards.rows(name)
+    columns = shards.columns(name)
+    return columns.rows(0, vocab_size) if _VOCABULARY.fullmatch(name) else columns  # without rows of padding
 
 
-def _llama(shards: Shards, config: LlamaConfig) -> _Found:
-    yield from _ends(shards, config, "model.embed_tokens.weight", "lm_head.weight")
-    yield "model.norm.weight", shards.copies("model.norm.weight")
+def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]:
+    """The tensors of a Llama that a checkpoint holds fused, or with copies of heads."""
+    queries = config.num_attention_heads * config.head_dim // shards.ranks
     for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{norm}.weight", shards.copies(f"{layer}.{norm}.weight")
-        yield from _attention(shards, config, f"{layer}.self_attn")
-        yield from _mlp(shards, config, f"{layer}.mlp")
+        mlp, attention = f"model.layers.{i}.mlp", f"model.layers.{i}.self_attn"
+        for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
+            if shards.has(fused := f"{mlp}.gate_up_proj.{kind}"):
+                gate_up = shards.split(fused, [config.intermediate_size // shards.ranks] * 2)
+                yield from zip((f"{mlp}.{name}_proj.{kind}" for name in ("gate", "up")), gate_up, strict=True)
+        qkv, fused = f"{attention}.qkv_proj", f"{attention}.qkv_proj.weight_qkv"
+        tensors = []
+        if shards.has(f"{qkv}.weight"):
+            tensors = shards.split(f"{qkv}.weight", [queries] * 3)
+        elif shards.has(fused):
+            rows = (len(shards.tensors[fused][0]) - queries) // 2
+            if rows > 0:
+                tensors = _without_copies(shards, config, attention, shards.split(fused, [queries, rows, rows]))
+            else:
+                shards.misshapen(fused, shards.parts(fused)[0].shape, f"more than {queries} rows")
+                tensors = [Stacked()] * 3
+        elif shards.has(f"{qkv}.weight_q"):
+            separate = [shards.columns(f"{qkv}.weight_{name}") for name in "qkv"]
+            tensors = _without_copies(shards, config, attention, separate)
+        for name, tensor in zip("qkvo", tensors, strict=False):
+            yield f"{attention}.{name}_proj.weight", tensor
 
 
-def _mlp(shards: Shards, config: LlamaConfig, mlp: str) -> _Found:
-    for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
-        fused = f"{mlp}.gate_up_proj.{kind}"
-        parts: Sequence[Stacked | None]
-        if shards.has(fused):
-            ranks = len(shards.tensors[fused])
-            parts = shards.split(fused, [config.intermediate_size // ranks] * 2) or (None, None)
-        else:
-            parts = [shards.columns(f"{mlp}.{name}_proj.{kind}") for name in ("gate", "up")]
-        for name, part in zip(("gate", "up"), parts, strict=True):
-            yield f"{mlp}.{name}_proj.{kind}", part
-    yield f"{mlp}.down_proj.weight", shards.rows(f"{mlp}.down_proj.weight")
-    if config.mlp_bias:
-        yield f"{mlp}.down_proj.bias", shards.copies(f"{mlp}.down_proj.bias")
+def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked]) -> list[Stacked]:
+    """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
+    Args:
+        attention: name of the layer.
+        qkv: Q, K and V as the ranks hold them, one rank below the other.
 
-def _attention(shards: Shards, config: LlamaConfig, attention: str) -> _Found:
+    Returns:
+        the four matrices; Q, K and V are without parts where a problem was noted.
+    """
     out = shards.rows(f"{attention}.o_proj.weight")
-    fused, grouped = f"{attention}.qkv_proj.weight", f"{attention}.qkv_proj.weight_q"
-    together = f"{attention}.qkv_proj.weight_qkv"
-    queries = config.num_attention_heads * config.head_dim
-    parts: Sequence[Stacked | None]
-    if shards.has(fused):
-        rows = queries // len(shards.tensors[fused])
-        parts = shards.split(fused, [rows] * 3) or (None, None, None)
-    elif shards.has(grouped) or shards.has(together):
-        parts = (None, None, None)
-        if shards.has(together):
-            ranks = len(shards.tensors[together])
-            rows = (len(shards.tensors[together][0]) - queries // ranks) // 2
-            held = shards.split(together, [queries // ranks, rows, rows]) if rows > 0 else None
-            if rows <= 0:
-                shards.misshapen(together, shards.tensors[together][0].shape, f"more than {queries // ranks} rows")
-        else:
-            separate = [shards.columns(f"{attention}.qkv_proj.weight_{name}") for name in "qkv"]
-            held = [each for each in separate if each is not None] if None not in separate else None
-        if held is not None and out is not None:
-            ordered = _Groups(shards, config, attention).order(held, out)
-            parts, out = (ordered[:3], ordered[3]) if ordered else (parts, out)
+    nothing = [Stacked(), Stacked(), Stacked(), out]
+    if not all(tensor.parts for tensor in (*qkv, out)):
+        return nothing
+    q, k, v = qkv
+    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    slots = k.shape[0] // d
+    fits = k.shape == v.shape and k.shape[0] == slots * d and slots and slots % g == 0 and n % slots == 0
+    if not fits or q.shape[0] != n * d or out.t.shape[0] != n * d:
+        rows = f"{n * d}, and a multiple of {g * d} that divides {n * d} for keys and values"
+        shards.misshapen(f"{attention}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
+        return nothing
+    copies = slots // g
+    # A slot is a key/value head that some rank holds. Copies of a head are g slots apart, or next to each other.
+    for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
+        if _copies_agree(k, heads, d) and _copies_agree(v, heads, d):
+            break
     else:
-        parts = [shards.columns(f"{attention}.{name}_proj.weight") for name in "qkv"]
-    for name, part in zip("qkv", parts, strict=True):
-        yield f"{attention}.{name}_proj.weight", part
-        if config.attention_bias:
-            yield f"{attention}.{name}_proj.bias", shards.columns(f"{attention}.{name}_proj.bias")
-    yield f"{attention}.o_proj.weight", out
-    if config.attention_bias:
-        yield f"{attention}.o_proj.bias", shards.copies(f"{attention}.o_proj.bias")
+        shards.problems.append(
+            f"{shards.where}: {attention}.qkv_proj must hold each of its {g} key/value heads {copies} times, "
+            "equal to the bit, and its copies differ: the replicas have drifted apart, or num_key_value_heads in "
+            "the config.json is another model's"
+        )
+        return nothing
+    # All query heads of a slot attend to its head: ordered by the slots' heads, they are in the model's order.
+    order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
+    block = n // slots * d
+    first = [heads.index(head) for head in range(g)]
+    q, o = (stack(matrix.rows(slot * block, (slot + 1) * block) for slot in order) for matrix in (q, out.t))
+    k, v = (stack(matrix.rows(slot * d, (slot + 1) * d) for slot in first) for matrix in (k, v))
+    return [q, k, v, o.t]
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """Key/value heads that are held several times, and the query heads that lie with each copy."""
-
-    shards: Shards
-    config: LlamaConfig
-    where: str
-
-    def order(self, held: Sequence[Stacked], out: Stacked) -> list[Stacked] | None:
-        """Q, K, V and the output projection with every head once and in order; None is a problem that was noted."""
-        q, k, v = held
-        n, g, d = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
-        slots = k.shape[0] // d
-        fits = k.shape == v.shape and k.shape[0] == slots * d and slots and slots % g == 0 and n % slots == 0
-        if not fits or q.shape[0] != n * d or out.t.shape[0] != n * d:
-            rows = f"{n * d}, and a multiple of {g * d} that divides {n * d} for keys and values"
-            self.shards.misshapen(f"{self.where}.qkv_proj and o_proj", (q.shape[0], k.shape[0], v.shape[0]), rows)
-            return None
-        copies = slots // g
-        for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
-            if self._agree(k, heads) and self._agree(v, heads):
-                break
-        else:
-            self.shards.problems.append(
-                f"{self.shards.where}: {self.where}.qkv_proj must hold each of its {g} key/value heads {copies} times, "
-                "equal to the bit, and its copies differ: the replicas have drifted apart, or num_key_value_heads in "
-                "the config.json is another model's"
-            )
-            return None
-        order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
-        block = n // slots * d
-        first = [heads.index(head) for head in range(g)]
-        q, o = (stack(each.rows(slot * block, (slot + 1) * block) for slot in order) for each in (q, out.t))
-        k, v = (stack(each.rows(slot * d, (slot + 1) * d) for slot in first) for each in (k, v))
-        return [q, k, v, o.t]
-
-    def _agree(self, kv: Stacked, heads: Sequence[int]) -> bool:
-        d = self.config.head_dim
-        read = [kv.read(slot * d, (slot + 1) * d) for slot in range(len(heads))]
-        return all(same_bits(read[heads.index(head)], read[slot]) for slot, head in enumerate(heads))
-
-
-def _neox(shards: Shards, config: GPTNeoXConfig) -> _Found:
-    yield from _ends(shards, config, "gpt_neox.embed_in.weight", "embed_out.weight")
-    for kind in ("weight", "bias"):
-        yield (name := f"gpt_neox.final_layer_norm.{kind}"), shards.copies(name)
-    for i in range(config.num_hidden_layers):
-        layer = f"gpt_neox.layers.{i}"
-        for kind in ("weight", "bias"):
-            for norm in ("input_layernorm", "post_attention_layernorm"):
-                yield (name := f"{layer}.{norm}.{kind}"), shards.copies(name)
-            for linear in ("attention.query_key_value", "mlp.dense_h_to_4h"):
-                if kind == "weight" or config.attention_bias or linear.startswith("mlp"):
-                    yield (name := f"{layer}.{linear}.{kind}"), shards.columns(name)
-        for linear in ("attention.dense", "mlp.dense_4h_to_h"):
-            yield (name := f"{layer}.{linear}.weight"), shards.rows(name)
-            if config.attention_bias or linear.startswith("mlp"):
-                yield (name := f"{layer}.{linear}.bias"), shards.copies(name)
-
-
-def _ends(shards: Shards, config: LlamaConfig | GPTNeoXConfig, embedding: str, head: str) -> _Found:
-    """Embedding and head, or the one weight of both, without rows of padding."""
-    if config.tie_word_embeddings:
-        shards.require_tied(embedding, head)
-    for name in (embedding,) if config.tie_word_embeddings else (head, embedding):
-        whole = shards.columns(name)
-        yield name, None if whole is None else whole.rows(0, min(config.vocab_size, whole.shape[0]))
+def _copies_agree(kv: Stacked, heads: Sequence[int], size: int) -> bool:
+    """Whether the slots of `size` rows that have the same head in `heads` are equal."""
+    slots = [kv.read(slot * size, (slot + 1) * size) for slot in range(len(heads))]
+    return all(same_bits(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, opened so that no code of theirs can run.
+"""Files of `torch.save`, opened so that no code in them can run.
 
 torch's restricted unpickler makes tensors and plain values. Of other classes it makes an empty stand-in where their
 name is known to be harmless and unneeded; any other name is refused before anything is read.
@@ -20,7 +20,7 @@ from shardwise.files import reason_of
 
 
 class StandIn:
-    """Stands for an object whose class is never looked up: whatever it is made of is dropped."""
+    """Stands for an object whose class is never looked up: its content is dropped."""
 
     def __new__(cls, *_: object, **__: object) -> StandIn:
         return super().__new__(cls)
@@ -45,10 +45,9 @@ class Reference:
     tid: object = None
 
     def __setstate__(self, state: object) -> None:
-        fields: dict[str, object] = {}
-        for each in state if isinstance(state, tuple) else (state,):  # of an object with slots: (dict or None, slots)
-            fields |= each if isinstance(each, dict) else {}
-        self.tid = fields.get("tid")
+        for fields in state if isinstance(state, tuple) else (state,):  # of an object with slots: (dict or None, slots)
+            if isinstance(fields, dict):
+                self.tid = fields.get("tid", self.tid)
 
 
 # Of what training programs save beside weights: arguments, random number generators, TransformerEngine's own state.
@@ -80,9 +79,9 @@ def load(path: Path) -> Any:
             if refused := sorted(set(named) - set(classes)):
                 raise ConfigError(
                     f"{path} is refused: beside tensors and plain values its pickle names {listing(refused)}, by which "
-                    "opening it could run code; none was run. Save it anew without these objects"
+                    "opening it could run code; none was run. Save it again without these objects"
                 )
-        with torch.serialization.safe_globals([(each, name) for name, each in classes.items()]):
+        with torch.serialization.safe_globals([(kind, name) for name, kind in classes.items()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except ConfigError:
         raise

@@ -21,9 +21,12 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Stacked:
-    """`torch.cat(parts)`, transposed or not, and never made whole."""
+    """`torch.cat(parts)`, transposed or not, which is never in memory as a whole.
 
-    parts: tuple[Tensor, ...]
+    Without parts it stands for a tensor that is missing or misshapen, which `Shards` has noted.
+    """
+
+    parts: tuple[Tensor, ...] = ()
     transposed: bool = False
 
     @property
@@ -37,13 +40,13 @@ class Stacked:
 
     def rows(self, start: int, stop: int) -> Stacked:
         assert not self.transposed
-        held, at = [], 0
+        inside, at = [], 0
         for part in self.parts:
             low, high = max(start - at, 0), min(stop - at, len(part))
             if low < high:
-                held.append(part[low:high])
+                inside.append(part[low:high])
             at += len(part)
-        return Stacked(tuple(held))
+        return Stacked(tuple(inside))
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop`, in memory."""
@@ -64,16 +67,10 @@ class Stacked:
     def entry(self) -> TensorEntry:
         return TensorEntry(self.shape, DTYPE_NAMES[self.parts[0].dtype], ())
 
-    def weight(self, name: str) -> StreamedWeight:
-        return StreamedWeight(name, DTYPE_NAMES[self.parts[0].dtype], self.shape, self.segments)
 
-
-def stack(parts: Iterable[Stacked | Tensor]) -> Stacked:
+def stack(tensors: Iterable[Stacked]) -> Stacked:
     """One below the other."""
-    held: list[Tensor] = []
-    for part in parts:
-        held += [part] if isinstance(part, Tensor) else part.parts
-    return Stacked(tuple(held))
+    return Stacked(tuple(part for tensor in tensors for part in tensor.parts))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -86,18 +83,24 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits), other.view(bits))
 
 
+def _differing(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> str:
+    """The ranks whose tensors differ, such as `1, 3`."""
+    pairs = zip(tensors, others, strict=True)
+    return ", ".join(str(rank) for rank, (one, other) in enumerate(pairs) if not same_bits(one, other))
+
+
 def require_ranks(
-    where: str, found: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
+    where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: Callable[[int, int], str]
 ) -> None:
     """ConfigError where (tensor-parallel rank, pipeline stage) are not those of the degrees; `name`: of a rank."""
     wanted = {(t, p) for t in range(tensor) for p in range(pipeline)}
     problems = [
-        f"{where} must have {text} {listing((name(*rank) for rank in sorted(ranks)), most=_SHOWN)}"
-        for text, ranks in (
-            (f"every rank of TP {tensor} × PP {pipeline}: it lacks", wanted - found),
-            (f"the ranks of TP {tensor} × PP {pipeline} alone: it also has", found - wanted),
+        f"{where} must have {text} {listing((name(*rank) for rank in sorted(wrong)), most=_SHOWN)}"
+        for text, wrong in (
+            (f"every rank of TP {tensor} × PP {pipeline}: it lacks", wanted - ranks),
+            (f"the ranks of TP {tensor} × PP {pipeline} alone: it also has", ranks - wanted),
         )
-        if ranks
+        if wrong
     ]
     if problems:
         raise ConfigError(problems)
@@ -105,19 +108,21 @@ def require_ranks(
 
 @dataclass
 class Shards:
-    """What the tensor-parallel ranks hold, all pipeline stages together.
+    """The tensors of all tensor-parallel ranks and pipeline stages.
 
-    A method that finds a problem adds it to `problems` and returns None instead of raising, so that the user reads all
-    problems at once.
+    A method that finds a problem adds it to `problems` and returns a `Stacked` without parts instead of raising, so
+    that the user reads all problems at once.
 
     Attributes:
         where: names the source in messages.
+        ranks: the tensor-parallel degree.
         tensors: name → its tensors, one for each tensor-parallel rank.
-        problems: what was found to be wrong, one line each.
+        problems: one line each.
     """
 
     where: str
-    tensors: dict[str, list[Tensor]]
+    ranks: int
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
     _missing: list[tuple[str, str]] = field(default_factory=list)
@@ -131,20 +136,18 @@ class Shards:
                 )
                 continue
             parts = [tensors[name] for tensors in ranks]
-            known = self.tensors.setdefault(name, parts)
-            if not all(same_bits(one, other) for one, other in zip(known, parts, strict=True)):
+            if _differing(self.tensors.setdefault(name, parts), parts):
                 self.problems.append(f"{self.where}: {name} must be the same on every pipeline stage that has it")
 
     def require_tied(self, name: str, copy: str) -> None:
         """Note where a copy of a tied weight, if there is one, differs from it."""
         if not self.has(copy) or not self.has(name):
             return
-        pairs = zip(self.tensors[name], self.tensors[copy], strict=True)
         self._used.add(copy)
-        if differing := [str(rank) for rank, (one, other) in enumerate(pairs) if not same_bits(one, other)]:
+        if ranks := _differing(self.tensors[name], self.tensors[copy]):
             self.problems.append(
                 f"{self.where}: {copy} must equal {name}, the model has one weight for both: they differ on "
-                f"tensor-parallel rank {', '.join(differing)}"
+                f"tensor-parallel rank {ranks}"
             )
 
     def require_floats(self) -> None:
@@ -153,17 +156,12 @@ class Shards:
         for name, parts in list(self.tensors.items()):
             dtypes = {part.dtype for part in parts}
             if len(dtypes) > 1 or not dtypes <= set(DTYPE_NAMES):
-                strange.append((name, " and ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))))
+                strange.append((name, " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))))
             if len({part.shape for part in parts}) > 1 or not parts[0].dim():
                 ragged.append((name, ", ".join(f"{list(part.shape)}" for part in parts)))
-        self.problems += [
-            f"{self.where}: dtype of {name} ({dtypes}) must be {TRAINABLE}, the same on every tensor-parallel rank"
-            for name, dtypes in lines_of_layers(strange)
-        ]
-        self.problems += [
-            f"{self.where}: shape of {name} must be the same on every tensor-parallel rank: it is {shapes}"
-            for name, shapes in lines_of_layers(ragged)
-        ]
+        same = "the same on every tensor-parallel rank"
+        self.problems += lines_of_layers(self.where, f": dtype of {{}} ({{}}) must be {TRAINABLE}, {same}", strange)
+        self.problems += lines_of_layers(self.where, f": shape of {{}} must be {same}: it is {{}}", ragged)
         for name, _ in strange + ragged:
             self.tensors.pop(name, None)
             self._used.add(name)
@@ -171,71 +169,64 @@ class Shards:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def parts(self, name: str) -> list[Tensor] | None:
-        """The tensors of a name, one for each rank; None where no rank has it, which is noted."""
-        if name in self.tensors:
-            self._used.add(name)
-            return self.tensors[name]
-        if name not in self._used:
+    def parts(self, name: str) -> list[Tensor]:
+        """The tensors of a name, one for each rank; none where no rank has it, which is noted."""
+        if name not in self.tensors and name not in self._used:
             self._missing.append((name, ""))
-        return None
+        self._used.add(name)
+        return self.tensors.get(name, [])
 
-    def columns(self, name: str) -> Stacked | None:
+    def columns(self, name: str) -> Stacked:
         """Of a column-parallel layer or an embedding: cut along dim 0."""
-        parts = self.parts(name)
-        return None if parts is None else Stacked(tuple(parts))
+        return Stacked(tuple(self.parts(name)))
 
-    def rows(self, name: str) -> Stacked | None:
+    def rows(self, name: str) -> Stacked:
         """Of a row-parallel layer: cut along dim 1."""
         parts = self.parts(name)
-        if parts is not None and parts[0].dim() != 2:
+        if any(part.dim() != 2 for part in parts):
             self.misshapen(name, parts[0].shape, "a matrix")
-            return None
-        return None if parts is None else Stacked(tuple(part.t() for part in parts)).t
+            return Stacked()
+        return Stacked(tuple(part.t() for part in parts)).t
 
-    def copies(self, name: str) -> Stacked | None:
+    def copies(self, name: str) -> Stacked:
         """What every rank has whole: all copies must agree to the bit."""
         parts = self.parts(name)
-        if parts is None:
-            return None
-        differing = [rank for rank, part in enumerate(parts) if not same_bits(parts[0], part)]
-        if differing:
-            ranks = ", ".join(map(str, differing))
+        if ranks := _differing(parts[:1] * len(parts), parts):
             self.problems.append(
                 f"{self.where}: {name} must be the same on every tensor-parallel rank, and differs between rank 0 and "
                 f"rank {ranks}: the replicas have drifted apart, or are of different checkpoints"
             )
         return Stacked(tuple(parts[:1]))
 
-    def split(self, name: str, sizes: Sequence[int]) -> list[Stacked] | None:
+    def split(self, name: str, sizes: Sequence[int]) -> list[Stacked]:
         """Each rank's tensor holds several, one below the other, of `sizes` rows: these, each over all ranks."""
         parts = self.parts(name)
-        if parts is None:
-            return None
         if any(len(part) != sum(sizes) for part in parts):
             self.misshapen(name, parts[0].shape, f"{sum(sizes)} rows on each tensor-parallel rank")
-            return None
-        return [stack(each) for each in zip(*(part.split(list(sizes)) for part in parts), strict=True)]
+            parts = []
+        of_ranks = [part.split(list(sizes)) for part in parts]
+        return [Stacked(tuple(split[i] for split in of_ranks)) for i in range(len(sizes))]
 
     def misshapen(self, name: str, shape: Sequence[int], wanted: str) -> None:
         self.problems.append(f"{self.where}: shape of {name} {list(shape)} must be {wanted}")
 
-    def weights(self, shapes: Shapes, found: dict[str, Stacked | None]) -> list[StreamedWeight]:
-        """The canonical weights, in the order of `shapes`.
+    def weights(self, shapes: Shapes, tensors: Mapping[str, Stacked]) -> list[StreamedWeight]:
+        """The canonical weights, in the order of `shapes`; `tensors`: by canonical name.
 
         Raises:
             ConfigError: with everything that was wrong.
         """
-        known = {name: each for name, each in found.items() if each is not None}
-        problems = list(self.problems)
-        problems += [f"{self.where} lacks {name}" for name, _ in lines_of_layers(self._missing)]
-        unused = [(n, f"{list(parts[0].shape)}") for n, parts in self.tensors.items() if n not in self._used]
-        problems += [
-            f"{self.where} has {name} {shape}, which the model lacks" for name, shape in lines_of_layers(unused)
+        unused = [(n, list(parts[0].shape)) for n, parts in self.tensors.items() if n not in self._used]
+        wanted = {name: shape for name, shape in shapes.items() if name not in tensors or tensors[name].parts}
+        problems = [
+            *self.problems,
+            *lines_of_layers(self.where, " lacks {}", self._missing),
+            *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
+            *mismatches(self.where, wanted, {name: tensor.entry for name, tensor in tensors.items() if tensor.parts}),
         ]
-        absent = dict.fromkeys(name for name in shapes if found.get(name, 0) is None)
-        wanted = {name: shape for name, shape in shapes.items() if name not in absent}
-        problems += mismatches(self.where, wanted, {name: each.entry for name, each in known.items()})
         if problems:
             raise ConfigError(problems)
-        return [known[name].weight(name) for name in shapes]
+        return [
+            StreamedWeight(name, tensors[name].entry.dtype, shape, tensors[name].segments)
+            for name, shape in shapes.items()
+        ]

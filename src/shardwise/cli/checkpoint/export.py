@@ -52,13 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     parent, name = split(arguments.dest)
     with output.bar(f"exporting to {name}", export.nbytes) as progress:
         done = export.write(parent, name, max_shard_bytes, progress)
-    formats = " and ".join(sorted(done.dtypes))
-    source = {0: "", done.tensors: ", from the float32 masters"}.get(
-        done.masters, f", {done.masters:,} of them from the float32 masters"
+    formats = " and ".join(sorted(export.dtypes))
+    source = {0: "", len(export.weights): ", from the float32 masters"}.get(
+        export.masters, f", {export.masters:,} of them from the float32 masters"
     )
     output.line(
-        f"{done.folder}: step {done.step:,}, {counted(done.tensors, 'tensor')} in {formats}{source}; "
-        f"{counted(done.files, 'file')}, {size(done.nbytes)} of weights"
+        f"{done.folder}: step {export.step:,}, {counted(len(export.weights), 'tensor')} in {formats}{source}; "
+        f"{counted(done.files, 'file')}, {size(export.nbytes)} of weights"
     )
     return 0
 

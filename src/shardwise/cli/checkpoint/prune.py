@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint_format.folders import abandoned, removable
+    from shardwise.checkpoint_format.folders import abandoned, removable, remove_checkpoint
 
     keep, every = arguments.keep, arguments.keep_every
     problems = [
@@ -52,14 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.dry_run:
             for run in _runs(place, arguments.path):
                 _lock(locks, run)
-        going = removable(place.root, keep, every)
-        others = [*going.leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
-        sizes = [(each.folder, each.bytes) for each in going.checkpoints]
+        checkpoints, leftovers = removable(place.root, keep, every)
+        others = [*leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
+        sizes = [(each.folder, each.bytes) for each in checkpoints]
         sizes += [(folder, sum(folder.files().values())) for folder in others]
         if not arguments.dry_run:
-            going.remove()
-            for folder in others:
-                folder.remove()
+            for folder, _ in sizes:
+                remove_checkpoint(folder)
     verb = "would remove" if arguments.dry_run else "removed"
     for folder, held in sizes:
         output.line(f"{verb} {folder} ({size(held)})")

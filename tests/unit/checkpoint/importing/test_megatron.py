@@ -164,7 +164,7 @@ def test_kinds_of_model_are_named(tmp_path: Path) -> None:
 
 def test_the_vocabulary_without_padding_must_be_known(shards: Path) -> None:
     (found,) = problems(shards, None)
-    assert found.startswith("ITER must tell how many of the 64 rows of its embedding are tokens")
+    assert found.startswith("ITER must say how many of the 64 rows of its embedding are tokens")
     assert found.endswith("(--vocab-size 64 keeps all rows)")
     (found,) = problems(shards, 65)
     assert "the vocabulary (65) must be at most the rows of its embedding (64)" in found
@@ -264,7 +264,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert problems(tmp_path) == ["FOLDER must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …"]
     (tmp_path / ".metadata").touch()
     assert problems(tmp_path)[0].endswith(
-        "in a distributed format, so write it anew by Megatron-LM with --ckpt-format torch"
+        "in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
     )
     (tmp_path / "mp_rank_00_000_000").mkdir()
     assert "is of a model with experts" in problems(tmp_path)[0]
