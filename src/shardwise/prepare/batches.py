@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shardwise.data.reading.sources import Source
-from shardwise.data.tokens.cutting import sentence_pieces
+from shardwise.data.tokens.cutting import CutPiece, batches, sentence_pieces
 from shardwise.data.tokens.encoding import ContentDigest
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
@@ -18,7 +19,7 @@ class Position:
     """How much of a source has been read.
 
     Attributes:
-        batches: how many batches that is.
+        batches: the number of batches.
         digest: of the text, as `ContentDigest` makes it.
     """
 
@@ -31,10 +32,10 @@ class Position:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts to be tokenized each by itself: parts of documents, or sentences.
+    """Texts, each of which is tokenized by itself: parts of documents, or sentences.
 
     Attributes:
-        ends: how many of the texts lie before the end of each document that ends here.
+        ends: for each document that ends in this batch, how many of the texts lie before its end.
         before: the position where the batch begins.
         after: the position where it ends.
     """
@@ -47,35 +48,21 @@ class TextBatch:
 
 def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
     """All text of a source; the same source always gives the same batches."""
-    digest = ContentDigest()
-    texts: list[str] = []
-    ends: list[int] = []
-    before = Position()
-    held = characters = 0
-    for pieces, size, ends_document in _units(source, digest, sentences):
-        texts += pieces
-        held += size
-        if ends_document:
-            ends.append(len(texts))
-        if held >= BATCH_CHARACTERS:
-            characters += held
-            after = _position(before, ends, characters, digest)
-            yield TextBatch(texts, ends, before, after)
-            texts, ends, before, held = [], [], after, 0
-    if texts or ends:
-        yield TextBatch(texts, ends, before, _position(before, ends, characters + held, digest))
+    digest, before = ContentDigest(), Position()
+    # `digest` is that of the text up to the end of a batch, as `batches` reads no further.
+    for batch in batches(_pieces(source, digest, sentences), lambda piece: piece.characters, BATCH_CHARACTERS):
+        texts = [text for piece in batch for text in piece.sentences]
+        counts = accumulate(len(piece.sentences) for piece in batch)
+        ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
+        documents = before.documents + len(ends)
+        characters = before.characters + sum(piece.characters for piece in batch)
+        after = Position(before.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
+        yield TextBatch(texts, ends, before, after)
+        before = after
 
 
-def _position(before: Position, ends: list[int], characters: int, digest: ContentDigest) -> Position:
-    return Position(before.batches + 1, before.documents + len(ends), characters, digest.bytes, digest.hexdigest())
-
-
-def _units(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[tuple[list[str], int, bool]]:
-    """The texts of each piece, its characters, and whether it ends a document."""
+def _pieces(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[CutPiece]:
     pieces = digest.watch(source.pieces())
-    if sentences:
-        for _, cut in sentence_pieces(("train", piece) for piece in pieces):
-            yield cut.sentences, cut.characters, cut.ends_document
-    else:
-        for piece in pieces:
-            yield [piece.text], piece.characters, piece.ends_document
+    if not sentences:
+        return (CutPiece([piece.text], piece.ends_document) for piece in pieces)
+    return (piece for _, piece in sentence_pieces(("train", piece) for piece in pieces))

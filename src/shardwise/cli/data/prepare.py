@@ -84,7 +84,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.reading.detect import is_raw_tokens
     from shardwise.data.reading.megatron import prefix_of
-    from shardwise.prepare import Job, prepare
+    from shardwise.prepare import TextJob, convert_text
 
     output = Path(arguments.output).expanduser()
     if arguments.token_dtype is not None or is_raw_tokens(Path(arguments.input).expanduser()):
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
     with arguments_named("INPUT"):
         data = _data(arguments)
-    job = Job(
+    job = TextJob(
         data,
         prefix_of(output) if arguments.format == "megatron" else output,
         arguments.format,
@@ -104,14 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
         options,
     )
     with arguments_named("INPUT"):
-        outcome = prepare(job, force=arguments.force, announce=text.progress, bar=text.bar)
+        outcome = convert_text(job, force=arguments.force, announce=text.progress, bar=text.bar)
     _tell(job.output, outcome)
     return 0
 
 
 def _convert(arguments: argparse.Namespace, output: Path) -> int:
     """Raw tokens to Megatron's files."""
-    from shardwise.prepare.raw import RawJob, convert
+    from shardwise.prepare.raw import RawJob, convert_raw
 
     path = Path(arguments.input).expanduser()
     problems = [] if path.is_file() else [f"INPUT ({path}) must be a file of raw tokens"]
@@ -126,7 +126,7 @@ def _convert(arguments: argparse.Namespace, output: Path) -> int:
         raise ConfigError(problems)
     job = RawJob(path, output, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
     with arguments_named("INPUT"):
-        outcome = convert(job, force=arguments.force, announce=text.progress)
+        outcome = convert_raw(job, force=arguments.force, announce=text.progress)
     _tell(output, outcome)
     return 0
 

@@ -7,22 +7,25 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.parts import PARTS, Part
 from shardwise.data.reading.sources import Piece
-from shardwise.data.tokens.cutting import CutPiece, sentence_pieces
+from shardwise.data.tokens.cutting import batches, sentence_pieces
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 23
-_T = TypeVar("_T", Piece, CutPiece)
 
 
 class ContentDigest:
-    """A digest of all text that passes through `watch`, and of where documents and the text's own parts end."""
+    """A digest of all text that passes through `watch`, and of where documents and the text's own parts end.
+
+    Attributes:
+        bytes: the size of that text.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -39,8 +42,7 @@ class ContentDigest:
             yield piece
 
     def end_part(self) -> None:
-        """Records that a part has ended."""
-        self._digest.update(b"\xfe")  # likewise
+        self._digest.update(b"\xfe")  # in no UTF-8 text either
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -50,7 +52,7 @@ def encode_documents(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
     """Writes each part's tokens, documents closed by the end of document; returns the manifest's records."""
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
-        for batch in _batches(parts):
+        for batch in batches(parts, lambda item: item[1].characters, _BATCH_CHARACTERS):
             encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
             for (part, piece), ids in zip(batch, encoded, strict=True):
                 if piece.ends_document:
@@ -78,15 +80,15 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
             for row in bounds[part].values():
                 row.write([0])
         begun = dict.fromkeys(PARTS, False)
-        for batch in _batches(sentence_pieces(parts)):
+        for batch in batches(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
             texts = [sentence for _, piece in batch for sentence in piece.sentences]
             encoded = iter(tokenizer.encode_batch(texts, literally=True))
             for part, piece in batch:
-                found = [ids for ids in (next(encoded) for _ in piece.sentences) if ids]
+                sentences = [ids for ids in (next(encoded) for _ in piece.sentences) if ids]
                 writer, ends = writers[part], bounds[part]
-                ends["sentences"].write(list(accumulate(map(len, found), initial=writer.length))[1:])
-                writer.write(list(chain.from_iterable(found)))
-                begun[part] = begun[part] or bool(found)
+                ends["sentences"].write(list(accumulate(map(len, sentences), initial=writer.length))[1:])
+                writer.write(list(chain.from_iterable(sentences)))
+                begun[part] = begun[part] or bool(sentences)
                 if piece.ends_document and begun[part]:
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1
@@ -100,16 +102,3 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:
     """A file of tokens for each part, which `files` closes."""
     return {part: TokenWriter(files.enter_context((folder / f"{part}.bin").open("wb")), dtype) for part in PARTS}
-
-
-def _batches(parts: Iterable[tuple[Part, _T]]) -> Iterator[list[tuple[Part, _T]]]:
-    batch: list[tuple[Part, _T]] = []
-    characters = 0
-    for part, piece in parts:
-        batch.append((part, piece))
-        characters += piece.characters
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

@@ -19,7 +19,7 @@ from shardwise.data.tokens.cutting import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import Format, batches, hdf5, space, tokens, work
-from shardwise.prepare.job import _Preparation
+from shardwise.prepare.text import _Conversion
 from shardwise.prepare.outputs import Output
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
 
@@ -189,9 +189,9 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
 
 def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = 0
-    save = _Preparation._save
+    save = _Conversion._save
 
-    def dying(self: _Preparation, progress: Any) -> None:
+    def dying(self: _Conversion, progress: Any) -> None:
         nonlocal saves
         save(self, progress)
         saves += 1
@@ -199,7 +199,7 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Preparation, "_save", dying)
+        patch.setattr(_Conversion, "_save", dying)
         with pytest.raises(Killed):
             folder.run(folder.job("megatron", "out"))
     encoded = []
@@ -209,9 +209,9 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     )
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    expected = len(list(batches.text_batches(_Preparation(folder.job("megatron", "x"), print, told.bar).source, False)))
+    expected = len(list(batches.text_batches(_Conversion(folder.job("megatron", "x"), print, told.bar).source, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
-    assert any("going on after" in line for line in told.lines)
+    assert any("continuing after" in line for line in told.lines)
 
 
 def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: py
 
     def watched(self: work.Work, state: dict[str, Any]) -> None:
         nonlocal most
-        most = max(most, space.held_by(self.folder))
+        most = max(most, space.bytes_below(self.folder))
         save(self, state)
 
     monkeypatch.setattr(work.Work, "save", watched)
@@ -341,7 +341,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch
             folder.run(folder.job("megatron", "out"))
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    assert any("going on after" in line for line in told.lines)
+    assert any("continuing after" in line for line in told.lines)
 
 
 def test_two_at_once_do_not_meet(folder: Folder) -> None:
@@ -402,7 +402,7 @@ def test_shards_of_less_text_are_made_anew(folder: Folder, monkeypatch: pytest.M
     write_jsonl(folder.at / "text.jsonl", folder.documents[:-20])
     with monkeypatch.context() as patch:
 
-        def dying(*_: object) -> None:
+        def dying(*_: object, **__: object) -> None:
             raise Killed
 
         patch.setattr(Output, "complete", dying)
@@ -411,7 +411,7 @@ def test_shards_of_less_text_are_made_anew(folder: Folder, monkeypatch: pytest.M
     write_jsonl(folder.at / "text.jsonl", folder.documents)
     told = Told()
     folder.run(job, told=told)
-    assert any("going on after" in line for line in told.lines)
+    assert any("continuing after" in line for line in told.lines)
     folder.run(dataclasses.replace(job, output=folder.at / "whole" / "out"))
     assert (folder.at / "out/out_training_0.hdf5").read_bytes() == (
         folder.at / "whole/out/out_training_0.hdf5"
@@ -431,7 +431,7 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("megatron", "alone"))
-    monkeypatch.setattr("shardwise.prepare.job._SMALL_BYTES", 0)
+    monkeypatch.setattr("shardwise.prepare.text._SMALL_BYTES", 0)
     monkeypatch.setattr("shardwise.prepare.workers.CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
