@@ -57,7 +57,7 @@ def write_blocks(
         after = min(first + most, blocks)
         _write_shard(tokens, length, first, after, folder / name, features.arrow_schema, advance)
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": fingerprint,
         "_format_columns": None,

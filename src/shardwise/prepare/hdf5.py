@@ -106,10 +106,13 @@ def write_shard(shard: ShardPlan, vocab_size: int, pairs: Callable[..., Sentence
             for start in range(0, rows, _ROWS):
                 after = min(start + _ROWS, rows)
                 inputs = batches.global_batch(shard.epoch * rows + start, after - start).inputs
-                for column, (name, dtype) in _COLUMNS.items():
-                    values = np.maximum(inputs[name].T, 0)  # 0 instead of IGNORE where a sample has no more targets
-                    array = file.require_dataset(column, (rows, *values.shape[1:]), dtype)
-                    array[start:after] = values
+                # Where a sample has fewer targets than there is room for, the others are 0 and not IGNORE.
+                values = {column: np.maximum(inputs[name].T, 0) for column, (name, _) in _COLUMNS.items()}
+                # All arrays are made before one is filled: so they lie one after another in the file.
+                for column, array in values.items():
+                    file.require_dataset(column, (rows, *array.shape[1:]), _COLUMNS[column][1])
+                for column, array in values.items():
+                    file[column][start:after] = array
         to_disk(raw)
     temporary.replace(shard.path)
     return rows

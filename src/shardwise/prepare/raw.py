@@ -59,9 +59,7 @@ def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) ->
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
         conversion = _Conversion(job, announce)
-        return conversion.output.produce(
-            lambda: conversion.content, lambda _state: conversion.make(), force=force
-        )
+        return conversion.output.produce(lambda: conversion.content, lambda _state: conversion.make(), force=force)
     except OSError as error:
         raise DataError(f"{error.filename or job.path} cannot be read: {reason_of(error)}") from None
 

@@ -7,7 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,8 +61,8 @@ class Written:
 class Progress:
     """What of the source has been read, and what was written of it."""
 
-    read: Position = Position()
-    written: Written = Written()
+    read: Position = field(default_factory=Position)
+    written: Written = field(default_factory=Written)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:

@@ -93,11 +93,16 @@ def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_pa
 
 def test_converted_tokens_are_not_made_again_and_others_are_replaced_by_force(tmp_path: Path) -> None:
     path = write(tmp_path / "train.bin", IDS)
-    assert not convert_raw(RawJob(path, tmp_path / "out"), force=False, announce=lambda _text: None).was_there
-    assert convert_raw(RawJob(path, tmp_path / "out"), force=False, announce=lambda _text: None).was_there
+
+    def was_there(force: bool = False, **options: Any) -> bool:
+        job = RawJob(path, tmp_path / "out", **options)
+        return convert_raw(job, force=force, announce=lambda _text: None).was_there
+
+    assert not was_there()
+    assert was_there()
     with pytest.raises(DataError, match=r"with no tokenizer, and now --eod-token is another"):
-        convert_raw(RawJob(path, tmp_path / "out", eod_token=END), force=False, announce=lambda _text: None)
-    assert not convert_raw(RawJob(path, tmp_path / "out", eod_token=END), force=True, announce=lambda _text: None).was_there
+        was_there(eod_token=END)
+    assert not was_there(force=True, eod_token=END)
     assert inspect(str(tmp_path / "out"), tokenizer=None, samples=1, text_key="text").counts["documents"] == 4
 
 

@@ -19,8 +19,8 @@ from shardwise.data.tokens.cutting import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import Format, batches, hdf5, space, tokens, work
-from shardwise.prepare.text import _Conversion
 from shardwise.prepare.outputs import Output
+from shardwise.prepare.text import _Conversion
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
 
 FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
