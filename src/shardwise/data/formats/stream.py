@@ -59,7 +59,7 @@ class PreparedStream:
         if part != "train":
             return [int(token) for token in self.tokens[part][:tokens]]
         _, pieces = next(read_documents(self._shards()[0], 0))
-        return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0])[:tokens]]
+        return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0].text)[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         if part != "train":
@@ -194,10 +194,10 @@ def _build(folder: Path, files: _Files, config: Config) -> None:
         for begin, pieces in documents:
             part: Part = "eval" if begin in held else "train"
             if part == "eval" or whole:
-                yield from ((part, piece) for piece in _pieces(pieces))
+                yield from ((part, piece) for piece in pieces)
         for own, name in zip(tuple(PART_NAMES)[1:], list(shards)[1:], strict=False):
             for _, pieces in _first_block(shards[name], data.shuffle_buffer)[0]:
-                yield from ((own, piece) for piece in _pieces(pieces))
+                yield from ((own, piece) for piece in pieces)
 
     facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, folder))
     digests = [files.digest(), cache.tokenizer_digest(folder / "tokenizer"), *(row["sha256"] for row in facts.values())]
@@ -213,9 +213,9 @@ def _build(folder: Path, files: _Files, config: Config) -> None:
     cache.write_manifest(folder, manifest)
 
 
-def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[str]]], _Begin, bool]:
+def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[Piece]]], _Begin, bool]:
     """The first documents, each with where it begins; where the next one does; and whether these are all."""
-    documents: list[tuple[_Begin, list[str]]] = []
+    documents: list[tuple[_Begin, list[Piece]]] = []
     characters = 0
     for number, shard in enumerate(shards):
         begin = 0
@@ -223,14 +223,9 @@ def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begi
             if len(documents) >= buffer or characters >= BLOCK_CHARACTERS:
                 return documents, (number, begin), False
             documents.append(((number, begin), pieces))
-            characters += sum(map(len, pieces))
+            characters += sum(piece.characters for piece in pieces)
             begin = after
     return documents, (len(shards), 0), True
-
-
-def _pieces(texts: list[str]) -> Iterator[Piece]:
-    for number, text in enumerate(texts, start=1):
-        yield Piece(text, ends_document=number == len(texts))
 
 
 def _prepared(entry: cache.Entry, config: Config, any_size: bool) -> PreparedStream:

@@ -5,6 +5,7 @@ Shapes: B = samples, S = sequence length.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -23,7 +24,7 @@ from shardwise.errors import ConfigError, DataError
 
 # Apart from the order of samples, which is drawn from the seed itself.
 _DOCUMENT_ORDER = 0x646F63756D656E74
-# A permutation of as many stays in a core's cache.
+# This many documents are permuted or measured at once: their arrays fit in a core's cache.
 _BLOCK = 1 << 16
 _EPOCHS_KEPT = 2
 
@@ -56,12 +57,19 @@ class Documents:
         """
         found: IntArray = self.file.tokens[places + self.start].astype(np.int64)
         if found.size and not 0 <= found.min() <= found.max() < self._vocab_size:
-            self._refuse(found, places)
+            wrong = int(np.flatnonzero((found < 0) | (found >= self._vocab_size))[0])
+            place = int(places.flat[wrong]) + self.start
+            numbers = range(self.first, self.after)
+            document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
+            raise DataError(
+                f"{self.file.bin_path}: token {place} ({found.flat[wrong]}), in document {document}, must be in 0 … "
+                f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
+            )
         return found
 
     def beginning(self, tokens: int) -> list[int]:
         """The first tokens; fewer where there are no more."""
-        return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
+        return self.take(np.arange(min(tokens, len(self)))).tolist()
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents, 0 … count, counted from `start`."""
@@ -78,31 +86,12 @@ class Documents:
 
     @cached_property
     def sentences(self) -> Sentences:
-        """Where sequences, each a sentence, and documents lie; those without tokens are left out."""
+        """Where sentences (one a sequence) and documents lie; those without tokens are left out."""
         bounds = self.file.documents[self.first : self.after + 1]
         sequences = self.file.sequence_starts(np.arange(bounds[0], bounds[-1] + 1)) - self.start
         begins = np.append(np.diff(sequences) > 0, True)
         before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(begins)])
         return Sentences(sequences[begins], np.unique(before[bounds - bounds[0]]))
-
-    def _refuse(self, found: IntArray, places: IntArray) -> None:
-        at = int(np.flatnonzero((found < 0) | (found >= self._vocab_size))[0])
-        place = int(places.flat[at]) + self.start
-        document = self._document_of(place)
-        raise DataError(
-            f"{self.file.bin_path}: token {place} ({found.flat[at]}), in document {document}, must be in 0 … "
-            f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
-        )
-
-    def _document_of(self, place: int) -> int:
-        low, high = self.first, self.after
-        while high - low > 1:
-            middle = (low + high) // 2
-            if int(self.file.starts(np.array([middle]))[0]) <= place:
-                low = middle
-            else:
-                high = middle
-        return low
 
 
 @dataclass(frozen=True)

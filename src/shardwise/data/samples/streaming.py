@@ -1,9 +1,9 @@
 """Text that is tokenized while it is trained on, in an order that files, a seed and a buffer decide.
 
 An epoch has the files, called shards, in an order drawn from (seed, epoch). Its documents are read one after another,
-so many at a time: a block. Of a block the documents are put into an order drawn from (seed, epoch, block), tokenized,
-joined and cut into samples, which are shuffled likewise. A block is a function of where it begins, so reading can
-resume at any block.
+a limited number at a time, which is a block. The documents of a block are put into an order drawn from (seed, epoch,
+block), tokenized, joined and cut into samples, which are shuffled in the same way. A block is a function of where it
+begins, so reading can resume at any block.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from threading import Event, Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.reading.sources import cut_document
+from shardwise.data.reading.sources import Piece, cut_document
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
 from shardwise.data.samples.batch import Batch, SampledBatches, check_division, joined, rows_of_rank
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, Sampler
+from shardwise.data.tokens.cutting import batches
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
-# What is drawn, apart from one another.
+# What is drawn: each key is the ASCII text of "shards", "docs", "samples" or "held", so that no two draws depend.
 _SHARDS, _DOCUMENTS, _SAMPLES, _HELD = 0x736861726473, 0x646F6373, 0x73616D706C6573, 0x68656C64
 _ENCODED_CHARACTERS = 1 << 22
 _BLOCKS_KEPT = 3
@@ -106,7 +108,7 @@ class Stream:
         self._shards, self._tokenizer, self._cut = shards, tokenizer, cut
         self._seed, self._buffer, self._held = seed, buffer, held
         self._order = Sampler(len(shards), mix_integer(_SHARDS, seed))
-        self._reading: Iterator[tuple[Place, list[str]]] = iter(())
+        self._reading: Iterator[tuple[Place, list[Piece]]] = iter(())
         self._next: Place | None = None
         self.stopped = Event()
 
@@ -116,39 +118,41 @@ class Stream:
         Raises:
             DataError, RunError: a document cannot be read.
         """
+        self.stopped.clear()
+        if self._next != start:
+            self._reading = self._read(start)
+        self._next = None  # `_reading` is of no use if an error ends this block
         documents, after = self._documents(start)
         key = (self._seed, start.epoch, start.block)
         tokens = np.empty(0, dtype=np.int32)
         if documents:
             order = Sampler(len(documents), mix_integer(_DOCUMENTS, *key)).indices(0, len(documents))
             tokens = self._tokens([documents[number] for number in order])
-        if len(tokens) < 2:
-            return Block(start, after, None)
-        samples = self._cut(tokens, mix_integer(_SAMPLES, *key))
-        return Block(start, replace(after, samples=start.samples + samples.num_samples), samples)
+        samples = self._cut(tokens, mix_integer(_SAMPLES, *key)) if len(tokens) > 1 else None
+        if samples is not None:
+            after = replace(after, samples=start.samples + samples.num_samples)
+        if after.epoch == start.epoch:
+            self._next = after
+        return Block(start, after, samples)
 
     def blank(self, micro_batch: int) -> Batch:
         """A micro-batch that counts nothing."""
         return self._cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 
-    def _documents(self, start: Place) -> tuple[list[list[str]], Place]:
+    def _documents(self, start: Place) -> tuple[list[list[Piece]], Place]:
         """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
-        if self._next != replace(start, samples=0):
-            self._reading = self._read(start)
-        self._next = None
-        documents: list[list[str]] = []
+        documents: list[list[Piece]] = []
         characters = 0
         for after, pieces in self._reading:
             documents.append(pieces)
-            characters += sum(map(len, pieces))
+            characters += sum(piece.characters for piece in pieces)
             self._stop_if_asked()
             if len(documents) >= self._buffer or characters >= BLOCK_CHARACTERS:
-                self._next = replace(after, samples=0, block=start.block + 1)
-                return documents, replace(self._next, samples=start.samples)
+                return documents, replace(after, samples=start.samples, block=start.block + 1)
         return documents, Place(start.samples, start.epoch + 1)
 
-    def _read(self, start: Place) -> Iterator[tuple[Place, list[str]]]:
-        """The documents of an epoch from a place on, each with where the next one begins."""
+    def _read(self, start: Place) -> Iterator[tuple[Place, list[Piece]]]:
+        """The documents of an epoch from a place on, each with the place where the next one begins."""
         order = self._order.indices(start.epoch * len(self._shards), len(self._shards)).tolist()
         offset = start.offset
         for number in range(start.shard, len(order)):
@@ -158,19 +162,14 @@ class Stream:
                     yield replace(start, shard=number, offset=after), pieces
             offset = 0
 
-    def _tokens(self, documents: list[list[str]]) -> _Tokens:
+    def _tokens(self, documents: list[list[Piece]]) -> _Tokens:
         """All documents joined, each closed by the end of document."""
-        end, rows = self._tokenizer.end_of_document_id, []
-        pieces = [(piece, n == len(document) - 1) for document in documents for n, piece in enumerate(document)]
-        first = characters = 0
-        for number, (piece, _) in enumerate(pieces, start=1):
-            characters += len(piece)
-            if characters >= _ENCODED_CHARACTERS or number == len(pieces):
-                self._stop_if_asked()
-                chosen = pieces[first:number]
-                for ids, (_, ends) in zip(self._tokenizer.encode_batch([p for p, _ in chosen]), chosen, strict=True):
-                    rows.append(np.array([*ids, end] if ends else ids, dtype=np.int32))
-                first, characters = number, 0
+        rows = []
+        for batch in batches(chain.from_iterable(documents), lambda piece: piece.characters, _ENCODED_CHARACTERS):
+            self._stop_if_asked()
+            tokens, sizes = self._tokenizer.encode_rows([piece.text for piece in batch])
+            ends = np.cumsum(sizes)[[piece.ends_document for piece in batch]]
+            rows.append(np.insert(tokens, ends, self._tokenizer.end_of_document_id))
         return np.concatenate(rows)
 
     def _stop_if_asked(self) -> None:
@@ -178,22 +177,22 @@ class Stream:
             raise CancelledError
 
 
-def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[str]]]:
+def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[Piece]]]:
     """Each document of a shard from the one that begins at `start` on, in pieces, and where the next one begins.
 
     Raises:
         DataError, RunError: it cannot be read.
     """
     for after, blocks in shard.documents(start):
-        yield after, [piece.text for piece in cut_document(blocks)]
+        yield after, list(cut_document(blocks))
 
 
 class StreamBatches:
     """`Batches` of a stream, which begins its next epoch where one ends.
 
-    A batch is a function of the samples consumed. Where each block begins that was read is kept, and the last few
-    blocks: a batch that is near the last one is found at once, any other is read from the beginning of its block on, or
-    of the nearest one before that was read. The next block is read ahead.
+    A batch is a function of the samples consumed. The beginnings of all blocks that were read are kept, and the last
+    few blocks themselves: a batch near the last one is made at once. For any other, reading begins at its block, or at
+    the nearest earlier block that was read. A thread reads the next block ahead.
 
     Args:
         name: what messages call the data.
@@ -294,8 +293,4 @@ class StreamBatches:
         return block
 
     def _submit(self, start: Place) -> Future[Block]:
-        return self._reader.submit(self._read_block, start)
-
-    def _read_block(self, start: Place) -> Block:
-        self._stream.stopped.clear()
-        return self._stream.block(start)
+        return self._reader.submit(self._stream.block, start)
