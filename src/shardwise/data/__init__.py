@@ -16,9 +16,9 @@ from shardwise.data.reading.detect import detect
 from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
 from shardwise.data.samples.blend import BlendedBatches
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.documents import DocumentBatches
 from shardwise.data.samples.pairs import SentencePairBatches
-from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.sampler import Sampler
 from shardwise.data.samples.sentences import Sentences
 from shardwise.data.samples.shards import ShardBatches

@@ -12,9 +12,8 @@ from shardwise.data import cache
 from shardwise.data.parts import PART_NAMES, PARTS, Part
 from shardwise.data.reading.manifest import tokenizer_problems
 from shardwise.data.samples.batch import Batches, SampledBatches, TokenArray, Tokens
-from shardwise.data.samples.causal import DocumentEnds, without_end
+from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
 from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
-from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.tokens.tokenizer import (
     PairTokens,

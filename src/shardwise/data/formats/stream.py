@@ -21,8 +21,7 @@ from shardwise.data.reading.sources import FileSource, Piece, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
 from shardwise.data.reading.text import unreadable
 from shardwise.data.samples.batch import Batches, TokenArray
-from shardwise.data.samples.causal import DocumentEnds
-from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest

@@ -47,14 +47,7 @@ class Batch:
     """How many inputs of each sample are not padding, which is at the end, [B]; of a causal model only."""
 
     def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Refuses masked positions beyond the sequence: on a device they would crash, or predict another token.
-
-        Raises:
-            DataError: with a problem for each such sample.
-        """
+        """Raises DataError for masked positions beyond the sequence: a device would crash, or predict another token."""
         if "positions_PB" not in self.inputs:
             return
         length = len(self.inputs["ids_SB"])
@@ -103,9 +96,8 @@ class Batches(Protocol):
     ) -> Iterator[Batch]:
         """One rank's micro-batches of an evaluation over at most `count` global batches, each sample at most once.
 
-        The samples are the first ones in their own order, cut over ranks as by `local_batch`. What is missing to
-        equal shapes on every rank is filled with samples that count nothing: one micro-batch, or all of a rank's,
-        may count nothing.
+        The samples are the first ones in their own order, cut over ranks as by `local_batch`. So that all ranks have
+        equal shapes, samples that count nothing are added: one micro-batch, or all of a rank's, may count nothing.
         """
         ...
 
@@ -171,7 +163,7 @@ class SampledBatches(ABC):
 
 
 def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
-    """One batch of the samples of several, each at its places: the last dimension of all inputs is the samples'."""
+    """One batch of the samples of several, each at its `places`. Samples are the last dimension of all inputs."""
     inputs: dict[str, IntArray] = {}
     lengths = None if batches[0].lengths is None else np.zeros_like(samples)
     for batch, chosen in zip(batches, places, strict=True):
@@ -185,11 +177,16 @@ def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArr
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """Micro-batches of each rank in an evaluation over at most `count` global batches; all ranks' one is a portion."""
+    """Micro-batches of each rank in an evaluation over at most `count` global batches.
+
+    Args:
+        portion: samples of one micro-batch of every data-parallel rank together.
+    """
     return -(-min(count * global_batch, num_samples) // portion)
 
 
 def rows_of_rank(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
+    """Which of `total` samples each micro-batch of a rank has."""
     portion = dp_size * micro_batch
     return [slice(start, start + micro_batch) for start in range(dp_rank * micro_batch, total, portion)]
 

@@ -22,7 +22,7 @@ from shardwise.data.samples.sampler import IntArray, Sampler
 from shardwise.data.samples.sentences import Sentences
 from shardwise.errors import ConfigError, DataError
 
-# Apart from the order of samples, which is drawn from the seed itself.
+# Keeps the order of documents independent of that of samples, which is drawn from the seed itself.
 _DOCUMENT_ORDER = 0x646F63756D656E74
 # This many documents are permuted or measured at once: their arrays fit in a core's cache.
 _BLOCK = 1 << 16
@@ -108,15 +108,15 @@ class _Epoch:
 
 
 class DocumentBatches(SampledBatches):
-    """Batches over documents that are joined in another order in each epoch, as Megatron's GPT data set.
+    """Batches over documents that are joined in another order in each epoch, as in Megatron's GPT data set.
 
     Sample `i` of epoch `e` is tokens `[i·S, i·S + S]` of the row that the documents make in the order of epoch `e`: it
-    begins and ends where it may be in documents, and its last token is the first one of sample `i + 1`. The order of
-    the documents and that of the samples are permutations keyed by (seed, `e`) (`Sampler`), so a batch is a function of
-    (seed, samples consumed). What is left after the last whole sample is left out in that epoch.
+    may begin and end within documents, and its last token is the first one of sample `i + 1`. The order of the
+    documents and that of the samples are permutations keyed by (seed, `e`) (`Sampler`), so a batch is a function of
+    (seed, samples consumed). The tokens after the last whole sample are left out in that epoch.
 
-    The first batch of an epoch makes its index: 12 bytes a document, and 16 where there are 2³¹ or more. Then a
-    sample is found in a time that does not depend on where it lies.
+    The first batch of an epoch makes its index: 12 bytes a document, or 16 where there are 2³¹ documents or more. Then
+    any sample is found in the same time.
 
     Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
@@ -127,12 +127,7 @@ class DocumentBatches(SampledBatches):
     objectives = ("lm",)
 
     def __init__(
-        self,
-        documents: Documents,
-        sequence_length: int,
-        seed: int,
-        *,
-        ends: DocumentEnds | None = None,
+        self, documents: Documents, sequence_length: int, seed: int, *, ends: DocumentEnds | None = None
     ) -> None:
         if len(documents) <= sequence_length:
             raise ConfigError(f"the tokens ({len(documents)}) must be at least {sequence_length + 1}")

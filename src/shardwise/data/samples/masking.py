@@ -14,7 +14,7 @@ from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.hashing import Draws, below
 from shardwise.data.samples.sampler import IntArray
 
-# What numbers are drawn for; pairs.py has those below 16.
+# The `site` of each draw (`Draws`); those of pairs.py are below 16.
 _PLACE, _KIND, _TOKEN = 16, 17, 18
 _POSITION_BITS = 16
 MAX_SEQUENCE_LENGTH = 1 << _POSITION_BITS

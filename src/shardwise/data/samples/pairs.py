@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 
 # [CLS] A [SEP] B [SEP]
 _ADDED = 3
-# What numbers are drawn for; masking.py has those from 16.
+# The `site` of each draw (`Draws`); those of masking.py begin at 16.
 _RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
 
 

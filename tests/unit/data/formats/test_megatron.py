@@ -22,7 +22,7 @@ from shardwise.data import (
 from shardwise.data.parts import part_bounds
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 

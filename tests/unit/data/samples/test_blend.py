@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise.data.samples.batch import Batch, SampledBatches
 from shardwise.data.samples.blend import BlendedBatches, Pattern
-from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.sampler import IntArray
 
 unhurried = settings(deadline=None)
