@@ -36,29 +36,26 @@ class TextBatch:
 
     Attributes:
         ends: for each document that ends in this batch, how many of the texts lie before its end.
-        before: the position where the batch begins.
         after: the position where it ends.
     """
 
     texts: list[str]
     ends: list[int]
-    before: Position
     after: Position
 
 
 def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
     """All text of a source; the same source always gives the same batches."""
-    digest, before = ContentDigest(), Position()
+    digest, position = ContentDigest(), Position()
     # `digest` is that of the text up to the end of a batch, as `batches` reads no further.
     for batch in batches(_pieces(source, digest, sentences), lambda piece: piece.characters, BATCH_CHARACTERS):
         texts = [text for piece in batch for text in piece.sentences]
         counts = accumulate(len(piece.sentences) for piece in batch)
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
-        documents = before.documents + len(ends)
-        characters = before.characters + sum(piece.characters for piece in batch)
-        after = Position(before.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
-        yield TextBatch(texts, ends, before, after)
-        before = after
+        documents = position.documents + len(ends)
+        characters = position.characters + sum(piece.characters for piece in batch)
+        position = Position(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
+        yield TextBatch(texts, ends, position)
 
 
 def _pieces(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[CutPiece]:

@@ -98,13 +98,13 @@ def write_tokens(
         progress, saved = begin, time.monotonic()
         batches = _after(text_batches(source, cut.sentences), begin.read, advance)
         for batch, row in workers.each(functools.partial(tokenize, literally=cut.sentences), batches):
+            advance(batch.after.bytes - progress.read.bytes)
             with work.writing():
                 progress = Progress(batch.after, _append(index, cut, progress.written, batch, row))
                 if time.monotonic() - saved >= COMMIT_SECONDS:
                     _to_disk(index)
                     save(progress)
                     saved = time.monotonic()
-            advance(batch.after.bytes - batch.before.bytes)
         with work.writing():
             _to_disk(index)
             save(progress)

@@ -11,7 +11,7 @@ from shardwise.config import BertConfig, Config
 from shardwise.data import cache
 from shardwise.data.parts import PART_NAMES, PARTS, Part
 from shardwise.data.reading.manifest import tokenizer_problems
-from shardwise.data.samples.batch import Batches, SampledBatches, TokenArray, Tokens
+from shardwise.data.samples.batch import Batches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
 from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
@@ -148,7 +148,7 @@ def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, 
 
 def pair_batches(
     config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
-) -> SampledBatches | None:
+) -> Batches | None:
     """Batches of sentence pairs; None of less than two samples, as the second sentence may come from another one."""
     length = config.train.sequence_length
     if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwise.data.samples.batch import Batch, SampledBatches, joined
+from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.sampler import IntArray
 
 _BLOCK = 100_000
@@ -61,7 +61,7 @@ class Pattern:
         return low
 
 
-class BlendedBatches(SampledBatches):
+class BlendedBatches(Batches):
     """`Batches` of K sources in the proportions of their weights.
 
     The sources' samples follow one another as `Pattern` says; each source has its own order and its own epochs, the
@@ -71,7 +71,7 @@ class BlendedBatches(SampledBatches):
     Index `begins[s] + i` is sample `i` of source `s`.
     """
 
-    def __init__(self, weights: Sequence[float], sources: Sequence[SampledBatches]) -> None:
+    def __init__(self, weights: Sequence[float], sources: Sequence[Batches]) -> None:
         assert len(weights) == len(sources) > 0
         self.pattern = Pattern(weights)
         self.batches = sources

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.config import Config
-from shardwise.data.samples.batch import IGNORE, Batch, SampledBatches, Tokens
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.sampler import IntArray
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import ConfigError
@@ -90,7 +90,7 @@ def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends
     return Batch(inputs, np.array([np.count_nonzero(targets_SB != IGNORE)]), samples, targets_B)
 
 
-class TokenBatches(SampledBatches):
+class TokenBatches(Batches):
     """Batches over one long row of tokens: sample `i` is `tokens[i·S : i·S + S + 1]`.
 
     Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.

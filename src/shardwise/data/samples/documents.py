@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.reading.megatron import IndexedFile
-from shardwise.data.samples.batch import Batch, SampledBatches
+from shardwise.data.samples.batch import Batch, Batches
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, Sampler
@@ -69,7 +69,7 @@ class Documents:
 
     def beginning(self, tokens: int) -> list[int]:
         """The first tokens; fewer where there are no more."""
-        return self.take(np.arange(min(tokens, len(self)))).tolist()
+        return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents, 0 … count, counted from `start`."""
@@ -107,7 +107,7 @@ class _Epoch:
     begins: IntArray
 
 
-class DocumentBatches(SampledBatches):
+class DocumentBatches(Batches):
     """Batches over documents that are joined in another order in each epoch, as in Megatron's GPT data set.
 
     Sample `i` of epoch `e` is tokens `[i·S, i·S + S]` of the row that the documents make in the order of epoch `e`: it

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.samples.batch import IGNORE, Batch, SampledBatches, Tokens
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.hashing import Draws
 from shardwise.data.samples.masking import MAX_SEQUENCE_LENGTH, Masking
 from shardwise.data.samples.sampler import IntArray
@@ -49,7 +49,7 @@ class _Segments:
     random: IntArray
 
 
-class SentencePairBatches(SampledBatches):
+class SentencePairBatches(Batches):
     """Batches of sentence pairs; sample `i` is chunk `i` of `ChunkIndex`, with S - 3 tokens of room.
 
     What a sample looks like is a function of (seed, epoch, `i`) alone. In each epoch:

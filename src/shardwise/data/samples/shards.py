@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise.data.reading.hdf5 import Shards, in_list
-from shardwise.data.samples.batch import IGNORE, Batch, SampledBatches
+from shardwise.data.samples.batch import IGNORE, Batch, Batches
 from shardwise.data.samples.sampler import IntArray
 
 
-class ShardBatches(SampledBatches):
+class ShardBatches(Batches):
     """Batches of the rows `first` to before `after` of all shards; sample `i` is row `first + i`.
 
     Each epoch has every row once, in another order (`Sampler`); the masks are the same in each.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from shardwise.data.reading.sources import Piece, cut_document
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
-from shardwise.data.samples.batch import Batch, SampledBatches, check_division, joined, rows_of_rank
+from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, Sampler
 from shardwise.data.tokens.cutting import batches
@@ -62,7 +62,7 @@ class Block:
 
     start: Place
     after: Place
-    samples: SampledBatches | None
+    samples: Batches | None
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class Stream:
         self,
         shards: Sequence[Shard],
         tokenizer: Tokenizer,
-        cut: Callable[[_Tokens, int], SampledBatches],
+        cut: Callable[[_Tokens, int], Batches],
         *,
         seed: int,
         buffer: int,
         held: HeldOut,
     ) -> None:
-        self._shards, self._tokenizer, self._cut = shards, tokenizer, cut
+        self._shards, self._tokenizer, self.cut = shards, tokenizer, cut
         self._seed, self._buffer, self._held = seed, buffer, held
         self._order = Sampler(len(shards), mix_integer(_SHARDS, seed))
         self._reading: Iterator[tuple[Place, list[Piece]]] = iter(())
@@ -128,16 +128,12 @@ class Stream:
         if documents:
             order = Sampler(len(documents), mix_integer(_DOCUMENTS, *key)).indices(0, len(documents))
             tokens = self._tokens([documents[number] for number in order])
-        samples = self._cut(tokens, mix_integer(_SAMPLES, *key)) if len(tokens) > 1 else None
+        samples = self.cut(tokens, mix_integer(_SAMPLES, *key)) if len(tokens) > 1 else None
         if samples is not None:
             after = replace(after, samples=start.samples + samples.num_samples)
         if after.epoch == start.epoch:
             self._next = after
         return Block(start, after, samples)
-
-    def blank(self, micro_batch: int) -> Batch:
-        """A micro-batch that counts nothing."""
-        return self._cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 
     def _documents(self, start: Place) -> tuple[list[list[Piece]], Place]:
         """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
@@ -187,7 +183,7 @@ def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[Piece]]
         yield after, list(cut_document(blocks))
 
 
-class StreamBatches:
+class StreamBatches(Batches):
     """`Batches` of a stream, which begins its next epoch where one ends.
 
     A batch is a function of the samples consumed. The beginnings of all blocks that were read are kept, and the last
@@ -214,7 +210,7 @@ class StreamBatches:
         return sys.maxsize
 
     def blank(self, micro_batch: int) -> Batch:
-        return self._stream.blank(micro_batch)
+        return self._stream.cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 
     def state(self, consumed: int) -> dict[str, int]:
         """What `restore` needs to continue after `consumed` samples."""
@@ -234,23 +230,11 @@ class StreamBatches:
                 self._ahead[1].cancel()
                 self._ahead = None
 
-    def local_batch(
-        self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> list[Batch]:
-        check_division(global_batch, dp_rank, dp_size, micro_batch)
-        return [
-            self._collate(consumed + np.arange(rows.start, rows.stop))
-            for rows in rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
-        ]
+    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
+        return np.arange(consumed, consumed + count), np.zeros(count, dtype=np.int64)
 
-    def eval_batches(
-        self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> Iterator[Batch]:
-        for number in range(count):
-            yield from self.local_batch(number * global_batch, global_batch, dp_rank, dp_size, micro_batch)
-
-    def _collate(self, samples: IntArray) -> Batch:
-        """One batch of consecutive samples, of one block or of several: in all inputs the last dimension is theirs."""
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        """One batch of consecutive samples, which one block has or several."""
         parts: list[Batch] = []
         rest = samples
         while len(rest):

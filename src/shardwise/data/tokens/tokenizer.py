@@ -178,7 +178,8 @@ class Tokenizer:
     def pair_tokens(self) -> PairTokens:
         """The ids of BERT's special tokens, for a tokenizer that was trained or opened for sentence pairs."""
         assert self.pair_names is not None
-        return PairTokens(**{role: self._backend.token_to_id(name) for role, name in self.pair_names.items()})
+        ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
+        return PairTokens(**ids)
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
