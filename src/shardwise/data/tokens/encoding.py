@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,12 @@ def encode_documents(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
         for batch in batches(parts, lambda item: item[1].characters, _BATCH_CHARACTERS):
-            encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
-            for (part, piece), ids in zip(batch, encoded, strict=True):
+            tokens, sizes = tokenizer.encode_rows([piece.text for _, piece in batch])
+            for (part, piece), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
+                writers[part].write(row)
                 if piece.ends_document:
-                    ids.append(tokenizer.end_of_document_id)
+                    writers[part].write([tokenizer.end_of_document_id])
                     writers[part].documents += 1
-                writers[part].write(ids)
     return {part: writer.facts() for part, writer in writers.items()}
 
 
@@ -82,13 +81,16 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
         begun = dict.fromkeys(PARTS, False)
         for batch in batches(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
             texts = [sentence for _, piece in batch for sentence in piece.sentences]
-            encoded = iter(tokenizer.encode_batch(texts, literally=True))
-            for part, piece in batch:
-                sentences = [ids for ids in (next(encoded) for _ in piece.sentences) if ids]
+            tokens, sizes = tokenizer.encode_rows(texts, literally=True)
+            cuts = np.cumsum([len(piece.sentences) for _, piece in batch])[:-1]
+            starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+            pieces = zip(batch, np.split(tokens, starts[cuts]), np.split(sizes, cuts), strict=True)
+            for (part, piece), own_tokens, own_sizes in pieces:
                 writer, ends = writers[part], bounds[part]
-                ends["sentences"].write(list(accumulate(map(len, sentences), initial=writer.length))[1:])
-                writer.write(list(chain.from_iterable(sentences)))
-                begun[part] = begun[part] or bool(sentences)
+                sentences = own_sizes[own_sizes > 0]
+                ends["sentences"].write(writer.length + np.cumsum(sentences))
+                writer.write(own_tokens)
+                begun[part] = begun[part] or len(sentences) > 0
                 if piece.ends_document and begun[part]:
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1

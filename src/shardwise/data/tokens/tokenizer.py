@@ -108,26 +108,20 @@ class Tokenizer:
         prompt = self.encode_prompt("a")
         return self._backend.id_to_token(prompt[0]) if len(prompt) > len(self.encode("a")) else None
 
-    def encode_batch(self, texts: list[str], *, literally: bool = False) -> list[list[int]]:
-        """The ids of each text, nothing added, on all cores.
-
-        `literally`: the name of a special token, such as "[SEP]", is text like any other.
-        """
-        return [encoding.ids for encoding in self._encodings(texts, literally)]
-
     def encode_rows(
         self, texts: list[str], *, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """As `encode_batch`: the ids of all texts one after another, and how many each has."""
-        encodings = self._encodings(texts, literally)
+        """The ids of all texts one after another, nothing added, and how many each text has; encoded on all cores.
+
+        Args:
+            literally: the name of a special token, such as "[SEP]", is text like any other.
+        """
+        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
+            self._backend.encode_special_tokens = literally
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
         ids = chain.from_iterable(encoding.ids for encoding in encodings)
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
-
-    def _encodings(self, texts: list[str], literally: bool) -> list[tokenizers.Encoding]:
-        if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
-            self._backend.encode_special_tokens = literally
-        return self._backend.encode_batch_fast(texts, add_special_tokens=False)
 
     def continuations(self) -> npt.NDArray[np.bool_] | None:
         """Which ids continue the word of the token before them, [vocabulary]; None where tokens do not say.
