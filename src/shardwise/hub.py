@@ -73,14 +73,9 @@ def resolve(
         check_weights(folder)
         return folder
     if folder.exists():
-        if folder.suffix in _PICKLED:
-            raise ConfigError(_without_weights(load, [folder.name]))
-        raise ConfigError(
-            f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
-        )
-    missing = f"checkpoint.load ({load}) must be a folder with weights: there is none of that name in {Path.cwd()}"
-    if problem := _no_id(load, folder, missing):
-        raise ConfigError(problem)
+        is_file = f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
+        raise ConfigError(_without_weights(load, [folder.name]) if folder.suffix in _PICKLED else is_file)
+    _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
     wanted = Wanted(
         "checkpoint.load", load, revision, _WEIGHTS,
         is_there=lambda names: SINGLE in names or INDEX in names,
@@ -91,7 +86,7 @@ def resolve(
 
 
 def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """The file or folder that `data.tokenizer` names: a path, or a hub id, of which only tokenizer files are fetched.
+    """The file or folder that `data.tokenizer` names: a path, or a hub id, from which only its files are fetched.
 
     A hub id may end in `@` and a branch, tag or commit. The rest is as in `resolve`.
 
@@ -105,15 +100,14 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
 
 
 def place_of_tokenizer(named: str) -> Path | Wanted:
-    """The path that `data.tokenizer` names, else what it names on the hub; ConfigError of neither. Sends no request."""
+    """The path that `data.tokenizer` names, else what it names on the hub; else ConfigError. Sends no request."""
     path = Path(named).expanduser()
     if path.exists():
         return path
     repository, at, revision = named.partition("@")
     key = f"data.tokenizer ({named})"
-    missing = f"{key} must be a tokenizer's file or folder: there is none of that name in {Path.cwd()}"
-    if problem := _no_id(repository, path, missing, is_file=path.suffix in (".json", ".txt", ".model")):
-        raise ConfigError(problem)
+    is_file = path.suffix in (".json", ".txt", ".model")
+    _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
     return Wanted(
@@ -130,7 +124,9 @@ def resolve_dataset(
     """The repository that `data.dataset` names, and the folder of its newest commit, whose name is the commit's.
 
     The folder has what was fetched so far; this fetches no data. `@` and the errors are as in `resolve_tokenizer`.
-    `built_in`: names of texts that come with this package, one of which may have been meant.
+
+    Args:
+        built_in: names of texts that come with this package, one of which may have been meant.
     """
     wanted = place_of_dataset(named, built_in)
     return wanted.repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
@@ -252,15 +248,15 @@ def _without_weights(shown: str, names: Iterable[str]) -> str:
     return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
 
 
-def _no_id(name: str, path: Path, missing: str, *, is_file: bool = False) -> str | None:
-    """Why `name`, which is no existing path, is no hub id either; None if it is one. `missing` begins the message."""
-    owner = name.partition("/")[0]
-    local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    if local or is_file or Path(owner).is_dir():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest_name(path.name, siblings)
-        return f"{missing}; did you mean {path.parent / near}?" if near else missing
-    return None if _ID.fullmatch(name) else f"{missing}, and {_ID_RULE}"
+def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
+    """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
+    missing = f"{must}: there is none of that name in {Path.cwd()}"
+    is_local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if is_local or is_file or Path(name.partition("/")[0]).is_dir():
+        near = nearest_name(path.name, _names(path.parent))
+        raise ConfigError(f"{missing}; did you mean {path.parent / near}?" if near else missing)
+    if not _ID.fullmatch(name):
+        raise ConfigError(f"{missing}, and {_ID_RULE}")
 
 
 @dataclass(frozen=True)
@@ -358,37 +354,30 @@ def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
 
 
 def _names(folder: Path) -> list[str]:
-    """The names of a folder's files in the cache; the client makes no folder if there is nothing to fetch."""
+    """The names in a folder; none where it does not exist, as the hub's client makes none if it fetches nothing."""
     return [file.name for file in folder.iterdir()] if folder.is_dir() else []
 
 
 def _is_no_answer(record: logging.LogRecord) -> bool:
-    """A log filter that drops the client's line about a repository without these files: `lacking` reports it."""
+    """A log filter that drops the client's line about a repository without these files: our own message says it."""
     return not str(record.msg).startswith("No files matched")
 
 
 def _refusal(error: Exception, wanted: Wanted, site: str) -> str:
     """The message for a failed fetch: the reason and the fix."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
         error = error.__cause__
     is_dataset = wanted.repo_type == "dataset"
     page, tokens = f"{site}/{'datasets/' if is_dataset else ''}{wanted.repository}", f"{site}/settings/tokens"
     key = f"{wanted.key} ({wanted.named})"
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set HF_TOKEN to a token of that account ({tokens})"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         revision = "checkpoint.revision" if wanted.key == "checkpoint.load" else f"the revision of {wanted.key}"
         return f"{revision} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: see {page}"
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         nowhere = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
         if is_dataset:
             nowhere = f"on {site} there is no such data set"
@@ -396,7 +385,7 @@ def _refusal(error: Exception, wanted: Wanted, site: str) -> str:
             f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
             f"HF_TOKEN to a token of that account ({tokens}){wanted.hint}"
         )
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
         use = f"set {wanted.key} to the folder"
         if is_dataset:
@@ -405,7 +394,7 @@ def _refusal(error: Exception, wanted: Wanted, site: str) -> str:
             f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
             f"there is access (`hf download`), and {use}"
         )
-    if isinstance(error, HfHubHTTPError):
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
             return f"{key}: {site} refuses the token in use (status {status}): set HF_TOKEN to a valid one ({tokens})"
