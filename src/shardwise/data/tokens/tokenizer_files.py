@@ -2,6 +2,8 @@
 
 The readers of vocabulary files in the library `tokenizers` are not used: they strip spaces from tokens, drop ids that
 are no integers and refuse empty lines, and so can give other ids than the program that a file was made for.
+
+Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 """
 
 from __future__ import annotations
