@@ -76,7 +76,7 @@ def resolve(
         is_file = f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
         raise ConfigError(_without_weights(load, [folder.name]) if folder.suffix in _PICKLED else is_file)
     _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
-    wanted = Wanted(
+    wanted = HubFiles(
         "checkpoint.load", load, revision, _WEIGHTS,
         is_there=lambda names: SINGLE in names or INDEX in names,
         lacking=lambda names: _without_weights(load, names),
@@ -99,7 +99,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
     return _from_cache(place) if cached else _fetch(place, announce)
 
 
-def place_of_tokenizer(named: str) -> Path | Wanted:
+def place_of_tokenizer(named: str) -> Path | HubFiles:
     """The path that `data.tokenizer` names, else what it names on the hub; else ConfigError. Sends no request."""
     path = Path(named).expanduser()
     if path.exists():
@@ -110,7 +110,7 @@ def place_of_tokenizer(named: str) -> Path | Wanted:
     _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
-    return Wanted(
+    return HubFiles(
         "data.tokenizer", repository, revision or None, _TOKENIZER_FILES,
         is_there=holds_tokenizer,
         lacking=lambda names: without_tokenizer(key, names),
@@ -132,7 +132,7 @@ def resolve_dataset(
     return wanted.repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
 
 
-def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
+def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
     """What `data.dataset` names on the hub; ConfigError if it is no hub id. Sends no request."""
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
@@ -146,7 +146,7 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
         raise ConfigError(f"{missing}: {_ID_RULE}{hint}")
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
-    return Wanted(
+    return HubFiles(
         "data.dataset", repository, revision or None, _DATA_CARD, repo_type="dataset", hint=hint, verified=True
     )
 
@@ -191,10 +191,10 @@ def without_tokenizer(shown: str, names: Iterable[str]) -> str:
     """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     names = sorted(names)
     for kind in TOKENIZERS:
-        held = [name for name in kind if name in names]
-        if held and len(held) < len(kind):
+        present = [name for name in kind if name in names]
+        if present and len(present) < len(kind):
             absent = [name for name in kind if name not in names]
-            return f"{shown} holds {listing(held)} without {listing(absent)}, and the tokenizer is read from both"
+            return f"{shown} holds {listing(present)} without {listing(absent)}, and the tokenizer is read from both"
     what = f"it has {listing(names, most=_SHOWN)}" if names else "it is empty"
     return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {what}"
 
@@ -260,7 +260,7 @@ def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> Non
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HubFiles:
     """A repository on the hub, and the files that are needed of it.
 
     Attributes:
@@ -307,7 +307,7 @@ class Wanted:
         return Path(folder)
 
 
-def _from_cache(wanted: Wanted) -> Path:
+def _from_cache(wanted: HubFiles) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -322,7 +322,7 @@ def _from_cache(wanted: Wanted) -> Path:
     return folder
 
 
-def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
+def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -363,7 +363,7 @@ def _is_no_answer(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("No files matched")
 
 
-def _refusal(error: Exception, wanted: Wanted, site: str) -> str:
+def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
     """The message for a failed fetch: the reason and the fix."""
     from huggingface_hub import constants, errors
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from shardwise.data.reading.sources import Source
-from shardwise.data.tokens.cutting import CutPiece, batches, sentence_pieces
+from shardwise.data.tokens.cutting import PieceTexts, batches, sentence_pieces
 from shardwise.data.tokens.encoding import ContentDigest
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
@@ -49,8 +49,8 @@ def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
     digest, position = ContentDigest(), Position()
     # `digest` is that of the text up to the end of a batch, as `batches` reads no further.
     for batch in batches(_pieces(source, digest, sentences), lambda piece: piece.characters, BATCH_CHARACTERS):
-        texts = [text for piece in batch for text in piece.sentences]
-        counts = accumulate(len(piece.sentences) for piece in batch)
+        texts = [text for piece in batch for text in piece.texts]
+        counts = accumulate(len(piece.texts) for piece in batch)
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
         documents = position.documents + len(ends)
         characters = position.characters + sum(piece.characters for piece in batch)
@@ -58,8 +58,8 @@ def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
         yield TextBatch(texts, ends, position)
 
 
-def _pieces(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[CutPiece]:
+def _pieces(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[PieceTexts]:
     pieces = digest.watch(source.pieces())
     if not sentences:
-        return (CutPiece([piece.text], piece.ends_document) for piece in pieces)
+        return (PieceTexts([piece.text], piece.ends_document) for piece in pieces)
     return (piece for _, piece in sentence_pieces(("train", piece) for piece in pieces))

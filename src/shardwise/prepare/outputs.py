@@ -12,7 +12,7 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import ConfigError, DataError, listing
 from shardwise.files import sync_folder, to_disk
 from shardwise.prepare.tokens import PREFIX
-from shardwise.prepare.work import Work
+from shardwise.prepare.work import WorkFolder
 
 Format = Literal["megatron", "arrow", "hdf5"]
 VERSION = 1
@@ -59,7 +59,7 @@ class Output:
             "options": dict(options),
         }
         self.manifest = manifest.of_prefix(path) if format_ == "megatron" else manifest.of_folder(path)
-        self.work = Work(path)
+        self.work = WorkFolder(path)
 
     def produce(
         self,
@@ -127,7 +127,7 @@ class Output:
         return facts
 
     def _moves(self) -> list[tuple[Path, Path]]:
-        """What `Work.publish` moves where."""
+        """What `WorkFolder.publish` moves where."""
         if self.format != "megatron":
             return [(self.work.output, self.path)]
         return [

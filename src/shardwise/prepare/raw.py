@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.files import reason_of, to_disk
 from shardwise.prepare import space
 from shardwise.prepare.outputs import ANY_VOCABULARY, Outcome, Output, check_name
-from shardwise.prepare.tokens import Written, finish_index, open_index
+from shardwise.prepare.tokens import WrittenCounts, finish_index, open_index
 
 DTYPES = ("uint16", "uint32")
 _BLOCK = 1 << 22
@@ -91,7 +91,7 @@ class _Conversion:
         space.check_room(needed, 0, self.job.output, self.announce, packed=False)
         with work.writing(), contextlib.ExitStack() as files:
             work.clear()
-            index = open_index(files, work.folder, vocab_size, Written())
+            index = open_index(files, work.folder, vocab_size, WrittenCounts())
             self._copy(index)
             finish_index(index, work.folder)
             to_disk(index.files[0])

@@ -24,7 +24,7 @@ _LEAST = 1 << 16
 
 
 @dataclass(frozen=True)
-class Expected:
+class Estimate:
     """What a source will become, a little more rather than less.
 
     Attributes:
@@ -41,7 +41,7 @@ class Expected:
     documents: int
 
 
-def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Expected | None:
+def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
     """An estimate from the sizes of the files and the beginning of the text; None where there are no files."""
     files: Sequence[Path] | None = getattr(source, "files", None)
     wrapped = files is None or any(path.suffix == ".jsonl" for path in files)
@@ -58,7 +58,7 @@ def expect(data: DataConfig, source: Source, tokenizer: Tokenizer, *, sentences:
     ended = sum(piece.ends_document for piece in pieces)
     scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
     documents = max(len(files), round(ended * scale))
-    return Expected(
+    return Estimate(
         bytes=total,
         exact=not (wrapped or packed),
         packed=packed,

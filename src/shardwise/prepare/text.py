@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.files import sync_folder
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.outputs import ANY_VOCABULARY, Format, Outcome, Output, check_name
-from shardwise.prepare.tokens import PREFIX, ChangedError, Cut, Progress, write_tokens
+from shardwise.prepare.tokens import PREFIX, ChangedError, Progress, SequenceOptions, write_tokens
 from shardwise.prepare.workers import Workers
 
 # Below that, processes take longer to start than they save.
@@ -133,7 +133,7 @@ class _Conversion:
         cache.remember_content(cache.cache_root(), self.stamp, read.digest)
         return facts
 
-    def _check_room(self) -> space.Expected | None:
+    def _check_room(self) -> space.Estimate | None:
         job = self.job
         expected = space.expect(job.data, self.source, self.tokenizer, sentences=self.sentences)
         if expected is None:
@@ -152,14 +152,14 @@ class _Conversion:
         space.check_room(needed, written, job.output, self.announce, packed=expected.packed)
         return expected
 
-    def _tokenize(self, workers: Workers, begin: Progress, expected: space.Expected | None) -> Progress:
+    def _tokenize(self, workers: Workers, begin: Progress, expected: space.Estimate | None) -> Progress:
         """Step 1."""
         total = expected.bytes if expected is not None and expected.exact else None
         longest = _LONGEST_DOCUMENT if self.job.format == "hdf5" else None
-        cut, size = Cut(self.sentences, self.end, longest), self.tokenizer.vocab_size
+        sequences, size = SequenceOptions(self.sentences, self.end, longest), self.tokenizer.vocab_size
         with self._bar(f"tokenizing {self.source.name}", total) as advance:
             write = functools.partial(
-                write_tokens, self.source, workers, self.work, cut, size, save=self._save, advance=advance
+                write_tokens, self.source, workers, self.work, sequences, size, save=self._save, advance=advance
             )
             try:
                 if begin.read.batches:

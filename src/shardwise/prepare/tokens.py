@@ -19,7 +19,7 @@ from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError
 from shardwise.files import to_disk
 from shardwise.prepare.batches import Position, TextBatch, text_batches
-from shardwise.prepare.work import Work
+from shardwise.prepare.work import WorkFolder
 from shardwise.prepare.workers import TokenRow, Workers, tokenize
 
 PREFIX = "tokens"
@@ -29,7 +29,7 @@ COMMIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceOptions:
     """How text becomes sequences of tokens.
 
     Attributes:
@@ -44,7 +44,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenCounts:
     """What the files contain.
 
     Attributes:
@@ -62,21 +62,21 @@ class Progress:
     """What of the source has been read, and what was written of it."""
 
     read: Position = field(default_factory=Position)
-    written: Written = field(default_factory=Written)
+    written: WrittenCounts = field(default_factory=WrittenCounts)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Progress:
         """The progress of which `state` is the `dataclasses.asdict`."""
         # `open_sequence` is in the states of earlier versions.
         written = {name: number for name, number in state["written"].items() if name != "open_sequence"}
-        return cls(Position(**state["read"]), Written(**written))
+        return cls(Position(**state["read"]), WrittenCounts(**written))
 
 
 def write_tokens(
     source: Source,
     workers: Workers,
-    work: Work,
-    cut: Cut,
+    work: WorkFolder,
+    sequences: SequenceOptions,
     vocab_size: int,
     begin: Progress,
     save: Callable[[Progress], None],
@@ -96,11 +96,11 @@ def write_tokens(
         with work.writing():
             index = open_index(files, work.folder, vocab_size, begin.written)
         progress, saved = begin, time.monotonic()
-        batches = _after(text_batches(source, cut.sentences), begin.read, advance)
-        for batch, row in workers.each(functools.partial(tokenize, literally=cut.sentences), batches):
+        batches = _after(text_batches(source, sequences.sentences), begin.read, advance)
+        for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.after.bytes - progress.read.bytes)
             with work.writing():
-                progress = Progress(batch.after, _append(index, cut, progress.written, batch, row))
+                progress = Progress(batch.after, _append(index, sequences, progress.written, batch, row))
                 if time.monotonic() - saved >= COMMIT_SECONDS:
                     _to_disk(index)
                     save(progress)
@@ -126,7 +126,7 @@ def _after(batches: Iterator[TextBatch], begin: Position, advance: Callable[[int
     yield from batches
 
 
-def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: Written) -> UnfinishedIndex:
+def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: WrittenCounts) -> UnfinishedIndex:
     """The files of the data set in `folder`, cut to the size that `written` says; `files` closes them."""
     expected = {
         "bin": written_dtype(vocab_size).itemsize * written.tokens,
@@ -160,25 +160,27 @@ def _to_disk(index: UnfinishedIndex) -> None:
         to_disk(file)
 
 
-def _append(index: UnfinishedIndex, cut: Cut, written: Written, batch: TextBatch, row: TokenRow) -> Written:
+def _append(
+    index: UnfinishedIndex, sequences: SequenceOptions, written: WrittenCounts, batch: TextBatch, row: TokenRow
+) -> WrittenCounts:
     """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
     tokens, sizes = row
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
     ends = list(batch.ends)
-    if cut.longest is not None and not ends and written.open_document + len(tokens) >= cut.longest:
+    if sequences.longest is not None and not ends and written.open_document + len(tokens) >= sequences.longest:
         ends.append(len(batch.texts))
     # The tokens of the batch before each end of a document.
     at = starts[np.array(ends, dtype=np.int64)]
-    if cut.sentences:
-        lengths, bounds = _sentences(sizes, np.array(ends, dtype=np.int64), closed=cut.end is not None)
+    if sequences.sentences:
+        lengths, bounds = _sentences(sizes, np.array(ends, dtype=np.int64), closed=sequences.end is not None)
     else:
-        lengths = np.diff(at, prepend=-written.open_document) + (cut.end is not None)
+        lengths = np.diff(at, prepend=-written.open_document) + (sequences.end is not None)
         lengths, bounds = lengths[lengths > 0], np.cumsum(lengths > 0)
-    if cut.end is not None:
-        tokens = np.insert(tokens, at, cut.end)
+    if sequences.end is not None:
+        tokens = np.insert(tokens, at, sequences.end)
     index.extend(tokens, lengths, bounds)
     open_document = int(starts[-1] - at[-1]) if len(at) else written.open_document + int(starts[-1])
-    return Written(written.tokens + len(tokens), index.sequences, index.documents, open_document)
+    return WrittenCounts(written.tokens + len(tokens), index.sequences, index.documents, open_document)
 
 
 def _sentences(sizes: IntArray, ends: IntArray, *, closed: bool) -> tuple[IntArray, IntArray]:

@@ -27,7 +27,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
 
 
-class Work:
+class WorkFolder:
     """The work folder of one output."""
 
     def __init__(self, output: Path) -> None:

@@ -232,14 +232,14 @@ def test_another_preparation_that_was_cut_off_is_removed(folder: Folder, monkeyp
 
 
 def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
-    def dying(self: work.Work, state: dict[str, Any]) -> None:
+    def dying(self: work.WorkFolder, state: dict[str, Any]) -> None:
         save(self, state)
         if state["progress"]["written"]["documents"] > 20:
             raise Killed
 
-    save = work.Work.save
+    save = work.WorkFolder.save
     with monkeypatch.context() as patch:
-        patch.setattr(work.Work, "save", dying)
+        patch.setattr(work.WorkFolder, "save", dying)
         with pytest.raises(Killed):
             folder.run(folder.job("megatron", output))
 
@@ -315,14 +315,14 @@ def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: py
     needed = []
     monkeypatch.setattr(space, "check_room", lambda amount, *_, **__: needed.append(amount))
     most = 0
-    save = work.Work.save
+    save = work.WorkFolder.save
 
-    def watched(self: work.Work, state: dict[str, Any]) -> None:
+    def watched(self: work.WorkFolder, state: dict[str, Any]) -> None:
         nonlocal most
         most = max(most, space.bytes_below(self.folder))
         save(self, state)
 
-    monkeypatch.setattr(work.Work, "save", watched)
+    monkeypatch.setattr(work.WorkFolder, "save", watched)
     folder.run(folder.job(format_, "out"))
     assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
 
@@ -330,13 +330,13 @@ def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: py
 def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
 
-        def full(self: work.Work, state: dict[str, Any]) -> None:
+        def full(self: work.WorkFolder, state: dict[str, Any]) -> None:
             if state["progress"]["written"]["documents"] > 20:
                 raise OSError(errno.ENOSPC, "No space left on device")
             save(self, state)
 
-        save = work.Work.save
-        patch.setattr(work.Work, "save", full)
+        save = work.WorkFolder.save
+        patch.setattr(work.WorkFolder, "save", full)
         with pytest.raises(DataError, match=r"out cannot be written: No space left on device; what is finished stays"):
             folder.run(folder.job("megatron", "out"))
     told = Told()
@@ -346,7 +346,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch
 
 def test_two_at_once_do_not_meet(folder: Folder) -> None:
     job = folder.job("megatron", "out")
-    with work.Work(job.output).held(), pytest.raises(ConfigError, match="is being prepared by another process"):
+    with work.WorkFolder(job.output).held(), pytest.raises(ConfigError, match="is being prepared by another process"):
         folder.run(job)
 
 

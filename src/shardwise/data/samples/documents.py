@@ -55,17 +55,17 @@ class Documents:
         Raises:
             DataError: one is beyond the vocabulary; the first is named with its file, document and place.
         """
-        found: IntArray = self.file.tokens[places + self.start].astype(np.int64)
-        if found.size and not 0 <= found.min() <= found.max() < self._vocab_size:
-            wrong = int(np.flatnonzero((found < 0) | (found >= self._vocab_size))[0])
+        tokens: IntArray = self.file.tokens[places + self.start].astype(np.int64)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
             place = int(places.flat[wrong]) + self.start
             numbers = range(self.first, self.after)
             document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
             raise DataError(
-                f"{self.file.bin_path}: token {place} ({found.flat[wrong]}), in document {document}, must be in 0 … "
+                f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
                 f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
             )
-        return found
+        return tokens
 
     def beginning(self, tokens: int) -> list[int]:
         """The first tokens; fewer where there are no more."""
@@ -73,16 +73,15 @@ class Documents:
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents, 0 … count, counted from `start`."""
-        found: IntArray = self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start
-        return found
+        return np.asarray(self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start)
 
     def lengths(self) -> IntArray:
         """Tokens of each document, [count]."""
-        found = np.empty(self.count, dtype=np.int64)
+        lengths = np.empty(self.count, dtype=np.int64)
         for start in range(0, self.count, _BLOCK):
             after = min(start + _BLOCK, self.count)
-            found[start:after] = np.diff(self.starts(np.arange(start, after + 1)))
-        return found
+            lengths[start:after] = np.diff(self.starts(np.arange(start, after + 1)))
+        return lengths
 
     @cached_property
     def sentences(self) -> Sentences:

@@ -29,7 +29,7 @@ from shardwise.data.tokens.cutting import batches
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
-# What is drawn: each key is the ASCII text of "shards", "docs", "samples" or "held", so that no two draws depend.
+# Keys of what is drawn, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
 _SHARDS, _DOCUMENTS, _SAMPLES, _HELD = 0x736861726473, 0x646F6373, 0x73616D706C6573, 0x68656C64
 _ENCODED_CHARACTERS = 1 << 22
 _BLOCKS_KEPT = 3
@@ -38,7 +38,7 @@ _Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where a block begins.
 
     Attributes:
@@ -60,8 +60,8 @@ class Place:
 class Block:
     """A block: where it begins, where the next one begins, and its samples, None where it has none."""
 
-    start: Place
-    after: Place
+    start: StreamPosition
+    after: StreamPosition
     samples: Batches | None
 
 
@@ -108,11 +108,11 @@ class Stream:
         self._shards, self._tokenizer, self.cut = shards, tokenizer, cut
         self._seed, self._buffer, self._held = seed, buffer, held
         self._order = Sampler(len(shards), mix_integer(_SHARDS, seed))
-        self._reading: Iterator[tuple[Place, list[Piece]]] = iter(())
-        self._next: Place | None = None
+        self._reading: Iterator[tuple[StreamPosition, list[Piece]]] = iter(())
+        self._next: StreamPosition | None = None
         self.stopped = Event()
 
-    def block(self, start: Place) -> Block:
+    def block(self, start: StreamPosition) -> Block:
         """The block that begins at `start`; it ends where its epoch does.
 
         Raises:
@@ -135,7 +135,7 @@ class Stream:
             self._next = after
         return Block(start, after, samples)
 
-    def _documents(self, start: Place) -> tuple[list[list[Piece]], Place]:
+    def _documents(self, start: StreamPosition) -> tuple[list[list[Piece]], StreamPosition]:
         """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
         documents: list[list[Piece]] = []
         characters = 0
@@ -145,9 +145,9 @@ class Stream:
             self._stop_if_asked()
             if len(documents) >= self._buffer or characters >= BLOCK_CHARACTERS:
                 return documents, replace(after, samples=start.samples, block=start.block + 1)
-        return documents, Place(start.samples, start.epoch + 1)
+        return documents, StreamPosition(start.samples, start.epoch + 1)
 
-    def _read(self, start: Place) -> Iterator[tuple[Place, list[Piece]]]:
+    def _read(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[Piece]]]:
         """The documents of an epoch from a place on, each with the place where the next one begins."""
         order = self._order.indices(start.epoch * len(self._shards), len(self._shards)).tolist()
         offset = start.offset
@@ -198,9 +198,9 @@ class StreamBatches(Batches):
 
     def __init__(self, stream: Stream, name: str) -> None:
         self._stream, self._name = stream, name
-        self._starts = [Place()]
+        self._starts = [StreamPosition()]
         self._kept: list[Block] = []
-        self._ahead: tuple[Place, Future[Block]] | None = None
+        self._ahead: tuple[StreamPosition, Future[Block]] | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._lock = Lock()
 
@@ -220,7 +220,7 @@ class StreamBatches(Batches):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begins to read at the block of a state; samples before it cannot be asked for then."""
         with self._lock:
-            self._starts, self._kept = [Place(**state)], []
+            self._starts, self._kept = [StreamPosition(**state)], []
 
     def close(self) -> None:
         """Stops the reading ahead, for which an ending process would wait; batches may be asked for again."""
@@ -251,30 +251,30 @@ class StreamBatches(Batches):
         for block in self._kept:
             if block.start.samples <= sample < block.after.samples:
                 return block
-        start = found = self._nearest(sample)
+        start = last = self._nearest(sample)  # `last` is where the last block with samples began
         while True:
             block = self._read(start)
             if block.samples is not None:
                 self._kept = [*self._kept[1 - _BLOCKS_KEPT :], block]
-                found = block.start
+                last = block.start
             if sample < block.after.samples:
                 return block
-            if block.after.epoch > found.epoch + 1:
+            if block.after.epoch > last.epoch + 1:
                 raise DataError(f"{self._name} must have a document to train on, and a whole epoch has none")
             start = block.after
             if start.samples > self._starts[-1].samples:
                 self._starts.append(start)
 
-    def _nearest(self, sample: int) -> Place:
+    def _nearest(self, sample: int) -> StreamPosition:
         """The start of the last known block that begins at or before a sample."""
         assert sample >= self._starts[0].samples, "what is before a restored place is out of reach"
         return self._starts[bisect_right(self._starts, sample, key=lambda place: place.samples) - 1]
 
-    def _read(self, start: Place) -> Block:
+    def _read(self, start: StreamPosition) -> Block:
         future = self._ahead[1] if self._ahead and self._ahead[0] == start else self._submit(start)
         block = future.result()
         self._ahead = block.after, self._submit(block.after)
         return block
 
-    def _submit(self, start: Place) -> Future[Block]:
+    def _submit(self, start: StreamPosition) -> Future[Block]:
         return self._reader.submit(self._stream.block, start)

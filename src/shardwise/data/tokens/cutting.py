@@ -18,15 +18,18 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class CutPiece:
-    """Whole sentences of a document; the next piece continues it unless `ends_document`."""
+class PieceTexts:
+    """Texts of a document that are each tokenized by itself: whole sentences, or one piece of it.
 
-    sentences: list[str]
+    The next texts continue the document unless `ends_document`.
+    """
+
+    texts: list[str]
     ends_document: bool
 
     @property
     def characters(self) -> int:
-        return sum(map(len, self.sentences))
+        return sum(map(len, self.texts))
 
 
 def cut_sentences(text: str) -> list[str]:
@@ -42,7 +45,7 @@ def cut_sentences(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True) if end > start]
 
 
-def sentence_pieces(parts: Iterable[tuple[Part, Piece]]) -> Iterator[tuple[Part, CutPiece]]:
+def sentence_pieces(parts: Iterable[tuple[Part, Piece]]) -> Iterator[tuple[Part, PieceTexts]]:
     """Each part's documents in sentences.
 
     A sentence that is cut by the end of a piece is joined again, unless it grows beyond `PIECE_CHARACTERS`. A document
@@ -61,8 +64,8 @@ def sentence_pieces(parts: Iterable[tuple[Part, Piece]]) -> Iterator[tuple[Part,
         unfinished = None if piece.ends_document else part
 
 
-def _cut_piece(sentences: list[str], ends_document: bool) -> CutPiece:
-    return CutPiece([sentence for sentence in sentences if sentence.strip()], ends_document)
+def _cut_piece(sentences: list[str], ends_document: bool) -> PieceTexts:
+    return PieceTexts([sentence for sentence in sentences if sentence.strip()], ends_document)
 
 
 def batches(items: Iterable[_Item], characters_of: Callable[[_Item], int], least: int) -> Iterator[list[_Item]]:

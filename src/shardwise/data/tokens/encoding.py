@@ -80,9 +80,9 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
                 row.write([0])
         begun = dict.fromkeys(PARTS, False)
         for batch in batches(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
-            texts = [sentence for _, piece in batch for sentence in piece.sentences]
+            texts = [sentence for _, piece in batch for sentence in piece.texts]
             tokens, sizes = tokenizer.encode_rows(texts, literally=True)
-            cuts = np.cumsum([len(piece.sentences) for _, piece in batch])[:-1]
+            cuts = np.cumsum([len(piece.texts) for _, piece in batch])[:-1]
             starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
             pieces = zip(batch, np.split(tokens, starts[cuts]), np.split(sizes, cuts), strict=True)
             for (part, piece), own_tokens, own_sizes in pieces:

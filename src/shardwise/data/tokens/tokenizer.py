@@ -83,8 +83,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of one token, None where the vocabulary lacks it."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        return self._backend.token_to_id(token)
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""

@@ -75,13 +75,13 @@ class TokenizerFiles:
     @classmethod
     def _in_folder(cls, folder: Path) -> TokenizerFiles:
         try:
-            held = {file.name for file in folder.iterdir() if file.is_file()}
+            present = {file.name for file in folder.iterdir() if file.is_file()}
         except OSError as error:
             raise DataError(f"{folder} cannot be read: {reason_of(error)}") from None
         for names in TOKENIZERS:
-            if held.issuperset(names):
+            if present.issuperset(names):
                 return cls({name: folder / name for name in names}, _companions(folder))
-        raise DataError(without_tokenizer(f"the folder {folder}", held))
+        raise DataError(without_tokenizer(f"the folder {folder}", present))
 
     @property
     def copies(self) -> dict[str, Path]:
