@@ -330,7 +330,8 @@ def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
     if announce is None or not sys.stderr.isatty():
         disable_progress_bars()
     logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
-    site = _site(constants.ENDPOINT)
+    address = urlsplit(constants.ENDPOINT)
+    site = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"  # without a log-in
     try:
         folder = wanted.download(local_files_only=True)
         damaged = drop_damaged(folder, wanted.patterns) if wanted.verified else []
@@ -401,9 +402,3 @@ def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
         return f"{key} cannot be fetched: {site} answers with status {status}; try again later"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
     return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"
-
-
-def _site(endpoint: str) -> str:
-    """The hub's address without a log-in that may be part of it."""
-    parts = urlsplit(endpoint)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -90,8 +90,15 @@ class Output:
                 if existing is not None:
                     return Outcome(existing, was_there=True)
                 facts = make(state)
+            moves = [(self.work.output, self.path)]
+            if self.format == "megatron":
+                moves = [
+                    (self.work.folder / f"{PREFIX}.bin", Path(f"{self.path}.bin")),
+                    (self.work.folder / manifest.NAME, self.manifest),
+                    (self.work.folder / f"{PREFIX}.idx", Path(f"{self.path}.idx")),
+                ]
             with self.work.writing():
-                self.work.publish(self._moves())
+                self.work.publish(moves)
         return Outcome(facts, was_there=False)
 
     def complete(self, source: Mapping[str, Any], vocab_size: int, *, closes: bool, **counts: Any) -> dict[str, Any]:
@@ -125,16 +132,6 @@ class Output:
         sync_folder(folder)
         self.work.save({"identity": self.identity, "complete": True, "facts": facts})
         return facts
-
-    def _moves(self) -> list[tuple[Path, Path]]:
-        """What `WorkFolder.publish` moves where."""
-        if self.format != "megatron":
-            return [(self.work.output, self.path)]
-        return [
-            (self.work.folder / f"{PREFIX}.bin", Path(f"{self.path}.bin")),
-            (self.work.folder / manifest.NAME, self.manifest),
-            (self.work.folder / f"{PREFIX}.idx", Path(f"{self.path}.idx")),
-        ]
 
     def _existing(self, content: Callable[[], str], *, force: bool) -> Mapping[str, Any] | None:
         """The manifest of the same data that are there; None where nothing is, or what may be replaced."""

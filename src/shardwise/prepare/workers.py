@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import RunError
+from shardwise.hardware import cpu_count
 from shardwise.launch.environment import PARENT_PID
 from shardwise.launch.guard import die_with_parent
 from shardwise.prepare.batches import TextBatch
@@ -46,22 +47,22 @@ class Workers:
             path: where other processes open `tokenizer`.
         """
         global _tokenizer
-        if small or _cores() <= CORES_OF_A_PROCESS:
+        if small or cpu_count() <= CORES_OF_A_PROCESS:
             _tokenizer = tokenizer
             # One thread makes arrays while the library encodes the next batch for the other one, on all cores.
             return cls(ThreadPoolExecutor(2), 2)
-        return cls.processes(min(_MOST_PROCESSES, -(-_cores() // max(CORES_OF_A_PROCESS, 1))), path)
+        return cls.processes(min(_MOST_PROCESSES, -(-cpu_count() // max(CORES_OF_A_PROCESS, 1))), path)
 
     @classmethod
     def for_masking(cls, tasks: int, *, small: bool) -> Workers:
         """Processes, at most one for each task; one thread where there is little to do."""
-        count = 1 if small else min(_cores(), _MOST_PROCESSES, tasks)
+        count = 1 if small else min(cpu_count(), _MOST_PROCESSES, tasks)
         return cls.processes(count, None) if count > 1 else cls(ThreadPoolExecutor(1), 1)
 
     @classmethod
     def processes(cls, count: int, path: str | None) -> Workers:
         """New processes, which open the tokenizer at `path` if that is not None."""
-        arguments = (path, max(1, _cores() // count), os.getpid())
+        arguments = (path, max(1, cpu_count() // count), os.getpid())
         # They are not forked: a copy of this process would lack the threads that its libraries wait for.
         return cls(ProcessPoolExecutor(count, get_context("spawn"), _begin, arguments), count)
 
@@ -97,10 +98,6 @@ def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
     """The tokens of a batch; called where `Workers.for_tokenizing` runs it."""
     assert _tokenizer is not None
     return _tokenizer.encode_rows(batch.texts, literally=literally)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:

@@ -168,7 +168,7 @@ class DocumentBatches(Batches):
         return _runs(place_N, high_N - low_N)
 
     def _index(self, epoch: int) -> _Epoch:
-        """The index of an epoch. Those of two epochs are kept, as a batch may lie in both."""
+        """The index of an epoch. Those of two epochs are kept, as a batch may lie in both; memory never holds three."""
         with self._making:
             if epoch not in self._epochs:
                 while len(self._epochs) >= _EPOCHS_KEPT:

@@ -50,7 +50,9 @@ class Masking:
         low = np.uint64(MAX_SEQUENCE_LENGTH - 1)
         hashes_BS = (draws.table(_PLACE, length) & ~low) | np.arange(length, dtype=np.uint64)
         hashes_BS[~candidates_BS] = ~np.uint64(0)
-        wanted_B = self._predicted(candidates_BS.sum(axis=1))
+        candidates_B = candidates_BS.sum(axis=1)
+        wanted_B = np.maximum(np.floor(self.fraction * candidates_B + 0.5).astype(np.int64), 1)
+        wanted_B = np.minimum(wanted_B, np.minimum(candidates_B, self.predictions))
         if self.continuations is not None:
             hashes_BS, wanted_B = self._of_words(hashes_BS, self.continuations[ids_BS] & candidates_BS, wanted_B)
         smallest_BP = np.sort(np.partition(hashes_BS, self.predictions - 1, axis=1)[:, : self.predictions], axis=1)
@@ -95,7 +97,3 @@ class Masking:
                 break
         chosen_BS = np.take_along_axis(taken_BW, words_BS, axis=1) & (hashes_BS != none)
         return np.where(chosen_BS, hashes_BS, none), total_B
-
-    def _predicted(self, candidates_B: IntArray) -> IntArray:
-        wanted_B: IntArray = np.floor(self.fraction * candidates_B + 0.5).astype(np.int64)
-        return np.minimum(np.maximum(wanted_B, 1), np.minimum(candidates_B, self.predictions))

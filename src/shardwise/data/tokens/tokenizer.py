@@ -16,9 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise import hub
-from shardwise.data.tokens.tokenizer_files import CONFIG, END_OF_DOCUMENT, JSON, PAIR_TOKENS, SPECIAL, TokenizerFiles
+from shardwise.data.tokens.tokenizer_files import (
+    CONFIG,
+    END_OF_DOCUMENT,
+    JSON,
+    PAIR_TOKENS,
+    SPECIAL,
+    TokenizerFiles,
+    read_bytes,
+)
 from shardwise.errors import ConfigError, DataError, listing
-from shardwise.files import reason_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -266,11 +273,7 @@ def user_tokenizer_digest(path: str) -> str:
     """
     digest = hashlib.sha256()
     for name, file in _files(path).copies.items():
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
-        digest.update(hashlib.sha256(content).digest() + name.encode())
+        digest.update(hashlib.sha256(read_bytes(file)).digest() + name.encode())
     return digest.hexdigest()
 
 

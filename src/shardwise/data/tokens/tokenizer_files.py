@@ -263,9 +263,7 @@ def _piece_model(file: Path) -> Any:
         ) from None
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     try:
-        model.ParseFromString(file.read_bytes())
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
+        model.ParseFromString(read_bytes(file))
     except DecodeError:
         model.Clear()
     if not model.pieces:
@@ -307,11 +305,17 @@ def _lines(file: Path, meaning: str) -> list[str]:
     return [line.removesuffix("\r") for line in _text(file, meaning).removesuffix("\n").split("\n")]
 
 
-def _text(file: Path, meaning: str) -> str:
+def read_bytes(file: Path) -> bytes:
+    """The content of a file; DataError where it cannot be read."""
     try:
-        return file.read_bytes().decode()
+        return file.read_bytes()
     except OSError as error:
         raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
+
+
+def _text(file: Path, meaning: str) -> str:
+    try:
+        return read_bytes(file).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{file}, byte {error.start}, is not UTF-8: {meaning}") from None
 
