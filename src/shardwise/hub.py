@@ -219,7 +219,7 @@ def check_weights(folder: Path) -> None:
 
 
 def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
-    """The weight files that an index of `folder` names; ConfigError if it is none or names files that are not there."""
+    """The weight files that the index of `folder` names; ConfigError if it is no index or a file is missing."""
     try:
         names = sorted(set(json.loads(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -35,7 +35,7 @@ class SequenceOptions:
     Attributes:
         sentences: each sentence is a sequence, and tokenized by itself; else each document is one.
         end: the id that closes a document, None for none.
-        longest: a document of so many tokens is ended, and its rest becomes another document.
+        longest: a document with this many tokens is ended, and its rest becomes another document.
     """
 
     sentences: bool

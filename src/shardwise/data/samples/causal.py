@@ -65,7 +65,7 @@ def without_end(config: Config) -> list[str]:
 
 
 def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends: DocumentEnds | None) -> Batch:
-    """The batch of rows of S + 1 tokens, of which as many are targets as `targets_B` says: those after the first.
+    """The batch of rows of S + 1 tokens; in each row the `targets_B` tokens after the first are targets.
 
     Inputs: `ids_SB` and `targets_SB`, which is `IGNORE` where nothing is counted; as `ends` asks, `positions_SB`, and
     `starts_SB`: the first place that each place attends to.
