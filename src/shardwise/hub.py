@@ -35,8 +35,8 @@ _WEIGHTS = ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS
 _DATA_CARD = ("README.md", ".gitattributes")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # The hub's own rule: owner/name, or for its oldest models the name alone.
-_ID = re.compile(r"(?!.*(--|\.\.))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
-_LONGEST_ID = 96
+_ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
+_ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
 _SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _SHOWN = 6
 
@@ -51,13 +51,13 @@ def resolve(
 ) -> Path:
     """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name.
 
-    A folder is taken as it is. Anything else is a hub id, fetched unless the cache has it. Several processes may do so
-    at once: each file is fetched by one of them.
+    A folder is returned as it is. Anything else is a hub id, which is fetched unless the cache has it. Several
+    processes may call this at once: each file is fetched by one of them.
 
     Args:
         load: a folder or a hub id.
         revision: a branch, tag or commit of the hub id; None: its main branch.
-        cached: open the hub id from the cache, without any request.
+        cached: open the hub id from the cache, without a request.
         announce: called with one line before a fetch.
 
     Raises:
@@ -70,23 +70,25 @@ def resolve(
                 f"checkpoint.revision ({revision}) must be left out: checkpoint.load ({load}) is a folder, "
                 "and only a hub id has revisions"
             )
-        weight_files(folder)
+        check_weights(folder)
         return folder
-    if problem := _path_problem(load, folder):
-        raise ConfigError(problem)
-    wanted = Wanted(
-        "checkpoint.load", load, revision, "checkpoint.revision", _WEIGHTS,
+    if folder.exists():
+        is_file = f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
+        raise ConfigError(_without_weights(load, [folder.name]) if folder.suffix in _PICKLED else is_file)
+    _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
+    wanted = HubFiles(
+        "checkpoint.load", load, revision, _WEIGHTS,
         is_there=lambda names: SINGLE in names or INDEX in names,
         lacking=lambda names: _without_weights(load, names),
-        check=weight_files,
+        check=check_weights,
     )  # fmt: skip
     return _from_cache(wanted) if cached else _fetch(wanted, announce)
 
 
 def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """The file or folder that `data.tokenizer` names: a path, or a hub id, of which only tokenizer files are fetched.
+    """The file or folder that `data.tokenizer` names: a path, or a hub id, from which only its files are fetched.
 
-    After a hub id, `@` and a branch, tag or commit may stand. The rest is as in `resolve`.
+    A hub id may end in `@` and a branch, tag or commit. The rest is as in `resolve`.
 
     Raises:
         ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
@@ -97,28 +99,21 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
     return _from_cache(place) if cached else _fetch(place, announce)
 
 
-def place_of_tokenizer(named: str) -> Path | Wanted:
-    """The path that `data.tokenizer` names, else what it names on the hub; ConfigError of neither. Sends no request."""
+def place_of_tokenizer(named: str) -> Path | HubFiles:
+    """The path that `data.tokenizer` names, else what it names on the hub; else ConfigError. Sends no request."""
     path = Path(named).expanduser()
     if path.exists():
         return path
     repository, at, revision = named.partition("@")
     key = f"data.tokenizer ({named})"
-    missing = f"{key} must be a tokenizer's file or folder: there is none of that name in {Path.cwd()}"
-    if problem := _no_id(repository, path, missing, is_file=path.suffix in (".json", ".txt", ".model")):
-        raise ConfigError(problem)
+    is_file = path.suffix in (".json", ".txt", ".model")
+    _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
-
-    def check(folder: Path) -> None:
-        if not holds_tokenizer(names := _names(folder)):
-            raise ConfigError(without_tokenizer(key, names))
-
-    return Wanted(
-        "data.tokenizer", repository, revision or None, "the revision of data.tokenizer", _TOKENIZER_FILES,
+    return HubFiles(
+        "data.tokenizer", repository, revision or None, _TOKENIZER_FILES,
         is_there=holds_tokenizer,
         lacking=lambda names: without_tokenizer(key, names),
-        check=check,
         verified=True,
     )  # fmt: skip
 
@@ -129,13 +124,15 @@ def resolve_dataset(
     """The repository that `data.dataset` names, and the folder of its newest commit, whose name is the commit's.
 
     The folder has what was fetched so far; this fetches no data. `@` and the errors are as in `resolve_tokenizer`.
-    `built_in`: names of texts that come with this package, one of which may have been meant.
+
+    Args:
+        built_in: names of texts that come with this package, one of which may have been meant.
     """
     wanted = place_of_dataset(named, built_in)
     return wanted.repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
 
 
-def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
+def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
     """What `data.dataset` names on the hub; ConfigError if it is no hub id. Sends no request."""
     repository, at, revision = named.partition("@")
     key = f"data.dataset ({named})"
@@ -144,49 +141,40 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> Wanted:
     path = Path(named).expanduser()
     if path.exists() and "/" in named:
         raise ConfigError(f"{key} must be {listing(built_in, 'or')} or a hub id, it is a path: set data.path={named}")
-    missing = f"{key} must be {listing(built_in, 'or')} or a hub id, and a path is named by data.path"
-    if len(repository) > _LONGEST_ID or not _ID.fullmatch(repository):
-        raise ConfigError(f"{missing}: a hub id reads owner/name, of letters, digits, '-', '_' and '.'{hint}")
+    if not _ID.fullmatch(repository):
+        missing = f"{key} must be {listing(built_in, 'or')} or a hub id, and a path is named by data.path"
+        raise ConfigError(f"{missing}: {_ID_RULE}{hint}")
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
-    return Wanted(
-        "data.dataset", repository, revision or None, "the revision of data.dataset", _DATA_CARD,
-        is_there=lambda names: True,
-        lacking=lambda names: "",
-        check=lambda folder: None,
-        repo_type="dataset",
-        hint=hint,
-        verified=True,
-    )  # fmt: skip
+    return HubFiles(
+        "data.dataset", repository, revision or None, _DATA_CARD, repo_type="dataset", hint=hint, verified=True
+    )
 
 
 def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
-    """Delete and return files of a commit's folder in the cache that changed since they were fetched.
-
-    The cache names the content of a file by its hash: SHA-256 for large files, git's own hash for others.
-    """
-    damaged = []
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        content = path.resolve()
-        if path.is_file() and content.name != _hash_like(content):
-            damaged.append(path)
-            content.unlink()
-            path.unlink(missing_ok=True)
+    """Delete and return files of a commit's folder in the cache that changed since they were fetched."""
+    damaged = [
+        path
+        for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})
+        if path.is_file() and _is_damaged(path.resolve())
+    ]
+    for path in damaged:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
     return damaged
 
 
-def _hash_like(content: Path) -> str:
-    """The hash of a file, of the same kind as its name; the name itself if that is no hash."""
-    if _SHA256.fullmatch(content.name):
-        digest = hashlib.sha256()
-    elif _GIT.fullmatch(content.name):
-        digest = hashlib.sha1(f"blob {content.stat().st_size}\0".encode(), usedforsecurity=False)
-    else:
-        return content.name
+def _is_damaged(content: Path) -> bool:
+    """Whether a file of the cache differs from what its name says: SHA-256 of large files, git's hash of others."""
     with content.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        if _SHA256.fullmatch(content.name):
+            digest = hashlib.file_digest(file, hashlib.sha256)
+        elif _GIT.fullmatch(content.name):
+            header = f"blob {content.stat().st_size}\0".encode()
+            digest = hashlib.file_digest(file, lambda: hashlib.sha1(header, usedforsecurity=False))
+        else:
+            return False
+    return digest.hexdigest() != content.name
 
 
 def holds_tokenizer(names: Collection[str]) -> bool:
@@ -203,35 +191,35 @@ def without_tokenizer(shown: str, names: Iterable[str]) -> str:
     """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     names = sorted(names)
     for kind in TOKENIZERS:
-        held = [name for name in kind if name in names]
-        if held and len(held) < len(kind):
+        present = [name for name in kind if name in names]
+        if present and len(present) < len(kind):
             absent = [name for name in kind if name not in names]
-            return f"{shown} holds {listing(held)} without {listing(absent)}, and the tokenizer is read from both"
-    what = f"it has {_some(names)}" if names else "it is empty"
+            return f"{shown} holds {listing(present)} without {listing(absent)}, and the tokenizer is read from both"
+    what = f"it has {listing(names, most=_SHOWN)}" if names else "it is empty"
     return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {what}"
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder.
+def check_weights(folder: Path) -> None:
+    """Checks that a folder has safetensors weights, as Hugging Face names them.
 
     Raises:
-        ConfigError: there are none (pickled weights are named, with the way out), or the index is broken.
+        ConfigError: there are none (for pickled weights, how to convert them), or the index is broken.
     """
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if (folder / INDEX).is_file():
-        try:
-            index = (folder / INDEX).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{folder / INDEX} cannot be read: {reason_of(error)}") from None
-        return [folder / name for name in indexed(index, folder, lambda name: (folder / name).is_file())]
     if not folder.is_dir():
         raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: there is none of that name")
-    raise ConfigError(_without_weights(str(folder), [path.name for path in folder.iterdir()]))
+    if (folder / SINGLE).is_file():
+        return
+    if not (folder / INDEX).is_file():
+        raise ConfigError(_without_weights(str(folder), _names(folder)))
+    try:
+        index = (folder / INDEX).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{folder / INDEX} cannot be read: {reason_of(error)}") from None
+    indexed(index, folder, lambda name: (folder / name).is_file())
 
 
 def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
-    """The weight files that an index of `folder` names; ConfigError if it is none or names files that are not there."""
+    """The weight files that the index of `folder` names; ConfigError if it is no index or a file is missing."""
     try:
         names = sorted(set(json.loads(index)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -239,69 +227,50 @@ def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> li
         raise ConfigError(text) from None
     wrong = [problem for name in names if (problem := name_problem(name))]
     if wrong or not names:
-        raise ConfigError(
-            f"{folder}/{INDEX} must name files of its own folder, and {_some(wrong) if wrong else 'it names none'}"
-        )
+        problem = listing(wrong, most=_SHOWN) if wrong else "it names none"
+        raise ConfigError(f"{folder}/{INDEX} must name files of its own folder, and {problem}")
     if absent := [name for name in names if not is_there(name)]:
-        raise ConfigError(f"{folder} lacks {listing(absent)}, of which its index says that they hold weights")
+        raise ConfigError(f"{folder} lacks {listing(absent)}: its index says that they hold weights")
     return names
 
 
 def _without_weights(shown: str, names: Iterable[str]) -> str:
     """The message for a folder or repository whose files `names` include no weights that can be loaded."""
     names = sorted(names)
-    pickled = [name for name in names if name.endswith(_PICKLED)]
     if not names:
         return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
-    if pickled:
+    if pickled := listing([name for name in names if name.endswith(_PICKLED)], most=_SHOWN):
         return (
-            f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({_some(pickled)}): opening "
-            "a pickle can run any code that its author put there. Where you trust it, write it anew by transformers: "
+            f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({pickled}): opening a "
+            "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
             "from_pretrained(…), then save_pretrained(…)"
         )
-    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {_some(names)}"
+    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
 
 
-def _some(names: list[str]) -> str:
-    return listing(names, most=_SHOWN)
-
-
-def _path_problem(load: str, path: Path) -> str | None:
-    """Why `load`, which is no folder, is no hub id either; None if it can be one."""
-    if path.exists():
-        if path.suffix in _PICKLED:
-            return _without_weights(load, [path.name])
-        return f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={path.parent}"
-    missing = f"checkpoint.load ({load}) must be a folder with weights: there is none of that name in {Path.cwd()}"
-    return _no_id(load, path, missing)
-
-
-def _no_id(name: str, path: Path, missing: str, *, is_file: bool = False) -> str | None:
-    """Why `name`, which is no existing path, is no hub id either; None if it can be. `missing` begins the message."""
-    owner = name.partition("/")[0]
-    local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
-    if local or is_file or Path(owner).is_dir():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest_name(path.name, siblings)
-        return f"{missing}; did you mean {path.parent / near}?" if near else missing
-    if len(name) > _LONGEST_ID or name.endswith(".git") or not _ID.fullmatch(name):
-        return f"{missing}, and a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
-    return None
+def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
+    """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
+    missing = f"{must}: there is none of that name in {Path.cwd()}"
+    is_local = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if is_local or is_file or Path(name.partition("/")[0]).is_dir():
+        near = nearest_name(path.name, _names(path.parent))
+        raise ConfigError(f"{missing}; did you mean {path.parent / near}?" if near else missing)
+    if not _ID.fullmatch(name):
+        raise ConfigError(f"{missing}, and {_ID_RULE}")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HubFiles:
     """A repository on the hub, and the files that are needed of it.
 
     Attributes:
         key: the configuration key that names it.
         repository: its hub id.
         revision: a branch, tag or commit; None: the main branch.
-        revision_key: what messages call the revision.
         patterns: the files to fetch.
         is_there: whether files with these names are enough.
         lacking: the message if they are not.
-        check: raises ConfigError for an incomplete folder.
+        check: raises ConfigError for a folder with enough names that lacks something else.
         repo_type: the hub's word for what the repository holds.
         hint: the end of a message, which names what else may have been meant.
         verified: check the hashes of files in the cache and fetch damaged ones again; only for small files.
@@ -310,23 +279,23 @@ class Wanted:
     key: str
     repository: str
     revision: str | None
-    revision_key: str
     patterns: tuple[str, ...]
-    is_there: Callable[[Collection[str]], bool]
-    lacking: Callable[[Collection[str]], str]
-    check: Callable[[Path], object]
+    is_there: Callable[[Collection[str]], bool] = lambda names: True
+    lacking: Callable[[Collection[str]], str] = lambda names: ""
+    check: Callable[[Path], None] = lambda folder: None
     repo_type: Literal["model", "dataset"] = "model"
     hint: str = ""
     verified: bool = False
 
     @property
-    def page(self) -> str:
-        """The path of its page on the hub's site."""
-        return self.repository if self.repo_type == "model" else f"datasets/{self.repository}"
-
-    @property
     def named(self) -> str:
         return self.repository if self.revision is None else f"{self.repository} at revision {self.revision}"
+
+    def require(self, folder: Path) -> None:
+        """Raises ConfigError if the folder lacks needed files."""
+        if not self.is_there(names := _names(folder)):
+            raise ConfigError(self.lacking(names))
+        self.check(folder)
 
     def download(self, *, local_files_only: bool = False) -> Path:
         from huggingface_hub import snapshot_download
@@ -338,7 +307,7 @@ class Wanted:
         return Path(folder)
 
 
-def _from_cache(wanted: Wanted) -> Path:
+def _from_cache(wanted: HubFiles) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -349,11 +318,11 @@ def _from_cache(wanted: Wanted) -> Path:
             f"{wanted.key} ({wanted.named}) must be in the cache of this machine "
             f"({constants.HF_HUB_CACHE}): fetch it there by `hf download`, or share the cache by HF_HOME"
         ) from None
-    wanted.check(folder)
+    wanted.require(folder)
     return folder
 
 
-def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
+def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -361,11 +330,12 @@ def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
     if announce is None or not sys.stderr.isatty():
         disable_progress_bars()
     logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
-    site = _site(constants.ENDPOINT)
+    address = urlsplit(constants.ENDPOINT)
+    site = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"  # without a log-in
     try:
         folder = wanted.download(local_files_only=True)
         damaged = drop_damaged(folder, wanted.patterns) if wanted.verified else []
-        wanted.check(folder)
+        wanted.require(folder)
         if wanted.revision == folder.name and not damaged:
             return folder  # a commit never changes
     except (LocalEntryNotFoundError, ConfigError):
@@ -380,69 +350,55 @@ def _fetch(wanted: Wanted, announce: Callable[[str], None] | None) -> Path:
         raise
     except Exception as error:  # noqa: BLE001  the client's transport decides on the type; the user reads a sentence
         raise ConfigError(_refusal(error, wanted, site)) from None
-    wanted.check(folder)
+    wanted.require(folder)
     return folder
 
 
 def _names(folder: Path) -> list[str]:
-    """The names of a folder's files in the cache; the client makes no folder if there is nothing to fetch."""
+    """The names in a folder; none where it does not exist, as the hub's client makes none if it fetches nothing."""
     return [file.name for file in folder.iterdir()] if folder.is_dir() else []
 
 
 def _is_no_answer(record: logging.LogRecord) -> bool:
-    """A log filter that drops the client's line about a repository without these files: `lacking` reports it."""
+    """A log filter that drops the client's line about a repository without these files: our own message says it."""
     return not str(record.msg).startswith("No files matched")
 
 
-def _refusal(error: Exception, wanted: Wanted, site: str) -> str:
+def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
     """The message for a failed fetch: the reason and the fix."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
         error = error.__cause__
-    page, tokens = f"{site}/{wanted.page}", f"{site}/settings/tokens"
+    is_dataset = wanted.repo_type == "dataset"
+    page, tokens = f"{site}/{'datasets/' if is_dataset else ''}{wanted.repository}", f"{site}/settings/tokens"
     key = f"{wanted.key} ({wanted.named})"
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set HF_TOKEN to a token of that account ({tokens})"
-    if isinstance(error, RevisionNotFoundError):
-        return (
-            f"{wanted.revision_key} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: "
-            f"see {page}"
-        )
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
+        revision = "checkpoint.revision" if wanted.key == "checkpoint.load" else f"the revision of {wanted.key}"
+        return f"{revision} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: see {page}"
+    if isinstance(error, errors.RepositoryNotFoundError):
         nowhere = f"there is no such folder in {Path.cwd()}, and on {site} no such repository"
-        if wanted.repo_type == "dataset":
+        if is_dataset:
             nowhere = f"on {site} there is no such data set"
         return (
             f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
             f"HF_TOKEN to a token of that account ({tokens}){wanted.hint}"
         )
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
         use = f"set {wanted.key} to the folder"
-        if wanted.repo_type == "dataset":
+        if is_dataset:
             use = f"set data.path to its files, or share the cache by HF_HOME{wanted.hint}"
         return (
             f"{key} cannot be fetched: {offline}, and the cache {constants.HF_HUB_CACHE} lacks it; fetch it where "
             f"there is access (`hf download`), and {use}"
         )
-    if isinstance(error, HfHubHTTPError):
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
             return f"{key}: {site} refuses the token in use (status {status}): set HF_TOKEN to a valid one ({tokens})"
         return f"{key} cannot be fetched: {site} answers with status {status}; try again later"
     reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
     return f"{key} cannot be fetched from {site} into {constants.HF_HUB_CACHE}: {reason}"
-
-
-def _site(endpoint: str) -> str:
-    """The hub's address without a log-in that may be part of it."""
-    parts = urlsplit(endpoint)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -143,9 +143,9 @@ if int(number):
 """
 """The process of the command sends itself a signal as it opens or renames the first file after a file has its size."""
 IN_SEVERAL_PROCESSES = """
-import shardwise.prepare.tokens as t, shardwise.prepare.batches as b, shardwise.prepare.job as j
+import shardwise.prepare.tokens as t, shardwise.prepare.batches as b, shardwise.prepare.text as j
 import shardwise.prepare.hdf5 as h
-t.COMMIT_SECONDS, b.BATCH_CHARACTERS, j._ALONE_BYTES, h.SECTION_TOKENS = 0.0, 20_000, 0, 60_000
+t.COMMIT_SECONDS, b.BATCH_CHARACTERS, j._SMALL_BYTES, h.SECTION_TOKENS = 0.0, 20_000, 0, 60_000
 """
 """What is done is durable at once."""
 MOMENTS = {
@@ -170,7 +170,7 @@ def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, format
     for name in ("part", "whole"):
         done = shardwise(*given, name, at=tmp_path, **variables)
         assert done.code == 0, done.err
-        assert ("going on after" in done.err) == (name == "part"), done.err
+        assert ("continuing after" in done.err) == (name == "part"), done.err
     whole, part = ({path.name: path.read_bytes() for path in files(tmp_path, name)} for name in ("whole", "part"))
     assert {name.replace("whole", "part") for name in whole} == set(part)
     assert [name for name in whole if whole[name] != part[name.replace("whole", "part")]] == []

@@ -12,7 +12,7 @@ import pytest
 from shardwise.data import cache
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import NoLocksError, free_bytes, lock, new_file, open_lock, open_own, write_atomic
-from shardwise.prepare.work import Work
+from shardwise.prepare.work import WorkFolder
 from shardwise.runlog import RunLock
 from shardwise.storage.root import Root
 
@@ -77,7 +77,7 @@ def test_no_lock_of_the_cache_is_a_link(tmp_path: Path, plant: Callable[[Path], 
 
 def test_no_lock_of_a_preparation_is_a_link(tmp_path: Path, plant: Callable[[Path], Path]) -> None:
     victim = plant(tmp_path / ".out.preparing" / "lock")
-    with pytest.raises(DataError, match=r"out cannot be written: lock is a link"), Work(tmp_path / "out").held():
+    with pytest.raises(DataError, match=r"out cannot be written: lock is a link"), WorkFolder(tmp_path / "out").held():
         pass
     assert untouched(victim)
 

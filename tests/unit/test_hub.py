@@ -227,7 +227,7 @@ def test_an_index_is_checked(index: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "model-1.safetensors").write_bytes(b"")
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=text):
-        hub.weight_files(tmp_path)
+        hub.check_weights(tmp_path)
 
 
 def test_of_a_tokenizer_nothing_else_is_fetched(user: User, site: Site) -> None:

@@ -20,7 +20,7 @@ from shardwise.checkpoint_format.verify import non_finite_text
 from shardwise.checkpoint_format.writing import STREAM_BYTES
 from shardwise.config import ModelConfig
 from shardwise.errors import ConfigError
-from shardwise.hub import weight_files
+from shardwise.hub import check_weights
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.state import MASTER
 from shardwise.placement import placements
@@ -42,7 +42,7 @@ def load_hugging_face(model: nn.Module, config: ModelConfig, mesh: Mesh, folder:
     world, root = mesh.world, Root.of(folder)
     tensors, disagreements, problems = None, [], []
     try:
-        weight_files(folder)
+        check_weights(folder)
         tensors, disagreements = StoredTensors.of(root), config_problems(config, root)
     except ConfigError as error:
         problems = error.problems

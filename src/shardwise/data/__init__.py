@@ -6,7 +6,7 @@ from shardwise.data.reading.datasets import fetch_dataset
 from shardwise.data.reading.detect import detect
 from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
-from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.streaming import StreamBatches
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids, train_tokenizer
 

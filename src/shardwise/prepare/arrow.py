@@ -21,7 +21,7 @@ _BATCH_TOKENS = 1 << 21
 
 
 def library() -> Any:
-    """datasets, which is imported where it is needed and nowhere else."""
+    """The library `datasets`."""
     return optional_library("datasets", "--format arrow needs", "datasets")
 
 
@@ -33,13 +33,13 @@ def row_bytes(length: int) -> int:
 def write_blocks(
     tokens: IndexedFile, length: int, folder: Path, fingerprint: str, advance: Callable[[int], None]
 ) -> int:
-    """Cuts the tokens into blocks of `length` in a new folder; returns their number. What is left over is left out.
+    """Cuts the tokens into blocks of `length` in a new folder; returns their number. A shorter rest is left out.
 
     Args:
         advance: is called with the bytes of tokens that were written.
 
     Raises:
-        DataError: there is not one block.
+        DataError: there are fewer tokens than a block has.
     """
     blocks = len(tokens.tokens) // length
     if not blocks:
@@ -49,14 +49,13 @@ def write_blocks(
         )
     datasets = library()
     features = datasets.Features({TOKENS: datasets.List(datasets.Value("int32"))})
-    each = max(1, _SHARD_TOKENS // length)
-    names = []
-    count = -(-blocks // each)
+    most = max(1, _SHARD_TOKENS // length)
+    count = -(-blocks // most)
+    names = [f"data-{number:05d}-of-{count:05d}.arrow" for number in range(count)]
     folder.mkdir()
-    for number in range(count):
-        names.append(f"data-{number:05d}-of-{count:05d}.arrow")
-        after = min((number + 1) * each, blocks)
-        _write_shard(tokens, length, number * each, after, folder / names[-1], features.arrow_schema, advance)
+    for first, name in zip(range(0, blocks, most), names, strict=True):
+        after = min(first + most, blocks)
+        _write_shard(tokens, length, first, after, folder / name, features.arrow_schema, advance)
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],

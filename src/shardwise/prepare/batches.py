@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from shardwise.data.reading.sources import Source
-from shardwise.data.tokens.cutting import sentence_pieces
+from shardwise.data.tokens.cutting import PieceTexts, batches, sentence_pieces
 from shardwise.data.tokens.encoding import ContentDigest
 
 # Enough for eight threads of a process, and few enough that what `tokenizers` makes of them stays below 100 MiB.
@@ -18,7 +19,7 @@ class Position:
     """How much of a source has been read.
 
     Attributes:
-        batches: how many batches that is.
+        batches: the number of batches.
         digest: of the text, as `ContentDigest` makes it.
     """
 
@@ -31,51 +32,34 @@ class Position:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts to be tokenized each by itself: parts of documents, or sentences.
+    """Texts, each of which is tokenized by itself: parts of documents, or sentences.
 
     Attributes:
-        ends: how many of the texts lie before the end of each document that ends here.
-        before: the position where the batch begins.
+        ends: for each document that ends in this batch, how many of the texts lie before its end.
         after: the position where it ends.
     """
 
     texts: list[str]
     ends: list[int]
-    before: Position
     after: Position
 
 
 def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
     """All text of a source; the same source always gives the same batches."""
-    digest = ContentDigest()
-    texts: list[str] = []
-    ends: list[int] = []
-    before = Position()
-    held = characters = 0
-    for pieces, size, ends_document in _units(source, digest, sentences):
-        texts += pieces
-        held += size
-        if ends_document:
-            ends.append(len(texts))
-        if held >= BATCH_CHARACTERS:
-            characters += held
-            after = _position(before, ends, characters, digest)
-            yield TextBatch(texts, ends, before, after)
-            texts, ends, before, held = [], [], after, 0
-    if texts or ends:
-        yield TextBatch(texts, ends, before, _position(before, ends, characters + held, digest))
+    digest, position = ContentDigest(), Position()
+    # `digest` is that of the text up to the end of a batch, as `batches` reads no further.
+    for batch in batches(_pieces(source, digest, sentences), lambda piece: piece.characters, BATCH_CHARACTERS):
+        texts = [text for piece in batch for text in piece.texts]
+        counts = accumulate(len(piece.texts) for piece in batch)
+        ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
+        documents = position.documents + len(ends)
+        characters = position.characters + sum(piece.characters for piece in batch)
+        position = Position(position.batches + 1, documents, characters, digest.bytes, digest.hexdigest())
+        yield TextBatch(texts, ends, position)
 
 
-def _position(before: Position, ends: list[int], characters: int, digest: ContentDigest) -> Position:
-    return Position(before.batches + 1, before.documents + len(ends), characters, digest.bytes, digest.hexdigest())
-
-
-def _units(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[tuple[list[str], int, bool]]:
-    """The texts of each piece, its characters, and whether it ends a document."""
+def _pieces(source: Source, digest: ContentDigest, sentences: bool) -> Iterator[PieceTexts]:
     pieces = digest.watch(source.pieces())
-    if sentences:
-        for _, cut in sentence_pieces(("train", piece) for piece in pieces):
-            yield cut.sentences, cut.characters, cut.ends_document
-    else:
-        for piece in pieces:
-            yield [piece.text], piece.characters, piece.ends_document
+    if not sentences:
+        return (PieceTexts([piece.text], piece.ends_document) for piece in pieces)
+    return (piece for _, piece in sentence_pieces(("train", piece) for piece in pieces))

@@ -4,56 +4,50 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwise.data.reading.hdf5 import library
 from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.samples.documents import Documents
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.pairs import SentencePairBatches
-from shardwise.data.tokens.tokenizer import PairTokens
 from shardwise.files import to_disk
 
 SECTION_TOKENS = 1 << 25
 """About how many tokens the documents of a shard have, which bounds the memory of a process."""
 _ROWS = 1024
 """Rows that are made at once."""
+_COLUMNS = {
+    "input_ids": ("ids_SB", "i4"),
+    "input_mask": ("mask_SB", "i1"),
+    "segment_ids": ("token_types_SB", "i1"),
+    "masked_lm_positions": ("positions_PB", "i4"),
+    "masked_lm_ids": ("targets_PB", "i4"),
+    "next_sentence_labels": ("next_sentence_B", "i1"),
+}
+"""The arrays of a file: the input of a batch that each has, and its dtype."""
 
 
 @dataclass(frozen=True)
-class PairOptions:
-    """What samples are like."""
-
-    sequence_length: int
-    max_predictions: int
-    masked_fraction: float
-    seed: int
-    special: PairTokens
-    vocab_size: int
-    continuations: npt.NDArray[np.bool_] | None
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file: the documents `first` to before `after` of a data set, in the masks of one epoch.
+class ShardPlan:
+    """One file: the documents `first` to before `after` of a data set, with the masks of one epoch.
 
     Attributes:
+        seed: that of the pairs and masks.
         bytes: of the documents' tokens.
     """
 
     prefix: Path
     first: int
     after: int
+    seed: int
     epoch: int
     path: Path
     bytes: int
-    options: PairOptions
 
 
 def row_bytes(length: int, predictions: int) -> int:
@@ -62,84 +56,63 @@ def row_bytes(length: int, predictions: int) -> int:
 
 
 def sections(index: IndexedFile) -> list[tuple[int, int]]:
-    """Consecutive documents, first and after, of about `SECTION_TOKENS` each; the least one has half as many."""
+    """Consecutive documents, first and after, of about `SECTION_TOKENS` each; the smallest has half as many."""
+
+    def start_of(document: int) -> int:
+        return int(index.starts(np.array([document]))[0])
+
     total, number = len(index.tokens), index.num_documents
+    count = total // SECTION_TOKENS
     bounds, last = [0], 0
-    for part in range(1, total // SECTION_TOKENS):
-        target = part * total // (total // SECTION_TOKENS)
-        document = bisect.bisect_left(range(number), target, key=lambda each: int(index.starts(np.array([each]))[0]))
-        start = int(index.starts(np.array([document]))[0])
+    for part in range(1, count):
+        document = bisect.bisect_left(range(number), part * total // count, key=start_of)
+        start = start_of(document)
         if min(start - last, total - start) >= SECTION_TOKENS // 2:
             bounds.append(document)
             last = start
-    bounds.append(number)
-    return list(itertools.pairwise(bounds))
+    return list(itertools.pairwise([*bounds, number]))
 
 
-def shards(prefix: Path, folder: Path, name: str, duplicates: int, options: PairOptions) -> Iterator[Shard]:
-    """All shards of a data set: each section of documents as often as it is to be there, in other masks each time."""
-    index, number = IndexedFile.open(prefix), 0
+def plan_shards(prefix: Path, folder: Path, name: str, duplicates: int, seed: int) -> list[ShardPlan]:
+    """All shards of a data set: each section of documents as many times as `duplicates` says, in other masks each."""
+    index = IndexedFile.open(prefix)
+    shards: list[ShardPlan] = []
     for first, after in sections(index):
         start, end = index.starts(np.array([first, after])).tolist()
+        own, size = mix_integer(seed, first), (end - start) * index.tokens.itemsize
         for epoch in range(duplicates):
-            path = folder / f"{name}_training_{number}.hdf5"
-            yield Shard(prefix, first, after, epoch, path, (end - start) * index.tokens.itemsize, options)
-            number += 1
+            path = folder / f"{name}_training_{len(shards)}.hdf5"
+            shards.append(ShardPlan(prefix, first, after, own, epoch, path, size))
+    return shards
 
 
-def write_shard(shard: Shard) -> int:
-    """Writes a file, which appears when it is complete; returns its rows. One that is there is left as it is."""
+def write_shard(shard: ShardPlan, vocab_size: int, pairs: Callable[..., SentencePairBatches]) -> int:
+    """Writes a file, which appears when it is complete; returns its rows. One that is there is left as it is.
+
+    Args:
+        pairs: makes the samples of tokens, sentences and a seed.
+    """
     h5py = library()
     if shard.path.exists():
         with h5py.File(shard.path, "r") as file:
             return len(file["input_ids"])
-    batches = _batches(shard)
-    options, rows = shard.options, batches.num_samples
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {
-        "input_ids": ((rows, options.sequence_length), "i4"),
-        "input_mask": ((rows, options.sequence_length), "i1"),
-        "segment_ids": ((rows, options.sequence_length), "i1"),
-        "masked_lm_positions": ((rows, options.max_predictions), "i4"),
-        "masked_lm_ids": ((rows, options.max_predictions), "i4"),
-        "next_sentence_labels": ((rows,), "i1"),
-    }
+    documents = Documents(IndexedFile.open(shard.prefix), shard.first, shard.after, vocab_size)
+    batches = pairs(documents, documents.sentences, seed=shard.seed)
+    rows = batches.num_samples
     temporary = shard.path.with_suffix(".unfinished")
-    # As Python's own file: h5py's errors of a full disk are none of the system's.
+    # Python opens the file, as an error of a full disk has no `errno` where h5py does.
     with temporary.open("w+b") as raw:
         with h5py.File(raw, "w") as file:
-            arrays = {key: file.create_dataset(key, shape, dtype) for key, (shape, dtype) in shapes.items()}
             for start in range(0, rows, _ROWS):
                 after = min(start + _ROWS, rows)
-                for key, values in _rows(batches, shard.epoch, start, after).items():
-                    arrays[key][start:after] = values
+                inputs = batches.global_batch(shard.epoch * rows + start, after - start).inputs
+                # Where a sample has fewer targets than there is room for, the others are 0 and not IGNORE.
+                values = {column: np.maximum(inputs[name].T, 0) for column, (name, _) in _COLUMNS.items()}
+                # All arrays are made before one is filled: so they lie one after another in the file.
+                for column, array in values.items():
+                    file.require_dataset(column, (rows, *array.shape[1:]), _COLUMNS[column][1])
+                for column, array in values.items():
+                    file[column][start:after] = array
         to_disk(raw)
     temporary.replace(shard.path)
     return rows
-
-
-def _batches(shard: Shard) -> SentencePairBatches:
-    options = shard.options
-    documents = Documents(IndexedFile.open(shard.prefix), shard.first, shard.after, options.vocab_size)
-    return SentencePairBatches(
-        documents,
-        documents.sentences,
-        options.sequence_length,
-        mix_integer(options.seed, shard.first),
-        special=options.special,
-        vocab_size=options.vocab_size,
-        masked_fraction=options.masked_fraction,
-        max_predictions=options.max_predictions,
-        continuations=options.continuations,
-    )
-
-
-def _rows(batches: SentencePairBatches, epoch: int, start: int, after: int) -> dict[str, Any]:
-    found = batches.global_batch(epoch * batches.num_samples + start, after - start).inputs
-    return {
-        "input_ids": found["ids_SB"].T,
-        "input_mask": found["mask_SB"].T,
-        "segment_ids": found["token_types_SB"].T,
-        "masked_lm_positions": found["positions_PB"].T,
-        "masked_lm_ids": np.maximum(found["targets_PB"].T, 0),
-        "next_sentence_labels": found["next_sentence_B"],
-    }

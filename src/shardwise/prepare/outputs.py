@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from shardwise.data.reading import manifest
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.errors import DataError, listing
+from shardwise.errors import ConfigError, DataError, listing
 from shardwise.files import sync_folder, to_disk
 from shardwise.prepare.tokens import PREFIX
-from shardwise.prepare.work import Work
+from shardwise.prepare.work import WorkFolder
 
 Format = Literal["megatron", "arrow", "hdf5"]
 VERSION = 1
@@ -29,54 +29,40 @@ class Outcome:
     was_there: bool
 
 
-@dataclass(frozen=True)
+def check_name(output: Path) -> None:
+    """Raises ConfigError for an output whose path does not end in a name."""
+    if output.name in ("", ".."):
+        raise ConfigError(f"OUTPUT ({output}) must end in a name: add one, such as {output / 'data'}")
+
+
 class Output:
     """Where data are written: a prefix (Megatron), or a new folder.
 
+    Args:
+        named: the tokenizer that makes or made the ids, as the user names it; None where it is unknown.
+        tokenizer: the same tokenizer, opened.
+        options: those of the format, by their names.
+
     Attributes:
         identity: all that decides the data except the text; data of another identity are other data.
+        work: the folder where they lie until they are complete.
     """
 
-    path: Path
-    format: Format
-    identity: Mapping[str, Any]
-
-    @property
-    def manifest(self) -> Path:
-        return manifest.of_prefix(self.path) if self.format == "megatron" else manifest.of_folder(self.path)
-
-    def find(self, content: Callable[[], str], *, force: bool) -> Mapping[str, Any] | None:
-        """The manifest of what is there; None where nothing is, or what may be replaced.
-
-        content: the digest of the text, which is asked for only if all else is the same. force: what was prepared
-        from something else may be replaced.
-
-        Raises:
-            DataError: something else is there.
-        """
-        held = self._held()
-        if not held:
-            return None
-        found = manifest.read_manifest(self.manifest)
-        if found is None and (self.manifest in held or self.format != "megatron"):
-            raise DataError(f"{held[0]} is there, and was not prepared here: remove it, or name another OUTPUT")
-        if force:
-            return None
-        if found is None:
-            raise DataError(f"{held[0]} is there: name another OUTPUT, or replace it by --force")
-        different = self._differences(found, content)
-        if not different:
-            return found
-        made_with = found["tokenizer"].get("name") or "no tokenizer"
-        raise DataError(
-            f"{held[0]} was prepared from {found['source'].get('name')} with {made_with}, and now "
-            f"{listing(different)} {'is' if len(different) == 1 else 'are'} another: name another OUTPUT, or replace "
-            "it by --force"
-        )
+    def __init__(
+        self, path: Path, format_: Format, named: str | None, tokenizer: Tokenizer | None, options: Mapping[str, Any]
+    ) -> None:
+        self.path, self.format, self._named, self._tokenizer = path, format_, named, tokenizer
+        self.identity: dict[str, Any] = {
+            "version": VERSION,
+            "format": format_,
+            "tokenizer": None if tokenizer is None else tokenizer.digest,
+            "options": dict(options),
+        }
+        self.manifest = manifest.of_prefix(path) if format_ == "megatron" else manifest.of_folder(path)
+        self.work = WorkFolder(path)
 
     def produce(
         self,
-        work: Work,
         content: Callable[[], str],
         make: Callable[[Mapping[str, Any] | None], Mapping[str, Any]],
         *,
@@ -85,84 +71,102 @@ class Output:
         """Publishes what `make` makes, unless the same is there already.
 
         Args:
-            content: as for `find`.
-            make: fills the work folder, ends with `complete` and returns the manifest. It is called with the state of
-                an unfinished preparation of the same, or None.
-            force: as for `find`.
+            content: returns the digest of the text; it is called only if all else is the same.
+            make: fills the work folder, ends with `complete` and returns its manifest. Its argument is the state of an
+                unfinished preparation of the same identity, or None.
+            force: what was prepared from something else is replaced.
+
+        Raises:
+            DataError: something else is there.
         """
-        with work.held():
-            state = work.state()
+        with self.work.held():
+            state = self.work.state()
             if state is not None and state.get("identity") != self.identity:
                 state = None
             if state is not None and state["complete"]:
-                facts: Mapping[str, Any] = state["facts"]  # it was cut off while the files got their last names
+                facts: Mapping[str, Any] = state["facts"]  # an earlier process was killed while it moved the files
             else:
-                there = self.find(content, force=force)
-                if there is not None:
-                    return Outcome(there, was_there=True)
+                existing = self._existing(content, force=force)
+                if existing is not None:
+                    return Outcome(existing, was_there=True)
                 facts = make(state)
-            with work.writing():
-                self._publish(work)
+            moves = [(self.work.output, self.path)]
+            if self.format == "megatron":
+                moves = [
+                    (self.work.folder / f"{PREFIX}.bin", Path(f"{self.path}.bin")),
+                    (self.work.folder / manifest.NAME, self.manifest),
+                    (self.work.folder / f"{PREFIX}.idx", Path(f"{self.path}.idx")),
+                ]
+            with self.work.writing():
+                self.work.publish(moves)
         return Outcome(facts, was_there=False)
 
-    def complete(self, work: Work, facts: Mapping[str, Any]) -> None:
-        """Writes the manifest beside what is complete in the work folder, and then the state that says so."""
-        folder = work.folder if self.format == "megatron" else work.output
-        path = folder / manifest.NAME
-        manifest.write_manifest(path, facts)
-        with path.open("ab") as file:
+    def complete(self, source: Mapping[str, Any], vocab_size: int, *, closes: bool, **counts: Any) -> dict[str, Any]:
+        """Writes the manifest beside what is complete in the work folder, and then the state that says so.
+
+        Args:
+            source: what the manifest says about the text, with the number of its documents.
+            closes: whether the tokenizer's end of document closes the documents.
+            counts: what else the manifest says.
+        """
+        path = None if self._named is None else Path(self._named).expanduser()
+        end = self._tokenizer.end_of_document if self._tokenizer is not None and closes else None
+        facts = {
+            "format": self.format,
+            "tokenizer": {
+                "name": str(path.absolute()) if path is not None and path.exists() else self._named,
+                "sha256": self.identity["tokenizer"],
+                "vocab_size": vocab_size,
+                "end_of_document": end,
+            },
+            "source": source,
+            "documents": source["documents"],
+            **counts,
+            "options": self.identity["options"],
+            "identity": self.identity,
+        }
+        folder = self.work.folder if self.format == "megatron" else self.work.output
+        manifest.write_manifest(folder / manifest.NAME, facts)
+        with (folder / manifest.NAME).open("ab") as file:
             to_disk(file)
         sync_folder(folder)
-        work.save({"identity": self.identity, "complete": True, "facts": facts})
+        self.work.save({"identity": self.identity, "complete": True, "facts": facts})
+        return facts
 
-    def _publish(self, work: Work) -> None:
-        """Moves what is complete out of the work folder; it may be cut off and repeated."""
-        if self.format != "megatron":
-            work.publish([(work.output, self.path)])
-            return
-        tokens, index = (work.folder / f"{PREFIX}{suffix}" for suffix in (".bin", ".idx"))
-        work.publish(
-            [
-                (tokens, Path(f"{self.path}.bin")),
-                (work.folder / manifest.NAME, self.manifest),
-                (index, Path(f"{self.path}.idx")),
-            ]
+    def _existing(self, content: Callable[[], str], *, force: bool) -> Mapping[str, Any] | None:
+        """The manifest of the same data that are there; None where nothing is, or what may be replaced."""
+        if self.format == "megatron":
+            paths = [Path(f"{self.path}{suffix}") for suffix in (".idx", ".bin", ".json")]
+        else:  # an empty folder does not count
+            paths = [] if self.path.is_dir() and not any(self.path.iterdir()) else [self.path]
+        paths = [path for path in paths if path.exists()]
+        if not paths:
+            return None
+        made = manifest.read_manifest(self.manifest)
+        if made is None and (self.manifest in paths or self.format != "megatron"):
+            raise DataError(f"{paths[0]} is there, and was not prepared here: remove it, or name another OUTPUT")
+        if force:
+            return None
+        if made is None:
+            raise DataError(f"{paths[0]} is there: name another OUTPUT, or replace it by --force")
+        different = self._differences(made, content)
+        if not different:
+            return made
+        tokenizer = made["tokenizer"].get("name") or "no tokenizer"
+        raise DataError(
+            f"{paths[0]} was prepared from {made['source'].get('name')} with {tokenizer}, and now "
+            f"{listing(different)} {'is' if len(different) == 1 else 'are'} another: name another OUTPUT, or replace "
+            "it by --force"
         )
 
-    def _held(self) -> list[Path]:
-        """The paths that are there; an empty folder does not count."""
-        if self.format == "megatron":
-            names = (Path(f"{self.path}{suffix}") for suffix in (".idx", ".bin", ".json"))
-            return [path for path in names if path.exists()]
-        is_empty = self.path.is_dir() and not any(self.path.iterdir())
-        return [self.path] if self.path.exists() and not is_empty else []
-
-    def _differences(self, found: Mapping[str, Any], content: Callable[[], str]) -> list[str]:
-        own, made = self.identity, found.get("identity")
-        if not isinstance(made, dict) or made.get("version") != own["version"]:
+    def _differences(self, made: Mapping[str, Any], content: Callable[[], str]) -> list[str]:
+        """How these data differ from those of a manifest: the first kind of difference that there is."""
+        own, other = self.identity, made.get("identity")
+        if not isinstance(other, dict) or other.get("version") != own["version"]:
             return ["the version of shardwise"]
-        different = [f"the {key}" for key in ("format", "tokenizer") if made.get(key) != own[key]]
-        if not different:
-            options = own["options"]
-            different = [
-                f"--{name.replace('_', '-')}" for name in options if options[name] != found["options"].get(name)
-            ]
-        if not different and found["source"].get("sha256") != content():
-            different = ["the text"]
-        return different
-
-
-def tokenizer_facts(named: str | None, tokenizer: Tokenizer | None, vocab_size: int, *, closes: bool) -> dict[str, Any]:
-    """What a manifest says of the tokenizer.
-
-    Args:
-        named: as the user names it.
-        closes: whether its end of document closes the documents.
-    """
-    path = None if named is None else Path(named).expanduser()
-    return {
-        "name": str(path.absolute()) if path is not None and path.exists() else named,
-        "sha256": None if tokenizer is None else tokenizer.digest,
-        "vocab_size": vocab_size,
-        "end_of_document": tokenizer.end_of_document if tokenizer is not None and closes else None,
-    }
+        options = own["options"]
+        return (
+            [f"the {key}" for key in ("format", "tokenizer") if other.get(key) != own[key]]
+            or [f"--{name.replace('_', '-')}" for name in options if options[name] != made["options"].get(name)]
+            or ([] if made["source"].get("sha256") == content() else ["the text"])
+        )

@@ -1,4 +1,4 @@
-"""A flat file of raw token ids, as nanoGPT's preparations write them, becomes Megatron's .bin and .idx."""
+"""A flat file of raw token ids, as the scripts of nanoGPT write it, becomes Megatron's .bin and .idx."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import reason_of, to_disk
 from shardwise.prepare import space
-from shardwise.prepare.outputs import ANY_VOCABULARY, VERSION, Outcome, Output, tokenizer_facts
-from shardwise.prepare.tokens import PREFIX
-from shardwise.prepare.work import Work
+from shardwise.prepare.outputs import ANY_VOCABULARY, Outcome, Output, check_name
+from shardwise.prepare.tokens import WrittenCounts, finish_index, open_index
 
 DTYPES = ("uint16", "uint32")
 _BLOCK = 1 << 22
-# More tokens are several sequences of one document: the index has 31 bits for the size of a sequence.
+# A longer document becomes several sequences, as the index has 31 bits for the size of a sequence.
 _LONGEST_SEQUENCE = 1 << 30
-# No vocabulary has as many tokens as 16 times 2^16.
+# Ids of a vocabulary have a high half below this: no vocabulary has 16 · 2^16 tokens.
 _HIGH_HALVES = 16
 
 
@@ -49,21 +48,18 @@ class RawJob:
     tokenizer: str | None = None
 
 
-def convert(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> Outcome:
+def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> Outcome:
     """Makes what `job` says, unless it is there already.
 
     Raises:
         DataError: the file holds no such ids, something else is at the output, or the disk is too small.
     """
-    if job.output.name in ("", ".."):
-        raise ConfigError(f"OUTPUT ({job.output}) must end in a name: add one, such as {job.output / 'data'}")
+    check_name(job.output)
     if job.output.resolve() == prefix_of(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
         conversion = _Conversion(job, announce)
-        return conversion.output.produce(
-            conversion.work, lambda: conversion.content, lambda _state: conversion.make(), force=force
-        )
+        return conversion.output.produce(lambda: conversion.content, lambda _state: conversion.make(), force=force)
     except OSError as error:
         raise DataError(f"{error.filename or job.path} cannot be read: {reason_of(error)}") from None
 
@@ -72,32 +68,44 @@ class _Conversion:
     def __init__(self, job: RawJob, announce: Callable[[str], None]) -> None:
         self.job, self.announce = job, announce
         self.tokenizer: Tokenizer | None = None
+        self.end = job.eod_token
         if job.tokenizer is not None:
             self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY)
-        self.end = job.eod_token
-        if self.end is None and self.tokenizer is not None:
-            self.end = self.tokenizer.end_of_document_id
+            if self.end is None:
+                self.end = self.tokenizer.end_of_document_id
         self.dtype = job.dtype or _looks_like(job.path)
         if job.dtype is None:
             announce(f"reading {job.path} as {self.dtype}, as its bytes look; --token-dtype says otherwise")
         self.tokens = _open(job.path, self.dtype)
-        self.identity: dict[str, Any] = {
-            "version": VERSION,
-            "format": "megatron",
-            "tokenizer": None if self.tokenizer is None else self.tokenizer.digest,
-            "options": {"token_dtype": self.dtype} | ({} if self.end is None else {"eod_token": self.end}),
-        }
-        self.work = Work(job.output)
-        self.output = Output(job.output, "megatron", self.identity)
+        options = {"token_dtype": self.dtype} | ({} if self.end is None else {"eod_token": self.end})
+        self.output = Output(job.output, "megatron", job.tokenizer, self.tokenizer, options)
 
     @cached_property
     def content(self) -> str:
         with self.job.path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
-    @cached_property
+    def make(self) -> Mapping[str, Any]:
+        vocab_size, work = self._vocab_size(), self.output.work
+        needed = len(self.tokens) * written_dtype(vocab_size).itemsize
+        space.check_room(needed, 0, self.job.output, self.announce, packed=False)
+        with work.writing(), contextlib.ExitStack() as files:
+            work.clear()
+            index = open_index(files, work.folder, vocab_size, WrittenCounts())
+            self._copy(index)
+            finish_index(index, work.folder)
+            to_disk(index.files[0])
+            source = {
+                "name": str(self.job.path),
+                "sha256": self.content,
+                "documents": index.documents,
+                "bytes": self.tokens.nbytes,
+            }
+            counts = {"dtype": index.dtype.name, "sequences": index.sequences, "tokens": len(self.tokens)}
+            return self.output.complete(source, vocab_size, closes=True, **counts)
+
     def _vocab_size(self) -> int:
-        """The tokenizer's, else as large as the ids need."""
+        """That of the tokenizer; without one, as large as the ids need."""
         highest = max(int(block.max()) for block in self._blocks())
         size = highest + 1 if self.tokenizer is None else self.tokenizer.vocab_size
         if highest >= min(size, ANY_VOCABULARY):
@@ -108,64 +116,26 @@ class _Conversion:
             )
         return size
 
-    def make(self) -> Mapping[str, Any]:
-        dtype = written_dtype(self._vocab_size)
-        space.check_room(len(self.tokens) * dtype.itemsize, 0, self.job.output, self.announce, packed=False)
-        with self.work.writing(), contextlib.ExitStack() as opened:
-            self.work.clear()
-            tokens, sizes, bounds = (
-                opened.enter_context((self.work.folder / name).open("w+b"))
-                for name in (f"{PREFIX}.bin", "sizes", "documents")
-            )
-            unfinished = UnfinishedIndex(tokens, sizes, bounds, self._vocab_size)
-            self._copy(unfinished)
-            idx = opened.enter_context((self.work.folder / f"{PREFIX}.idx").open("wb"))
-            unfinished.write_index(idx)
-            to_disk(idx)
-            to_disk(tokens)
-            facts = self._facts(unfinished)
-            self.output.complete(self.work, facts)
-        return facts
-
-    def _copy(self, unfinished: UnfinishedIndex) -> None:
-        """All tokens; a document ends after each `end`, and where the file does."""
+    def _copy(self, index: UnfinishedIndex) -> None:
+        """Writes all tokens; a document ends after each `end`, and where the file does."""
         none = np.empty(0, dtype=np.int64)
-        begun = 0  # tokens of the sequence that has not ended
+        begun = 0  # tokens of the sequence whose size is not written yet
         in_document = False
         for block in self._blocks():
             ends = none if self.end is None else np.flatnonzero(block == self.end) + 1
             sizes = np.diff(np.concatenate([np.array([-begun]), ends]))
-            unfinished.extend(block, sizes, np.arange(1, len(sizes) + 1))
+            index.extend(block, sizes, np.arange(1, len(sizes) + 1))
             begun = len(block) - int(ends[-1]) if len(ends) else begun + len(block)
             in_document = begun > 0 or (in_document and not len(ends))
             if begun >= _LONGEST_SEQUENCE:
-                unfinished.extend(block[:0], np.array([begun]), none)
+                index.extend(block[:0], np.array([begun]), none)
                 begun = 0
         if in_document:
             last = np.array([begun] if begun else [], dtype=np.int64)
-            unfinished.extend(self.tokens[:0], last, np.array([len(last)]))
+            index.extend(self.tokens[:0], last, np.array([len(last)]))
 
     def _blocks(self) -> list[npt.NDArray[np.integer[Any]]]:
         return [self.tokens[start : start + _BLOCK] for start in range(0, len(self.tokens), _BLOCK)]
-
-    def _facts(self, made: UnfinishedIndex) -> dict[str, Any]:
-        """The manifest."""
-        return {
-            "format": "megatron",
-            "tokenizer": tokenizer_facts(self.job.tokenizer, self.tokenizer, self._vocab_size, closes=True),
-            "source": {
-                "name": str(self.job.path),
-                "sha256": self.content,
-                "documents": made.documents,
-                "bytes": self.tokens.nbytes,
-            },
-            "documents": made.documents,
-            "dtype": made.dtype.name,
-            "sequences": made.sequences,
-            "tokens": len(self.tokens),
-            "options": self.identity["options"],
-            "identity": self.identity,
-        }
 
 
 def _looks_like(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""From text to tokens: an unfinished Megatron data set in the work folder, which every format is then made from."""
+"""From text to tokens: an unfinished Megatron data set in the work folder, from which every format is then made."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,8 +19,8 @@ from shardwise.data.samples.sampler import IntArray
 from shardwise.errors import DataError
 from shardwise.files import to_disk
 from shardwise.prepare.batches import Position, TextBatch, text_batches
-from shardwise.prepare.work import Work
-from shardwise.prepare.workers import Rows, Workers, tokenize
+from shardwise.prepare.work import WorkFolder
+from shardwise.prepare.workers import TokenRow, Workers, tokenize
 
 PREFIX = "tokens"
 """The prefix of the data set in the work folder."""
@@ -29,13 +29,13 @@ COMMIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceOptions:
     """How text becomes sequences of tokens.
 
     Attributes:
         sentences: each sentence is a sequence, and tokenized by itself; else each document is one.
         end: the id that closes a document, None for none.
-        longest: a document of so many tokens is ended and another begun.
+        longest: a document with this many tokens is ended, and its rest becomes another document.
     """
 
     sentences: bool
@@ -44,33 +44,39 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What is in the files.
+class WrittenCounts:
+    """What the files contain.
 
     Attributes:
-        open_sequence, open_document: tokens of those that are not at their end.
+        open_document: tokens of the last document, if its end is not written yet.
     """
 
     tokens: int = 0
     sequences: int = 0
     documents: int = 0
-    open_sequence: int = 0
     open_document: int = 0
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What of the source has been read and what was made of it."""
+    """What of the source has been read, and what was written of it."""
 
-    read: Position
-    written: Written
+    read: Position = field(default_factory=Position)
+    written: WrittenCounts = field(default_factory=WrittenCounts)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Progress:
+        """The progress of which `state` is the `dataclasses.asdict`."""
+        # `open_sequence` is in the states of earlier versions.
+        written = {name: number for name, number in state["written"].items() if name != "open_sequence"}
+        return cls(Position(**state["read"]), WrittenCounts(**written))
 
 
 def write_tokens(
     source: Source,
     workers: Workers,
-    work: Work,
-    cut: Cut,
+    work: WorkFolder,
+    sequences: SequenceOptions,
     vocab_size: int,
     begin: Progress,
     save: Callable[[Progress], None],
@@ -79,31 +85,30 @@ def write_tokens(
     """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
 
     Args:
-        save: makes a progress durable; the files are durable already.
+        save: stores a progress on the disk; the files that it describes are there already.
         advance: is called with the bytes of text that were read.
 
     Raises:
-        ChangedError: the text up to `begin` is another one. DataError: as the source; a disk is full.
+        ChangedError: the text up to `begin` differs from what was read before.
+        DataError: the source cannot be read, or a disk is full.
     """
     with contextlib.ExitStack() as files:
         with work.writing():
-            index = _open(files, work.folder, vocab_size, begin.written)
-        writer = _Writer(index, cut, begin.written)
+            index = open_index(files, work.folder, vocab_size, begin.written)
         progress, saved = begin, time.monotonic()
-        batches = _after(text_batches(source, cut.sentences), begin.read, advance)
-        for batch, rows in workers.each(functools.partial(_tokenized, literally=cut.sentences), batches):
+        batches = _after(text_batches(source, sequences.sentences), begin.read, advance)
+        for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
+            advance(batch.after.bytes - progress.read.bytes)
             with work.writing():
-                writer.add(batch, rows)
-                progress = Progress(batch.after, writer.written)
+                progress = Progress(batch.after, _append(index, sequences, progress.written, batch, row))
                 if time.monotonic() - saved >= COMMIT_SECONDS:
-                    _commit(index, progress, save)
+                    _to_disk(index)
+                    save(progress)
                     saved = time.monotonic()
-            advance(batch.after.bytes - batch.before.bytes)
         with work.writing():
-            _commit(index, progress, save)
-            with (work.folder / f"{PREFIX}.idx").open("wb") as idx:
-                index.write_index(idx)
-                to_disk(idx)
+            _to_disk(index)
+            save(progress)
+            finish_index(index, work.folder)
     return progress
 
 
@@ -111,28 +116,19 @@ class ChangedError(DataError):
     """The text that was read before has changed."""
 
 
-def _tokenized(batch: TextBatch, literally: bool) -> Rows:
-    return tokenize(batch.texts, literally)
-
-
 def _after(batches: Iterator[TextBatch], begin: Position, advance: Callable[[int], None]) -> Iterator[TextBatch]:
     """The batches after a position, which must be the same text as before."""
-    if not begin.batches:
-        yield from batches
-        return
-    for batch in batches:
-        if batch.after.batches == begin.batches:
-            if batch.after != begin:
-                break
-            advance(begin.bytes)
-            yield from batches
-            return
-    raise ChangedError("the text has changed since its preparation began")
+    if begin.batches:
+        last = next((batch for batch in batches if batch.after.batches == begin.batches), None)
+        if last is None or last.after != begin:
+            raise ChangedError("the text has changed since its preparation began")
+        advance(begin.bytes)
+    yield from batches
 
 
-def _open(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: Written) -> UnfinishedIndex:
-    """The files, cut to what the saved progress says that they hold."""
-    held = {
+def open_index(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: WrittenCounts) -> UnfinishedIndex:
+    """The files of the data set in `folder`, cut to the size that `written` says; `files` closes them."""
+    expected = {
         "bin": written_dtype(vocab_size).itemsize * written.tokens,
         "sizes": 4 * written.sequences,
         "documents": 8 * (written.documents + 1) if written.documents else 0,
@@ -141,79 +137,63 @@ def _open(files: contextlib.ExitStack, folder: Path, vocab_size: int, written: W
     def opened(kind: str) -> BinaryIO:
         path = folder / f"{PREFIX}.{kind}"
         path.touch()
-        if path.stat().st_size < held[kind]:
+        if path.stat().st_size < expected[kind]:
             raise ChangedError(f"{path} is shorter than it was")
         file = files.enter_context(path.open("r+b"))
-        file.truncate(held[kind])
+        file.truncate(expected[kind])
         file.seek(0, os.SEEK_END)
         return file
 
-    tokens, sizes, documents = map(opened, held)
+    tokens, sizes, documents = map(opened, expected)
     return UnfinishedIndex(tokens, sizes, documents, vocab_size, written.sequences, written.documents)
 
 
-def _commit(index: UnfinishedIndex, progress: Progress, save: Callable[[Progress], None]) -> None:
+def finish_index(index: UnfinishedIndex, folder: Path) -> None:
+    """Writes the .idx."""
+    with (folder / f"{PREFIX}.idx").open("wb") as idx:
+        index.write_index(idx)
+        to_disk(idx)
+
+
+def _to_disk(index: UnfinishedIndex) -> None:
     for file in index.files:
         to_disk(file)
-    save(progress)
 
 
-class _Writer:
-    """Adds batches to the files."""
-
-    def __init__(self, index: UnfinishedIndex, cut: Cut, written: Written) -> None:
-        self._index, self._cut, self.written = index, cut, written
-
-    def add(self, batch: TextBatch, rows: Rows) -> None:
-        """Adds the tokens of a batch, in documents; the next batch continues a document that is open at its end."""
-        tokens, sizes = rows
-        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
-        ends = self._ends(batch, starts)
-        # The tokens of the batch before each end of a document.
-        at = starts[ends]
-        if self._cut.sentences:
-            lengths, bounds = self._sentences(sizes, ends)
-            open_sequence = 0
-        else:
-            whole = np.diff(at, prepend=-self.written.open_sequence) + (self._cut.end is not None)
-            lengths, bounds = whole[whole > 0], np.cumsum(whole > 0)
-            open_sequence = len(tokens) - int(at[-1]) if len(at) else self.written.open_sequence + len(tokens)
-        open_document = len(tokens) - int(at[-1]) if len(at) else self.written.open_document + len(tokens)
-        row = tokens if self._cut.end is None else np.insert(tokens, at, self._cut.end)
-        self._index.extend(row, lengths, bounds)
-        self.written = Written(
-            self.written.tokens + len(row),
-            self._index.sequences,
-            self._index.documents,
-            open_sequence,
-            open_document,
-        )
-
-    def _ends(self, batch: TextBatch, starts: IntArray) -> IntArray:
-        ends = list(batch.ends)
-        longest = self._cut.longest
-        if longest is not None and not ends and self.written.open_document + int(starts[-1]) >= longest:
-            ends.append(len(batch.texts))
-        return np.array(ends, dtype=np.int64)
-
-    def _sentences(self, sizes: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
-        """Sizes of the sentences that have tokens, and how many lie before each end of a document.
-
-        What closes a document belongs to its last sentence; where that is not of this batch, it is one by itself.
-        """
-        kept = sizes > 0
-        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(kept)])[ends]
-        lengths = sizes[kept]
-        if self._cut.end is None:
-            return lengths, before
-        alone = np.diff(before, prepend=0) == 0
-        lengths[before[~alone] - 1] += 1
-        return np.insert(lengths, before[alone], 1), before + np.cumsum(alone)
+def _append(
+    index: UnfinishedIndex, sequences: SequenceOptions, written: WrittenCounts, batch: TextBatch, row: TokenRow
+) -> WrittenCounts:
+    """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
+    tokens, sizes = row
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+    ends = list(batch.ends)
+    if sequences.longest is not None and not ends and written.open_document + len(tokens) >= sequences.longest:
+        ends.append(len(batch.texts))
+    # The tokens of the batch before each end of a document.
+    at = starts[np.array(ends, dtype=np.int64)]
+    if sequences.sentences:
+        lengths, bounds = _sentences(sizes, np.array(ends, dtype=np.int64), closed=sequences.end is not None)
+    else:
+        lengths = np.diff(at, prepend=-written.open_document) + (sequences.end is not None)
+        lengths, bounds = lengths[lengths > 0], np.cumsum(lengths > 0)
+    if sequences.end is not None:
+        tokens = np.insert(tokens, at, sequences.end)
+    index.extend(tokens, lengths, bounds)
+    open_document = int(starts[-1] - at[-1]) if len(at) else written.open_document + int(starts[-1])
+    return WrittenCounts(written.tokens + len(tokens), index.sequences, index.documents, open_document)
 
 
-def as_state(progress: Progress) -> dict[str, Any]:
-    return asdict(progress)
+def _sentences(sizes: IntArray, ends: IntArray, *, closed: bool) -> tuple[IntArray, IntArray]:
+    """Sizes of the sentences that have tokens, and how many of them lie before each end of a document.
 
-
-def from_state(state: dict[str, Any]) -> Progress:
-    return Progress(Position(**state["read"]), Written(**state["written"]))
+    Where documents are closed by a token, it belongs to the last sentence; if that lies in an earlier batch, the token
+    is a sentence by itself.
+    """
+    kept = sizes > 0
+    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(kept)])[ends]
+    lengths = sizes[kept]
+    if not closed:
+        return lengths, before
+    alone = np.diff(before, prepend=0) == 0
+    lengths[before[~alone] - 1] += 1
+    return np.insert(lengths, before[alone], 1), before + np.cumsum(alone)

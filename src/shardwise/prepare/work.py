@@ -1,11 +1,11 @@
-"""The folder in which something is prepared, until it is complete and takes the place where readers look.
+"""The folder in which data are prepared, until they are complete and move to where readers look.
 
     .NAME.preparing/state.json    what is durably written; replaced as a whole
     .NAME.preparing/…             files that grow; what lies beyond the state is cut off
     .NAME.preparing/output/       a folder that becomes OUTPUT, or files that are moved beside it
 
-One process at a time works in it: the one that holds the lock or, where the file system has no locks, that made
-owner.json. One that is killed leaves the folder behind, and the next continues from the state.
+One process at a time works in it: the one that holds the lock or, where the file system has no locks, that created
+owner.json. A process that is killed leaves the folder behind, and the next one continues from the state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STATE, _LOCK, _OWNER = "state.json", "lock", "owner.json"
 
 
-class Work:
+class WorkFolder:
     """The work folder of one output."""
 
     def __init__(self, output: Path) -> None:
@@ -37,54 +37,53 @@ class Work:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """The folder is there and no other process's; a folder without a state vanishes at the end.
+        """Makes the folder and keeps other processes out of it; a folder without a state is removed at the end.
 
         Raises:
-            DataError: it cannot be written. ConfigError: another process prepares the same.
+            DataError: it cannot be written.
+            ConfigError: another process prepares the same.
         """
         with self.writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            held = open_lock(self.folder / _LOCK)
-        with held:
+            lock_file = open_lock(self.folder / _LOCK)
+        with lock_file:
             refusal = f"{self.target} is being prepared by another process"
             try:
-                taken = lock(held, wait=False)
+                taken = lock(lock_file, wait=False)
             except NoLocksError:
                 self._claim(refusal)
                 taken = True
-            if not taken or not _is_there(held):
+            if not taken or not _is_there(lock_file):
                 raise ConfigError(f"{refusal}: wait for its end")
             try:
                 yield
             finally:
                 # Once this process is done, the next one may have made a folder of the same name.
-                if _is_there(held):
+                if _is_there(lock_file):
                     (self.folder / _OWNER).unlink(missing_ok=True)
                     if not (self.folder / _STATE).exists():
                         self.remove()
 
     def _claim(self, refusal: str) -> None:
-        """Makes the folder this process's where no lock can: exactly one process makes a file.
+        """Makes the folder this process's where the file system has no locks: only one process can create owner.json.
 
-        What a process left behind that has ended on this machine counts no more.
+        The file of a process of this machine that has ended is replaced.
 
         Raises:
-            ConfigError: another process has it, or may have it on another machine.
+            ConfigError: another process has the folder, or may have it on another machine.
         """
         path, aside = self.folder / _OWNER, self.folder / f".{_OWNER}.{platform.node()}.{os.getpid()}"
         own = {"host": platform.node(), "pid": os.getpid()}
         for may_replace in (True, False):
-            with self.writing(), contextlib.suppress(FileExistsError):
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(json.dumps(own).encode())
+            with self.writing(), contextlib.suppress(FileExistsError), path.open("xb") as file:
+                file.write(json.dumps(own).encode())
                 return
             owner = _read(path)
             if not (may_replace and owner is not None and _has_ended(owner)):
                 break
             with self.writing(), contextlib.suppress(FileNotFoundError):
                 path.rename(aside)
-                if _read(aside) != owner:  # another process was faster, and this is its own
+                if _read(aside) != owner:  # another process replaced it since it was read, and has the folder now
                     aside.rename(path)
                     break
                 aside.unlink()
@@ -99,7 +98,7 @@ class Work:
         except OSError as error:
             reason = f"{self.target} cannot be written: {reason_of(error)}"
             if (self.folder / _STATE).exists():
-                reason += f"; what is finished stays in {self.folder}, and the same command goes on from there"
+                reason += f"; what is finished stays in {self.folder}, and the same command continues from there"
             then = "make room" if error.errno in _NO_ROOM else "name a place that can be"
             raise DataError(f"{reason}: {then}") from error
 
@@ -108,11 +107,11 @@ class Work:
         return _read(self.folder / _STATE)
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replaces the state; the files that it describes must be durable already."""
+        """Replaces the state; the files that it describes must be on the disk already."""
         write_atomic(self.folder / _STATE, json.dumps(state, indent=1))
 
     def clear(self) -> None:
-        """Removes everything except the lock, the state first."""
+        """Removes everything except the lock and the owner, the state first."""
         (self.folder / _STATE).unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.is_dir():
@@ -125,18 +124,22 @@ class Work:
             shutil.rmtree(self.output)
 
     def remove(self) -> None:
+        """Removes the folder, the state first: the rest without it is never continued."""
         (self.folder / _STATE).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def publish(self, moves: Sequence[tuple[Path, Path]]) -> None:
-        """Moves what is complete to where readers look, the last of `moves` last; it may be cut off and done again.
+        """Moves what is complete to where readers look, the last of `moves` last; it may be killed and called again.
 
         What is at the targets is removed, that of the last move first: readers accept nothing without it.
         """
         last, target = moves[-1]
         if last.exists():
             if target.is_dir():
-                self._set_aside(target)
+                aside = self.folder / "replaced"
+                if aside.exists():
+                    shutil.rmtree(aside)
+                target.rename(aside)
             target.unlink(missing_ok=True)
             sync_folder(target.parent)
         for source, place in moves:
@@ -145,33 +148,28 @@ class Work:
                 sync_folder(place.parent)
         self.remove()
 
-    def _set_aside(self, folder: Path) -> None:
-        aside = self.folder / "replaced"
-        if aside.exists():
-            shutil.rmtree(aside)
-        folder.rename(aside)
 
-
-def _is_there(lock: BinaryIO) -> bool:
-    """Whether the file, and the folder with it, has not been removed since it was opened."""
-    return os.fstat(lock.fileno()).st_nlink > 0
+def _is_there(lock_file: BinaryIO) -> bool:
+    """Whether the file still has its name: it was not removed, nor was the folder, since it was opened."""
+    return os.fstat(lock_file.fileno()).st_nlink > 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is none."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def _has_ended(owner: Mapping[str, Any]) -> bool:
-    """Whether a process has surely ended: it was one of this machine, and there is none of its number."""
+    """Whether a process has surely ended: it was one of this machine, and no process has its number now."""
     pid = owner.get("pid")
     if owner.get("host") != platform.node() or not isinstance(pid, int) or pid <= 0:
         return False
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # signal 0 only asks whether the process exists
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):

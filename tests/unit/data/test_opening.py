@@ -27,7 +27,7 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with data of each kind, a tokenizer of 257 tokens, and no network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("shardwise.hub.Wanted.download", None)
+    monkeypatch.setattr("shardwise.hub.HubFiles.download", None)
     monkeypatch.setattr("shardwise.data.cache.locked", None)
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": \n')
     (tmp_path / "bad.jsonl").write_text('{"text": \n')

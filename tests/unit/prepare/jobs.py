@@ -13,7 +13,7 @@ import numpy as np
 
 from shardwise.config import DataConfig
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
-from shardwise.prepare import Format, Job, Outcome, prepare
+from shardwise.prepare import Format, Outcome, TextJob, convert_text
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "megatron": {"append_eod": True, "split_sentences": False},
@@ -77,13 +77,13 @@ class Folder:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.at / "tokenizer")
 
-    def job(self, format_: Format, output: str, source: str = "text.jsonl", **options: Any) -> Job:
+    def job(self, format_: Format, output: str, source: str = "text.jsonl", **options: Any) -> TextJob:
         data = DataConfig(path=str(self.at / source))
-        return Job(data, self.at / output, format_, str(self.at / "tokenizer"), OPTIONS[format_] | options)
+        return TextJob(data, self.at / output, format_, str(self.at / "tokenizer"), OPTIONS[format_] | options)
 
-    def run(self, job: Job, *, force: bool = False, told: Told | None = None) -> Outcome:
+    def run(self, job: TextJob, *, force: bool = False, told: Told | None = None) -> Outcome:
         told = Told() if told is None else told
-        return prepare(job, force=force, announce=told.lines.append, bar=told.bar)
+        return convert_text(job, force=force, announce=told.lines.append, bar=told.bar)
 
     def left(self, output: str) -> dict[str, bytes]:
         """All files whose path begins so, by their path."""

@@ -13,7 +13,7 @@ from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import raw
-from shardwise.prepare.raw import RawJob, convert
+from shardwise.prepare.raw import RawJob, convert_raw
 
 END = 9
 IDS = [5, 600, END, 700, END, END, 300, 8]
@@ -28,7 +28,7 @@ def write(path: Path, ids: list[int], dtype: str = "<u2") -> Path:
 def converted(path: Path, **options: Any) -> list[list[int]]:
     """The documents that a conversion makes."""
     output = path.with_name("out")
-    convert(RawJob(path, output, **options), force=False, announce=lambda _text: None)
+    convert_raw(RawJob(path, output, **options), force=False, announce=lambda _text: None)
     file = IndexedFile.open(output)
     starts = file.starts(np.arange(file.num_documents + 1)).tolist()
     return [file.tokens[start:end].tolist() for start, end in pairwise(starts)]
@@ -54,7 +54,7 @@ def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkey
     monkeypatch.setattr(raw, "_BLOCK", 2)
     monkeypatch.setattr(raw, "_LONGEST_SEQUENCE", 4)
     path = write(tmp_path / "again.bin", [*IDS, END])
-    convert(RawJob(path, tmp_path / "long", eod_token=8), force=False, announce=lambda _text: None)
+    convert_raw(RawJob(path, tmp_path / "long", eod_token=8), force=False, announce=lambda _text: None)
     file = IndexedFile.open(tmp_path / "long")
     assert (file.documents.tolist(), file.sizes.tolist()) == ([0, 2, 3], [4, 4, 1])
     assert file.tokens.tolist() == [*IDS, END]
@@ -72,7 +72,7 @@ def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkey
 def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str, found: str, tmp_path: Path) -> None:
     path = write(tmp_path / "train.bin", ids, dtype)
     said: list[str] = []
-    outcome = convert(RawJob(path, tmp_path / "out"), force=False, announce=said.append)
+    outcome = convert_raw(RawJob(path, tmp_path / "out"), force=False, announce=said.append)
     assert said[0] == f"reading {path} as {found}, as its bytes look; --token-dtype says otherwise"
     assert outcome.manifest["options"] == {"token_dtype": found}
     assert IndexedFile.open(tmp_path / "out").tokens.tolist() == ids
@@ -87,17 +87,22 @@ def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_pa
     assert found.samples[0].text is not None, "the manifest names the tokenizer"
     path = write(tmp_path / "other.bin", [5, 270])
     with pytest.raises(DataError, match=r"the highest id \(270\), read as uint16, must be below 270, the vocabulary"):
-        convert(RawJob(path, tmp_path / "no", tokenizer=named), force=False, announce=lambda _text: None)
+        convert_raw(RawJob(path, tmp_path / "no", tokenizer=named), force=False, announce=lambda _text: None)
     assert not list(tmp_path.glob("*no*"))
 
 
 def test_converted_tokens_are_not_made_again_and_others_are_replaced_by_force(tmp_path: Path) -> None:
     path = write(tmp_path / "train.bin", IDS)
-    assert not convert(RawJob(path, tmp_path / "out"), force=False, announce=lambda _text: None).was_there
-    assert convert(RawJob(path, tmp_path / "out"), force=False, announce=lambda _text: None).was_there
+
+    def was_there(force: bool = False, **options: Any) -> bool:
+        job = RawJob(path, tmp_path / "out", **options)
+        return convert_raw(job, force=force, announce=lambda _text: None).was_there
+
+    assert not was_there()
+    assert was_there()
     with pytest.raises(DataError, match=r"with no tokenizer, and now --eod-token is another"):
-        convert(RawJob(path, tmp_path / "out", eod_token=END), force=False, announce=lambda _text: None)
-    assert not convert(RawJob(path, tmp_path / "out", eod_token=END), force=True, announce=lambda _text: None).was_there
+        was_there(eod_token=END)
+    assert not was_there(force=True, eod_token=END)
     assert inspect(str(tmp_path / "out"), tokenizer=None, samples=1, text_key="text").counts["documents"] == 4
 
 
@@ -109,4 +114,4 @@ def test_what_is_no_file_of_raw_tokens_is_refused(tmp_path: Path) -> None:
             converted(tmp_path / f"{name}.bin")
     path = write(tmp_path / "train.bin", IDS)
     with pytest.raises(ConfigError, match=r"must not be INPUT .* itself"):
-        convert(RawJob(path, tmp_path / "train"), force=False, announce=lambda _text: None)
+        convert_raw(RawJob(path, tmp_path / "train"), force=False, announce=lambda _text: None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.prepare.work import Work
+from shardwise.prepare.work import WorkFolder
 
 
 @pytest.fixture
@@ -27,17 +27,17 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_locks")
 def test_two_at_once_do_not_meet_where_there_are_no_file_locks(tmp_path: Path) -> None:
     output = tmp_path / "out"
-    with Work(output).held():
+    with WorkFolder(output).held():
         named = (
             rf"is being prepared by another process \({os.getpid()} on \S+\): wait for its end, or remove .*owner\.json"
         )
-        with pytest.raises(ConfigError, match=named), Work(output).held():
+        with pytest.raises(ConfigError, match=named), WorkFolder(output).held():
             raise AssertionError("two processes have one folder")
-        Work(output).clear()
-        with pytest.raises(ConfigError, match="another process"), Work(output).held():
+        WorkFolder(output).clear()
+        with pytest.raises(ConfigError, match="another process"), WorkFolder(output).held():
             raise AssertionError("two processes have one folder")
-    with Work(output).held():
-        Work(output).save({"complete": False})
+    with WorkFolder(output).held():
+        WorkFolder(output).save({"complete": False})
     assert sorted(path.name for path in (tmp_path / ".out.preparing").iterdir()) == ["lock", "state.json"]
 
 
@@ -57,13 +57,13 @@ def test_a_process_that_has_ended_here_hinders_nobody_and_one_elsewhere_may_stil
         folder.mkdir(exist_ok=True)
         owner.write_text(json.dumps(left))
         refusal = pytest.raises(ConfigError, match=r"or remove .*owner") if refused else contextlib.nullcontext()
-        with refusal, Work(tmp_path / "out").held():
+        with refusal, WorkFolder(tmp_path / "out").held():
             assert json.loads(owner.read_text()) == {"host": platform.node(), "pid": os.getpid()}
         assert owner.exists() == refused, "what is not ours stays, what was ours goes"
 
 
 def test_the_end_of_one_leaves_the_folder_of_the_next_alone(tmp_path: Path) -> None:
-    first, second = Work(tmp_path / "out"), Work(tmp_path / "out")
+    first, second = WorkFolder(tmp_path / "out"), WorkFolder(tmp_path / "out")
     with contextlib.ExitStack() as held:
         with first.held():
             first.remove()  # as when all is published

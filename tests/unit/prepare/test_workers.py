@@ -9,13 +9,13 @@ from shardwise.prepare.workers import Workers
 
 
 def test_results_come_in_the_order_of_tasks() -> None:
-    with Workers._processes(2, None) as workers:
+    with Workers.processes(2, None) as workers:
         assert list(workers.each(abs, range(-20, 0))) == [(task, -task) for task in range(-20, 0)]
 
 
 def test_a_process_that_ends_is_told_of() -> None:
     with (
-        Workers._processes(1, None) as workers,
-        pytest.raises(RunError, match="a process that prepares data has ended before its time"),
+        Workers.processes(1, None) as workers,
+        pytest.raises(RunError, match="a process that prepares data has ended early"),
     ):
         list(workers.each(os._exit, [3]))

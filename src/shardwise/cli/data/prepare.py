@@ -87,8 +87,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from shardwise.data.reading.detect import is_raw_tokens
     from shardwise.data.reading.megatron import prefix_of
-    from shardwise.prepare import Job, prepare
-    from shardwise.prepare.raw import RawJob, convert
+    from shardwise.prepare import TextJob, convert_text
+    from shardwise.prepare.raw import RawJob, convert_raw
 
     source, target = (Path(path).expanduser() for path in (arguments.input, arguments.output))
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     with arguments_named("INPUT"):
         if is_raw:
             raw = RawJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
-            outcome = convert(raw, force=arguments.force, announce=output.progress)
+            outcome = convert_raw(raw, force=arguments.force, announce=output.progress)
         else:
             named: str = arguments.input
             # What exists is meant as a path, and so is what cannot be a hub id.
@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
             keys = {key: getattr(arguments, key) for key in ("config", "split", "text_key")}
             data = {key: value for key, value in keys.items() if value is not None}
             config = data_from({"path" if is_path else "dataset": named, **data})
-            job = Job(config, target, arguments.format, arguments.tokenizer, _options(arguments))
-            outcome = prepare(job, force=arguments.force, announce=output.progress, bar=output.bar)
+            job = TextJob(config, target, arguments.format, arguments.tokenizer, _options(arguments))
+            outcome = convert_text(job, force=arguments.force, announce=output.progress, bar=output.bar)
     _show(target, outcome)
     return 0
 

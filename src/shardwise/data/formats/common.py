@@ -11,10 +11,9 @@ from shardwise.config import BertConfig, Config
 from shardwise.data import cache
 from shardwise.data.parts import PART_NAMES, Part
 from shardwise.data.reading.manifest import tokenizer_problems
-from shardwise.data.samples.batch import Batches, SampledBatches, TokenArray, Tokens
-from shardwise.data.samples.causal import DocumentEnds, without_end
+from shardwise.data.samples.batch import Batches, TokenArray, Tokens
+from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
 from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
-from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
@@ -116,7 +115,7 @@ def row_batches(config: Config, row: Tokens, tokenizer: Path | None, seed: int, 
 
 def pair_batches(
     config: Config, tokens: Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
-) -> SampledBatches | None:
+) -> Batches | None:
     """Batches of sentence pairs; None of fewer than two samples, as the second sentence may be of another sample."""
     length = config.train.sequence_length
     if ChunkIndex(sentences, chunk_room(length)).num_chunks < 2:

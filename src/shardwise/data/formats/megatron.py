@@ -27,7 +27,7 @@ from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
 from shardwise.data.reading.manifest import of_prefix, read_manifest
 from shardwise.data.reading.megatron import IndexedFile, count_sequences, prefix_of
-from shardwise.data.samples.batch import Batches, SampledBatches
+from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.blend import BlendedBatches
 from shardwise.data.samples.causal import DocumentEnds
 from shardwise.data.samples.documents import DocumentBatches, Documents
@@ -75,7 +75,7 @@ class PreparedDocuments(PreparedData):
 
     def _of_one(
         self, config: Config, documents: Documents, number: int, evaluation: bool, tail: bool
-    ) -> SampledBatches | None:
+    ) -> Batches | None:
         seed = config.train.seed
         if number:  # two data sets of one size must not go through it in one order
             seed = mix_integer(seed, number)

@@ -19,8 +19,7 @@ from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, Pyth
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
 from shardwise.data.reading.text import readable
 from shardwise.data.samples.batch import Batches
-from shardwise.data.samples.causal import DocumentEnds
-from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.causal import DocumentEnds, TokenBatches
 from shardwise.data.samples.streaming import HeldOut, Stream, StreamBatches, read_documents
 from shardwise.data.tokens.encoding import encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
@@ -52,7 +51,7 @@ class PreparedStream(PreparedText):
             return super().beginning(part, tokens)
         assert self.tokenizer_path is not None
         _, pieces = next(read_documents(self._shards()[0], 0))
-        return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0])[:tokens]]
+        return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0].text)[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         if part != "train":
@@ -139,22 +138,16 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> d
     block, after, whole = _first_block(shards[first], data.shuffle_buffer)
     held = HeldOut(*after, 0.0 if data.split_names else _share(config))
 
-    def documents() -> Iterator[tuple[Part, list[str]]]:
-        for begin, texts in block:
-            if begin in held:
-                yield "eval", texts
-            elif whole:
-                yield "train", texts
-        for part, name in zip(PARTS[1:], list(shards)[1:], strict=False):
-            for _, texts in _first_block(shards[name], data.shuffle_buffer)[0]:
-                yield part, texts
+    def parts() -> Iterator[tuple[Part, Piece]]:
+        for begin, pieces in block:
+            part: Part = "eval" if begin in held else "train"
+            if part == "eval" or whole:
+                yield from ((part, piece) for piece in pieces)
+        for other, name in zip(PARTS[1:], list(shards)[1:], strict=False):
+            for _, pieces in _first_block(shards[name], data.shuffle_buffer)[0]:
+                yield from ((other, piece) for piece in pieces)
 
-    pieces = (
-        (part, Piece(text, ends_document=number == len(texts)))
-        for part, texts in documents()
-        for number, text in enumerate(texts, start=1)
-    )
-    facts: dict[str, Any] = dict(encode_documents(pieces, tokenizer, folder))
+    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, folder))
     if isinstance(source, ColumnSource) and data.is_hub_dataset:
         content = source.stamp()  # a commit, the same on any machine
     else:
@@ -171,9 +164,9 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> d
     }
 
 
-def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[str]]], _Begin, bool]:
+def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[Piece]]], _Begin, bool]:
     """The first documents, each with where it begins; where the next one does; and whether these are all."""
-    documents: list[tuple[_Begin, list[str]]] = []
+    documents: list[tuple[_Begin, list[Piece]]] = []
     characters = 0
     for number, shard in enumerate(shards):
         begin = 0
@@ -181,7 +174,7 @@ def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begi
             if len(documents) >= buffer or characters >= BLOCK_CHARACTERS:
                 return documents, (number, begin), False
             documents.append(((number, begin), pieces))
-            characters += sum(map(len, pieces))
+            characters += sum(piece.characters for piece in pieces)
             begin = after
     return documents, (len(shards), 0), True
 

@@ -47,14 +47,7 @@ class Batch:
     """How many inputs of each sample are not padding, which is at the end, [B]; of a causal model only."""
 
     def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Refuses masked positions beyond the sequence: on a device they would crash, or predict another token.
-
-        Raises:
-            DataError: with a problem for each such sample.
-        """
+        """Raises DataError for masked positions beyond the sequence: a device would crash, or predict another token."""
         if "positions_PB" not in self.inputs:
             return
         length = len(self.inputs["ids_SB"])
@@ -71,55 +64,21 @@ class Batch:
             )
 
 
-class Batches(Protocol):
-    """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout."""
+class Batches(ABC):
+    """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
 
-    @property
-    def objectives(self) -> tuple[str, ...]:
-        """What `Batch.counts` counts, in its order: `("lm",)` or `("mlm", "nsp")`."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of one epoch."""
-        ...
-
-    def blank(self, micro_batch: int) -> Batch:
-        """A micro-batch that counts nothing; the arrays of any other have its names and shapes."""
-        ...
-
-    def local_batch(
-        self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> list[Batch]:
-        """One rank's micro-batches of the global batch that follows `consumed` samples.
-
-        Micro-batch `m` of rank `r` holds the `micro_batch` samples from `(m · dp_size + r) · micro_batch`, so all
-        ranks' first micro-batches come before all second ones. Several threads may call it at once.
-        """
-        ...
-
-    def eval_batches(
-        self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> Iterator[Batch]:
-        """One rank's micro-batches of an evaluation over at most `count` global batches, each sample at most once.
-
-        The samples are the first ones in their own order, cut over ranks as by `local_batch`. What is missing to
-        equal shapes on every rank is filled with samples that count nothing: one micro-batch, or all of a rank's,
-        may count nothing.
-        """
-        ...
-
-
-class SampledBatches(ABC):
-    """`Batches` over `num_samples` samples that are shuffled anew each epoch."""
+    Unless a class says otherwise, there are `num_samples`, which are shuffled in each epoch (`Sampler`).
+    """
 
     objectives: tuple[str, ...]
+    """What `Batch.counts` counts, in its order: `("lm",)` or `("mlm", "nsp")`."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.sampler = Sampler(num_samples, seed)
 
     @property
     def num_samples(self) -> int:
+        """Samples of one epoch."""
         return self.sampler.num_samples
 
     @abstractmethod
@@ -138,6 +97,7 @@ class SampledBatches(ABC):
         return numbers
 
     def blank(self, micro_batch: int) -> Batch:
+        """A micro-batch that counts nothing; the arrays of any other have its names and shapes."""
         none = np.zeros(micro_batch, dtype=np.int64)
         return self.collate(none - 1, none, none)
 
@@ -148,7 +108,12 @@ class SampledBatches(ABC):
     def local_batch(
         self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> list[Batch]:
-        check_division(global_batch, dp_rank, dp_size, micro_batch)
+        """One rank's micro-batches of the global batch that follows `consumed` samples.
+
+        Micro-batch `m` of rank `r` holds the `micro_batch` samples from `(m · dp_size + r) · micro_batch`, so all
+        ranks' first micro-batches come before all second ones. Several threads may call it at once.
+        """
+        _check_division(global_batch, dp_rank, dp_size, micro_batch)
         indices, epochs = self.draw(consumed, global_batch)
         samples = np.arange(consumed, consumed + global_batch)
         return [
@@ -159,7 +124,12 @@ class SampledBatches(ABC):
     def eval_batches(
         self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
     ) -> Iterator[Batch]:
-        check_division(global_batch, dp_rank, dp_size, micro_batch)
+        """One rank's micro-batches of an evaluation over at most `count` global batches, each sample at most once.
+
+        The samples are the first ones in their own order, cut over ranks as by `local_batch`. So that all ranks have
+        equal shapes, samples that count nothing are added: one micro-batch, or all of a rank's, may count nothing.
+        """
+        _check_division(global_batch, dp_rank, dp_size, micro_batch)
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
         total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
@@ -171,7 +141,7 @@ class SampledBatches(ABC):
 
 
 def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
-    """One batch of the samples of several, each at its places: the last dimension of all inputs is the samples'."""
+    """One batch of the samples of several, each at its `places`. Samples are the last dimension of all inputs."""
     inputs: dict[str, IntArray] = {}
     lengths = None if batches[0].lengths is None else np.zeros_like(samples)
     for batch, chosen in zip(batches, places, strict=True):
@@ -185,16 +155,21 @@ def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArr
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """Micro-batches of each rank in an evaluation over at most `count` global batches; all ranks' one is a portion."""
+    """Micro-batches of each rank in an evaluation over at most `count` global batches.
+
+    Args:
+        portion: samples of one micro-batch of every data-parallel rank together.
+    """
     return -(-min(count * global_batch, num_samples) // portion)
 
 
 def rows_of_rank(total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
+    """Which of `total` samples each micro-batch of a rank has."""
     portion = dp_size * micro_batch
     return [slice(start, start + micro_batch) for start in range(dp_rank * micro_batch, total, portion)]
 
 
-def check_division(global_batch: int, dp_rank: int, dp_size: int, micro_batch: int) -> None:
+def _check_division(global_batch: int, dp_rank: int, dp_size: int, micro_batch: int) -> None:
     if not 0 <= dp_rank < dp_size:
         raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
     if global_batch < 1 or global_batch % (dp_size * micro_batch):

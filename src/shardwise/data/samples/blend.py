@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwise.data.samples.batch import Batch, SampledBatches, joined
+from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.sampler import IntArray
 
 _BLOCK = 100_000
@@ -16,9 +16,9 @@ _BLOCK = 100_000
 class Pattern:
     """Which of K sources each sample of an endless row comes from: a block that repeats.
 
-    Of a block's samples source `s` has `counts[s]`, its weight's part of `_BLOCK` up to one sample (and one at least);
-    divided by what the counts have in common, so 0.7 and 0.3 make a block of 10. Its sample `j` in the block is due at
-    `(j + ½) / counts[s]`, and samples stand in the order in which they are due: any stretch of the row has each
+    Source `s` has `counts[s]` samples of a block: its weight's share of `_BLOCK`, rounded, and at least one; all counts
+    are divided by their greatest common divisor, so 0.7 and 0.3 make a block of 10. Sample `j` of a source in the block
+    is due at `(j + ½) / counts[s]`, and samples stand in the order in which they are due: any run of the row has each
     source in its proportion, up to a few samples.
     """
 
@@ -31,37 +31,30 @@ class Pattern:
 
     def sources(self, samples: IntArray) -> IntArray:
         """The source of each of these samples."""
-        found: IntArray = self._sources[samples % len(self._sources)]
-        return found
+        return np.asarray(self._sources[samples % len(self._sources)])
 
     def before(self, source: int, samples: IntArray) -> IntArray:
         """How many samples of `source` stand before each of these."""
         blocks, places = np.divmod(samples, len(self._sources))
-        found: IntArray = blocks * self.counts[source] + np.searchsorted(self._places[source], places)
-        return found
+        return np.asarray(blocks * self.counts[source] + np.searchsorted(self._places[source], places))
 
     def once(self, sizes: Sequence[int], places: IntArray) -> IntArray:
-        """The samples at `places` of the row without those of sources that are exhausted: `sizes` are all they have.
+        """Which samples of the endless row are at `places` of the row that has each sample of each source once.
 
-        Sample `n` of the endless row has `Σ_s min(before(s, n), sizes[s])` before it in that row, which only grows with
-        `n`: it is found by halving.
+        In that row, where source `s` has `sizes[s]` samples, `Σ_s min(before(s, n), sizes[s])` samples stand before
+        sample `n` of the endless row. That number grows with `n`, so `n` is found by a binary search.
         """
-
-        def left(samples: IntArray) -> IntArray:
-            terms = [np.minimum(self.before(source, samples), size) for source, size in enumerate(sizes)]
-            total: IntArray = np.sum(terms, axis=0, dtype=np.int64)
-            return total
-
         blocks = max(size // count for size, count in zip(sizes, self.counts, strict=True)) + 1
         low, high = np.zeros_like(places), np.full_like(places, blocks * len(self._sources))
         while (high - low > 1).any():
             middle = (low + high) >> 1
-            reached = left(middle) <= places
+            terms = [np.minimum(self.before(source, middle), size) for source, size in enumerate(sizes)]
+            reached = np.sum(terms, axis=0, dtype=np.int64) <= places
             low, high = np.where(reached, middle, low), np.where(reached, high, middle)
         return low
 
 
-class BlendedBatches(SampledBatches):
+class BlendedBatches(Batches):
     """`Batches` of K sources in the proportions of their weights.
 
     The sources' samples follow one another as `Pattern` says; each source has its own order and its own epochs, the
@@ -71,7 +64,7 @@ class BlendedBatches(SampledBatches):
     Index `begins[s] + i` is sample `i` of source `s`.
     """
 
-    def __init__(self, weights: Sequence[float], sources: Sequence[SampledBatches]) -> None:
+    def __init__(self, weights: Sequence[float], sources: Sequence[Batches]) -> None:
         assert len(weights) == len(sources) > 0
         self.pattern = Pattern(weights)
         self.batches = sources
@@ -98,8 +91,7 @@ class BlendedBatches(SampledBatches):
         numbers = self.pattern.once(self._sizes, numbers)
         sources = self.pattern.sources(numbers)
         before = np.stack([self.pattern.before(source, numbers) for source in range(len(self._sizes))])
-        indices: IntArray = self._begins[sources] + before[sources, np.arange(len(numbers))]
-        return indices
+        return np.asarray(self._begins[sources] + before[sources, np.arange(len(numbers))])
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         # A sample that counts nothing is made by the first source.

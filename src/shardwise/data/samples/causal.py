@@ -1,4 +1,7 @@
-"""Rows of tokens become the batch of a causal language model, with what the end of a document changes in it."""
+"""Samples of a causal language model: a row of tokens, and as targets the same row one token further.
+
+Shapes: B = samples, S = sequence length.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.config import Config
-from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.sampler import IntArray
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import ConfigError
@@ -16,9 +19,9 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class DocumentEnds:
-    """What the end of a document changes within a sample, as Megatron-LM's options of these names.
+    """What the end of a document changes within a sample, as Megatron-LM's options of these names do.
 
-    The token that ends a document belongs to it. What a sample begins with is its first document, wherever that began.
+    The token that ends a document belongs to it. The first document of a sample may begin in an earlier sample.
 
     Attributes:
         token: the id of the token that ends a document.
@@ -34,7 +37,7 @@ class DocumentEnds:
 
     @staticmethod
     def of(config: Config, tokenizer: Path | None) -> DocumentEnds | None:
-        """As the `data` section asks; None: a sample is a row of tokens and no more.
+        """What the `data` section asks for; None: nothing, a sample is a plain row of tokens.
 
         Raises:
             ConfigError: nothing says which token ends a document.
@@ -51,7 +54,7 @@ class DocumentEnds:
 
 
 def without_end(config: Config) -> list[str]:
-    """The problem of a configuration that needs the id of the end of a document, and neither names nor implies it."""
+    """The problem of a configuration that needs the id of the end of a document, and has neither it nor a tokenizer."""
     data = config.data
     if not data.document_options or data.eod_token is not None:
         return []
@@ -62,7 +65,7 @@ def without_end(config: Config) -> list[str]:
 
 
 def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends: DocumentEnds | None) -> Batch:
-    """The batch of rows of S + 1 tokens, of which as many are targets as `targets_B` says: those after the first.
+    """The batch of rows of S + 1 tokens; in each row the `targets_B` tokens after the first are targets.
 
     Inputs: `ids_SB` and `targets_SB`, which is `IGNORE` where nothing is counted; as `ends` asks, `positions_SB`, and
     `starts_SB`: the first place that each place attends to.
@@ -85,3 +88,41 @@ def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends
         if ends.reset_attention_mask:
             inputs["starts_SB"] = starts_SB
     return Batch(inputs, np.array([np.count_nonzero(targets_SB != IGNORE)]), samples, targets_B)
+
+
+class TokenBatches(Batches):
+    """Batches over one long row of tokens: sample `i` is `tokens[i·S : i·S + S + 1]`.
+
+    Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
+
+    Args:
+        tail: the tokens after the last whole sample are a sample too, padded with ids 0 and targets `IGNORE`: every
+            token except the first is then a target, exactly once.
+        ends: what the end of a document changes.
+    """
+
+    objectives = ("lm",)
+
+    def __init__(
+        self, tokens: Tokens, sequence_length: int, seed: int, *, tail: bool = False, ends: DocumentEnds | None = None
+    ) -> None:
+        least = 2 if tail else sequence_length + 1
+        if len(tokens) < least:
+            wanted = "2, one to read and one to predict" if tail else f"train.sequence_length + 1 ({least})"
+            raise ConfigError(f"the tokens ({len(tokens)}) must be at least {wanted}")
+        targets = len(tokens) - 1
+        super().__init__(-(-targets // sequence_length) if tail else targets // sequence_length, seed)
+        self.tokens = tokens
+        self.sequence_length, self.ends = sequence_length, ends
+
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        length = self.sequence_length
+        rows_BS = np.zeros((len(indices), length + 1), dtype=np.int64)
+        targets_B = np.zeros(len(indices), dtype=np.int64)
+        for row, index in enumerate(indices.tolist()):
+            if index >= 0:
+                first = index * length
+                tokens = self.tokens.take(np.arange(first, min(first + length + 1, len(self.tokens))))
+                rows_BS[row, : len(tokens)] = tokens
+                targets_B[row] = len(tokens) - 1
+        return causal_batch(rows_BS, targets_B, samples, self.ends)

@@ -5,6 +5,7 @@ Shapes: B = samples, S = sequence length.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -14,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.reading.megatron import IndexedFile
-from shardwise.data.samples.batch import Batch, SampledBatches
+from shardwise.data.samples.batch import Batch, Batches
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, Sampler
 from shardwise.data.samples.sentences import Sentences
 from shardwise.errors import ConfigError, DataError
 
-# Apart from the order of samples, which is drawn from the seed itself.
+# Keeps the order of documents independent of that of samples, which is drawn from the seed itself.
 _DOCUMENT_ORDER = 0x646F63756D656E74
-# A permutation of as many stays in a core's cache.
+# This many documents are permuted or measured at once: their arrays fit in a core's cache.
 _BLOCK = 1 << 16
 _EPOCHS_KEPT = 2
 
@@ -54,10 +55,17 @@ class Documents:
         Raises:
             DataError: one is beyond the vocabulary; the first is named with its file, document and place.
         """
-        found: IntArray = self.file.tokens[places + self.start].astype(np.int64)
-        if found.size and not 0 <= found.min() <= found.max() < self._vocab_size:
-            self._refuse(found, places)
-        return found
+        tokens: IntArray = self.file.tokens[places + self.start].astype(np.int64)
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+            place = int(places.flat[wrong]) + self.start
+            numbers = range(self.first, self.after)
+            document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
+            raise DataError(
+                f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
+                f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
+            )
+        return tokens
 
     def beginning(self, tokens: int) -> list[int]:
         """The first tokens; fewer where there are no more."""
@@ -65,44 +73,24 @@ class Documents:
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents, 0 … count, counted from `start`."""
-        found: IntArray = self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start
-        return found
+        return np.asarray(self.file.starts(np.add(documents, self.first, dtype=np.int64)) - self.start)
 
     def lengths(self) -> IntArray:
         """Tokens of each document, [count]."""
-        found = np.empty(self.count, dtype=np.int64)
+        lengths = np.empty(self.count, dtype=np.int64)
         for start in range(0, self.count, _BLOCK):
             after = min(start + _BLOCK, self.count)
-            found[start:after] = np.diff(self.starts(np.arange(start, after + 1)))
-        return found
+            lengths[start:after] = np.diff(self.starts(np.arange(start, after + 1)))
+        return lengths
 
     @cached_property
     def sentences(self) -> Sentences:
-        """Where sequences, each a sentence, and documents lie; those without tokens are left out."""
+        """Where sentences (one a sequence) and documents lie; those without tokens are left out."""
         bounds = self.file.documents[self.first : self.after + 1]
         sequences = self.file.sequence_starts(np.arange(bounds[0], bounds[-1] + 1)) - self.start
         begins = np.append(np.diff(sequences) > 0, True)
         before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(begins)])
         return Sentences(sequences[begins], np.unique(before[bounds - bounds[0]]))
-
-    def _refuse(self, found: IntArray, places: IntArray) -> None:
-        at = int(np.flatnonzero((found < 0) | (found >= self._vocab_size))[0])
-        place = int(places.flat[at]) + self.start
-        document = self._document_of(place)
-        raise DataError(
-            f"{self.file.bin_path}: token {place} ({found.flat[at]}), in document {document}, must be in 0 … "
-            f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
-        )
-
-    def _document_of(self, place: int) -> int:
-        low, high = self.first, self.after
-        while high - low > 1:
-            middle = (low + high) // 2
-            if int(self.file.starts(np.array([middle]))[0]) <= place:
-                low = middle
-            else:
-                high = middle
-        return low
 
 
 @dataclass(frozen=True)
@@ -118,16 +106,16 @@ class _Epoch:
     begins: IntArray
 
 
-class DocumentBatches(SampledBatches):
-    """Batches over documents that are joined in another order in each epoch, as Megatron's GPT data set.
+class DocumentBatches(Batches):
+    """Batches over documents that are joined in another order in each epoch, as in Megatron's GPT data set.
 
     Sample `i` of epoch `e` is tokens `[i·S, i·S + S]` of the row that the documents make in the order of epoch `e`: it
-    begins and ends where it may be in documents, and its last token is the first one of sample `i + 1`. The order of
-    the documents and that of the samples are permutations keyed by (seed, `e`) (`Sampler`), so a batch is a function of
-    (seed, samples consumed). What is left after the last whole sample is left out in that epoch.
+    may begin and end within documents, and its last token is the first one of sample `i + 1`. The order of the
+    documents and that of the samples are permutations keyed by (seed, `e`) (`Sampler`), so a batch is a function of
+    (seed, samples consumed). The tokens after the last whole sample are left out in that epoch.
 
-    The first batch of an epoch makes its index: 12 bytes a document, and 16 where there are 2³¹ or more. Then a
-    sample is found in a time that does not depend on where it lies.
+    The first batch of an epoch makes its index: 12 bytes a document, or 16 where there are 2³¹ documents or more. Then
+    any sample is found in the same time.
 
     Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
 
@@ -138,12 +126,7 @@ class DocumentBatches(SampledBatches):
     objectives = ("lm",)
 
     def __init__(
-        self,
-        documents: Documents,
-        sequence_length: int,
-        seed: int,
-        *,
-        ends: DocumentEnds | None = None,
+        self, documents: Documents, sequence_length: int, seed: int, *, ends: DocumentEnds | None = None
     ) -> None:
         if len(documents) <= sequence_length:
             raise ConfigError(f"the tokens ({len(documents)}) must be at least {sequence_length + 1}")
@@ -185,7 +168,7 @@ class DocumentBatches(SampledBatches):
         return _runs(place_N, high_N - low_N)
 
     def _index(self, epoch: int) -> _Epoch:
-        """The index of an epoch. Those of two epochs are kept, as a batch may lie in both."""
+        """The index of an epoch. Those of two epochs are kept, as a batch may lie in both; memory never holds three."""
         with self._making:
             if epoch not in self._epochs:
                 while len(self._epochs) >= _EPOCHS_KEPT:

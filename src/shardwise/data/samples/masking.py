@@ -14,7 +14,7 @@ from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.hashing import Draws, below
 from shardwise.data.samples.sampler import IntArray
 
-# What numbers are drawn for; pairs.py has those below 16.
+# The `site` of each draw (`Draws`); those of pairs.py are below 16.
 _PLACE, _KIND, _TOKEN = 16, 17, 18
 _POSITION_BITS = 16
 MAX_SEQUENCE_LENGTH = 1 << _POSITION_BITS
@@ -27,9 +27,9 @@ class Masking:
     Of `n` candidates `max(1, ⌊fraction · n + ½⌋)` are predicted, at most `predictions` (P): those with the smallest
     hashes. Four in five become `mask_id`, one in ten a random one of `ordinary_ids`, one in ten stays.
 
-    With `continuations` (whole-word masking, as in the paper's later code) a word, a candidate and all that continue
-    it, is predicted whole or not at all: words are taken in the order of the hashes of their first tokens, and those
-    left out that would be too many. What becomes of each token is drawn by itself.
+    With `continuations` (whole-word masking, as in the paper's later code) a word, which is a candidate and all tokens
+    that continue it, is predicted as a whole or not at all: words are taken in the order of the hashes of their first
+    tokens, except those that would exceed the number. What each token is replaced by is drawn for it alone.
 
     Attributes:
         continuations: which ids continue the word before them, [vocabulary]; None: each token is a word.
@@ -44,13 +44,15 @@ class Masking:
     def apply(
         self, ids_BS: IntArray, candidates_BS: npt.NDArray[np.bool_], draws: Draws
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """`(ids_BS, positions_BP, targets_BP)`: positions ascend; where none is left they are 0 and the target -100."""
+        """`(ids_BS, positions_BP, targets_BP)`: positions ascend; unused places have position 0 and target `IGNORE`."""
         length = ids_BS.shape[1]
         # A hash whose last bits are its position: no two are equal, and the smallest name their own positions.
         low = np.uint64(MAX_SEQUENCE_LENGTH - 1)
         hashes_BS = (draws.table(_PLACE, length) & ~low) | np.arange(length, dtype=np.uint64)
         hashes_BS[~candidates_BS] = ~np.uint64(0)
-        wanted_B = self._predicted(candidates_BS.sum(axis=1))
+        candidates_B = candidates_BS.sum(axis=1)
+        wanted_B = np.maximum(np.floor(self.fraction * candidates_B + 0.5).astype(np.int64), 1)
+        wanted_B = np.minimum(wanted_B, np.minimum(candidates_B, self.predictions))
         if self.continuations is not None:
             hashes_BS, wanted_B = self._of_words(hashes_BS, self.continuations[ids_BS] & candidates_BS, wanted_B)
         smallest_BP = np.sort(np.partition(hashes_BS, self.predictions - 1, axis=1)[:, : self.predictions], axis=1)
@@ -70,7 +72,7 @@ class Masking:
     def _of_words(
         self, hashes_BS: npt.NDArray[np.uint64], continued_BS: npt.NDArray[np.bool_], wanted_B: IntArray
     ) -> tuple[npt.NDArray[np.uint64], IntArray]:
-        """Hashes of which the smallest are the tokens of the words that are predicted, and how many these are.
+        """Hashes in which those of the predicted words' tokens are the smallest, and how many tokens these are.
 
         A continuation that follows no candidate, such as the first token of B after [SEP], begins a word.
         """
@@ -95,7 +97,3 @@ class Masking:
                 break
         chosen_BS = np.take_along_axis(taken_BW, words_BS, axis=1) & (hashes_BS != none)
         return np.where(chosen_BS, hashes_BS, none), total_B
-
-    def _predicted(self, candidates_B: IntArray) -> IntArray:
-        wanted_B: IntArray = np.floor(self.fraction * candidates_B + 0.5).astype(np.int64)
-        return np.minimum(np.maximum(wanted_B, 1), np.minimum(candidates_B, self.predictions))

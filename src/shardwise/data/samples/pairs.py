@@ -6,11 +6,12 @@ Shapes: B = samples, S = sequence length, P = predictions of a sample, at most.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.samples.batch import IGNORE, Batch, SampledBatches, Tokens
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
 from shardwise.data.samples.hashing import Draws
 from shardwise.data.samples.masking import MAX_SEQUENCE_LENGTH, Masking
 from shardwise.data.samples.sampler import IntArray
@@ -20,7 +21,7 @@ from shardwise.errors import ConfigError
 
 # [CLS] A [SEP] B [SEP]
 _ADDED = 3
-# What numbers are drawn for; masking.py has those from 16.
+# The `site` of each draw (`Draws`); those of masking.py begin at 16.
 _RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
 
 
@@ -38,6 +39,13 @@ def chunk_room(sequence_length: int) -> int:
     return sequence_length - _ADDED
 
 
+def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
+    """The batch of BERT's inputs, by their names; in `rows` the first dimension of each is the samples'."""
+    inputs = {name: np.array(array.T, dtype=np.int64, order="C") for name, array in rows.items()}
+    counts = [np.count_nonzero(inputs[name] != IGNORE) for name in ("targets_PB", "next_sentence_B")]
+    return Batch(inputs, np.array(counts), samples)
+
+
 @dataclass(frozen=True)
 class _Segments:
     """Two runs of tokens of each sample, [B] each, and whether the second is a random one."""
@@ -49,7 +57,7 @@ class _Segments:
     random: IntArray
 
 
-class SentencePairBatches(SampledBatches):
+class SentencePairBatches(Batches):
     """Batches of sentence pairs; sample `i` is chunk `i` of `ChunkIndex`, with S - 3 tokens of room.
 
     What a sample looks like is a function of (seed, epoch, `i`) alone. In each epoch:
@@ -57,9 +65,9 @@ class SentencePairBatches(SampledBatches):
     - The chunk is split before one of its sentences but the first, all equally likely (a chunk of one sentence before
       one of its tokens). A is what comes before.
     - With probability ½, B is what comes after: `next_sentence_B` 0. Else it is 1 and B begins with a random sentence
-      of a random chunk of another document, and has as many sentences as fill the sequence. The rest of the chunk is
-      then left out in this epoch; the paper's code would begin the next sample with it, which would make each sample
-      depend on all before it. A corpus of one document takes another chunk of its own.
+      of a random chunk of another document, followed by the sentences after it until the sequence is full. The rest of
+      the chunk is then left out in this epoch; the paper's code would begin the next sample with it, which would make
+      each sample depend on all before it. A corpus of one document takes another chunk of that document.
     - While A and B have more than S - 3 tokens, the longer one (B where they are equal) loses its first or its last
       token with probability ½ each: as in the paper's code.
     - Tokens of A and B are masked (`Masking`).
@@ -120,16 +128,15 @@ class SentencePairBatches(SampledBatches):
         candidates_BS = in_a_BS | in_b_BS
         ids_BS[candidates_BS] = self.tokens.take(source_BS[candidates_BS])
         ids_BS, positions_BP, targets_BP = self.masking.apply(ids_BS, candidates_BS, draws)
-        inputs = {
-            "ids_SB": ids_BS.T.copy(),
-            "token_types_SB": ((place_S > middle_B1) & (place_S <= end_B1)).T.astype(np.int64, order="C"),
-            "mask_SB": (place_S <= end_B1).T.astype(np.int64, order="C"),
-            "positions_PB": positions_BP.T.copy(),
-            "targets_PB": targets_BP.T.copy(),
-            "next_sentence_B": np.where(real_B, pair.random, IGNORE),
-        }
-        counts = np.array([np.count_nonzero(targets_BP != IGNORE), np.count_nonzero(real_B)])
-        return Batch(inputs, counts, samples)
+        return pair_batch(
+            samples,
+            ids_SB=ids_BS,
+            token_types_SB=(place_S > middle_B1) & (place_S <= end_B1),
+            mask_SB=place_S <= end_B1,
+            positions_PB=positions_BP,
+            targets_PB=targets_BP,
+            next_sentence_B=np.where(real_B, pair.random, IGNORE),
+        )
 
     def _segments(self, indices: IntArray, draws: Draws) -> _Segments:
         """A and B before truncation."""

@@ -14,10 +14,10 @@ _ROUNDS = 8
 
 
 class Sampler:
-    """The global order of `num_samples` samples, shuffled anew each epoch, without state and without replay.
+    """The global order of `num_samples` samples, shuffled in each epoch, without a state to save.
 
     Position `p` of epoch `e` holds sample `π(p)`, where `π` is a Feistel permutation keyed by (seed, e) on the
-    smallest power of two that holds all samples; a value beyond them is permuted again until it falls inside
+    smallest power of two that is at least `num_samples`; a value beyond them is permuted again until it is one of them
     ("cycle walking": Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 3). Any position is
     found in constant time, and integer arithmetic makes it the same everywhere.
     """

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise.data.reading.hdf5 import Shards, in_list
-from shardwise.data.samples.batch import IGNORE, Batch, SampledBatches
+from shardwise.data.samples.batch import IGNORE, Batch, Batches
+from shardwise.data.samples.pairs import pair_batch
 from shardwise.data.samples.sampler import IntArray
 
 
-class ShardBatches(SampledBatches):
+class ShardBatches(Batches):
     """Batches of the rows `first` to before `after` of all shards; sample `i` is row `first + i`.
 
     Each epoch has every row once, in another order (`Sampler`); the masks are the same in each.
@@ -26,17 +27,15 @@ class ShardBatches(SampledBatches):
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         real_B = indices >= 0
-        found = self.shards.take(np.maximum(indices, 0) + self.first)
-        positions_BP = found["masked_lm_positions"]
+        rows = self.shards.take(np.maximum(indices, 0) + self.first)
+        positions_BP = rows["masked_lm_positions"]
         listed_BP = in_list(positions_BP)
-        targets_BP = np.where(listed_BP & real_B[:, None], found["masked_lm_ids"], IGNORE)
-        inputs = {
-            "ids_SB": found["input_ids"].T.copy(),
-            "token_types_SB": found["segment_ids"].T.copy(),
-            "mask_SB": found["input_mask"].T.copy(),
-            "positions_PB": np.where(listed_BP, positions_BP, 0).T.copy(),
-            "targets_PB": targets_BP.T.copy(),
-            "next_sentence_B": np.where(real_B, found["next_sentence_labels"], IGNORE),
-        }
-        counts = np.array([np.count_nonzero(targets_BP != IGNORE), np.count_nonzero(real_B)])
-        return Batch(inputs, counts, samples)
+        return pair_batch(
+            samples,
+            ids_SB=rows["input_ids"],
+            token_types_SB=rows["segment_ids"],
+            mask_SB=rows["input_mask"],
+            positions_PB=np.where(listed_BP, positions_BP, 0),
+            targets_PB=np.where(listed_BP & real_B[:, None], rows["masked_lm_ids"], IGNORE),
+            next_sentence_B=np.where(real_B, rows["next_sentence_labels"], IGNORE),
+        )

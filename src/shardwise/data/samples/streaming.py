@@ -1,9 +1,9 @@
 """Text that is tokenized while it is trained on, in an order that files, a seed and a buffer decide.
 
 An epoch has the files, called shards, in an order drawn from (seed, epoch). Its documents are read one after another,
-so many at a time: a block. Of a block the documents are put into an order drawn from (seed, epoch, block), tokenized,
-joined and cut into samples, which are shuffled likewise. A block is a function of where it begins, so reading can
-resume at any block.
+a limited number at a time, which is a block. The documents of a block are put into an order drawn from (seed, epoch,
+block), tokenized, joined and cut into samples, which are shuffled in the same way. A block is a function of where it
+begins, so reading can resume at any block.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from threading import Event, Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.reading.sources import cut_document
+from shardwise.data.reading.sources import Piece, cut_document
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
-from shardwise.data.samples.batch import Batch, SampledBatches, check_division, joined, rows_of_rank
+from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, Sampler
+from shardwise.data.tokens.cutting import batches
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
-# What is drawn, apart from one another.
+# Keys of what is drawn, the ASCII codes of "shards", "docs", "samples" and "held": they keep the draws independent.
 _SHARDS, _DOCUMENTS, _SAMPLES, _HELD = 0x736861726473, 0x646F6373, 0x73616D706C6573, 0x68656C64
 _ENCODED_CHARACTERS = 1 << 22
 _BLOCKS_KEPT = 3
@@ -36,7 +38,7 @@ _Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where a block begins.
 
     Attributes:
@@ -58,9 +60,9 @@ class Place:
 class Block:
     """A block: where it begins, where the next one begins, and its samples, None where it has none."""
 
-    start: Place
-    after: Place
-    samples: SampledBatches | None
+    start: StreamPosition
+    after: StreamPosition
+    samples: Batches | None
 
 
 @dataclass(frozen=True)
@@ -97,58 +99,56 @@ class Stream:
         self,
         shards: Sequence[Shard],
         tokenizer: Tokenizer,
-        cut: Callable[[_Tokens, int], SampledBatches],
+        cut: Callable[[_Tokens, int], Batches],
         *,
         seed: int,
         buffer: int,
         held: HeldOut,
     ) -> None:
-        self._shards, self._tokenizer, self._cut = shards, tokenizer, cut
+        self._shards, self._tokenizer, self.cut = shards, tokenizer, cut
         self._seed, self._buffer, self._held = seed, buffer, held
         self._order = Sampler(len(shards), mix_integer(_SHARDS, seed))
-        self._reading: Iterator[tuple[Place, list[str]]] = iter(())
-        self._next: Place | None = None
+        self._reading: Iterator[tuple[StreamPosition, list[Piece]]] = iter(())
+        self._next: StreamPosition | None = None
         self.stopped = Event()
 
-    def block(self, start: Place) -> Block:
+    def block(self, start: StreamPosition) -> Block:
         """The block that begins at `start`; it ends where its epoch does.
 
         Raises:
             DataError, RunError: a document cannot be read.
         """
+        self.stopped.clear()
+        if self._next != start:
+            self._reading = self._read(start)
+        self._next = None  # `_reading` is of no use if an error ends this block
         documents, after = self._documents(start)
         key = (self._seed, start.epoch, start.block)
         tokens = np.empty(0, dtype=np.int32)
         if documents:
             order = Sampler(len(documents), mix_integer(_DOCUMENTS, *key)).indices(0, len(documents))
             tokens = self._tokens([documents[number] for number in order])
-        if len(tokens) < 2:
-            return Block(start, after, None)
-        samples = self._cut(tokens, mix_integer(_SAMPLES, *key))
-        return Block(start, replace(after, samples=start.samples + samples.num_samples), samples)
+        samples = self.cut(tokens, mix_integer(_SAMPLES, *key)) if len(tokens) > 1 else None
+        if samples is not None:
+            after = replace(after, samples=start.samples + samples.num_samples)
+        if after.epoch == start.epoch:
+            self._next = after
+        return Block(start, after, samples)
 
-    def blank(self, micro_batch: int) -> Batch:
-        """A micro-batch that counts nothing."""
-        return self._cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
-
-    def _documents(self, start: Place) -> tuple[list[list[str]], Place]:
+    def _documents(self, start: StreamPosition) -> tuple[list[list[Piece]], StreamPosition]:
         """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
-        if self._next != replace(start, samples=0):
-            self._reading = self._read(start)
-        self._next = None
-        documents: list[list[str]] = []
+        documents: list[list[Piece]] = []
         characters = 0
         for after, pieces in self._reading:
             documents.append(pieces)
-            characters += sum(map(len, pieces))
+            characters += sum(piece.characters for piece in pieces)
             self._stop_if_asked()
             if len(documents) >= self._buffer or characters >= BLOCK_CHARACTERS:
-                self._next = replace(after, samples=0, block=start.block + 1)
-                return documents, replace(self._next, samples=start.samples)
-        return documents, Place(start.samples, start.epoch + 1)
+                return documents, replace(after, samples=start.samples, block=start.block + 1)
+        return documents, StreamPosition(start.samples, start.epoch + 1)
 
-    def _read(self, start: Place) -> Iterator[tuple[Place, list[str]]]:
-        """The documents of an epoch from a place on, each with where the next one begins."""
+    def _read(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[Piece]]]:
+        """The documents of an epoch from a place on, each with the place where the next one begins."""
         order = self._order.indices(start.epoch * len(self._shards), len(self._shards)).tolist()
         offset = start.offset
         for number in range(start.shard, len(order)):
@@ -158,19 +158,14 @@ class Stream:
                     yield replace(start, shard=number, offset=after), pieces
             offset = 0
 
-    def _tokens(self, documents: list[list[str]]) -> _Tokens:
+    def _tokens(self, documents: list[list[Piece]]) -> _Tokens:
         """All documents joined, each closed by the end of document."""
-        end, rows = self._tokenizer.end_of_document_id, []
-        pieces = [(piece, n == len(document) - 1) for document in documents for n, piece in enumerate(document)]
-        first = characters = 0
-        for number, (piece, _) in enumerate(pieces, start=1):
-            characters += len(piece)
-            if characters >= _ENCODED_CHARACTERS or number == len(pieces):
-                self._stop_if_asked()
-                chosen = pieces[first:number]
-                for ids, (_, ends) in zip(self._tokenizer.encode_batch([p for p, _ in chosen]), chosen, strict=True):
-                    rows.append(np.array([*ids, end] if ends else ids, dtype=np.int32))
-                first, characters = number, 0
+        rows = []
+        for batch in batches(chain.from_iterable(documents), lambda piece: piece.characters, _ENCODED_CHARACTERS):
+            self._stop_if_asked()
+            tokens, sizes = self._tokenizer.encode_rows([piece.text for piece in batch])
+            ends = np.cumsum(sizes)[[piece.ends_document for piece in batch]]
+            rows.append(np.insert(tokens, ends, self._tokenizer.end_of_document_id))
         return np.concatenate(rows)
 
     def _stop_if_asked(self) -> None:
@@ -178,22 +173,22 @@ class Stream:
             raise CancelledError
 
 
-def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[str]]]:
+def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[Piece]]]:
     """Each document of a shard from the one that begins at `start` on, in pieces, and where the next one begins.
 
     Raises:
         DataError, RunError: it cannot be read.
     """
     for after, blocks in shard.documents(start):
-        yield after, [piece.text for piece in cut_document(blocks)]
+        yield after, list(cut_document(blocks))
 
 
-class StreamBatches:
+class StreamBatches(Batches):
     """`Batches` of a stream, which begins its next epoch where one ends.
 
-    A batch is a function of the samples consumed. Where each block begins that was read is kept, and the last few
-    blocks: a batch that is near the last one is found at once, any other is read from the beginning of its block on, or
-    of the nearest one before that was read. The next block is read ahead.
+    A batch is a function of the samples consumed. The beginnings of all blocks that were read are kept, and the last
+    few blocks themselves: a batch near the last one is made at once. For any other, reading begins at its block, or at
+    the nearest earlier block that was read. A thread reads the next block ahead.
 
     Args:
         name: what messages call the data.
@@ -203,9 +198,9 @@ class StreamBatches:
 
     def __init__(self, stream: Stream, name: str) -> None:
         self._stream, self._name = stream, name
-        self._starts = [Place()]
+        self._starts = [StreamPosition()]
         self._kept: list[Block] = []
-        self._ahead: tuple[Place, Future[Block]] | None = None
+        self._ahead: tuple[StreamPosition, Future[Block]] | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._lock = Lock()
 
@@ -215,7 +210,7 @@ class StreamBatches:
         return sys.maxsize
 
     def blank(self, micro_batch: int) -> Batch:
-        return self._stream.blank(micro_batch)
+        return self._stream.cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 
     def state(self, consumed: int) -> dict[str, int]:
         """What `restore` needs to continue after `consumed` samples."""
@@ -225,7 +220,7 @@ class StreamBatches:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begins to read at the block of a state; samples before it cannot be asked for then."""
         with self._lock:
-            self._starts, self._kept = [Place(**state)], []
+            self._starts, self._kept = [StreamPosition(**state)], []
 
     def close(self) -> None:
         """Stops the reading ahead, for which an ending process would wait; batches may be asked for again."""
@@ -235,23 +230,11 @@ class StreamBatches:
                 self._ahead[1].cancel()
                 self._ahead = None
 
-    def local_batch(
-        self, consumed: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> list[Batch]:
-        check_division(global_batch, dp_rank, dp_size, micro_batch)
-        return [
-            self._collate(consumed + np.arange(rows.start, rows.stop))
-            for rows in rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
-        ]
+    def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
+        return np.arange(consumed, consumed + count), np.zeros(count, dtype=np.int64)
 
-    def eval_batches(
-        self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
-    ) -> Iterator[Batch]:
-        for number in range(count):
-            yield from self.local_batch(number * global_batch, global_batch, dp_rank, dp_size, micro_batch)
-
-    def _collate(self, samples: IntArray) -> Batch:
-        """One batch of consecutive samples, of one block or of several: in all inputs the last dimension is theirs."""
+    def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
+        """One batch of consecutive samples, which one block has or several."""
         parts: list[Batch] = []
         rest = samples
         while len(rest):
@@ -268,34 +251,30 @@ class StreamBatches:
         for block in self._kept:
             if block.start.samples <= sample < block.after.samples:
                 return block
-        start = found = self._nearest(sample)
+        start = last = self._nearest(sample)  # `last` is where the last block with samples began
         while True:
             block = self._read(start)
             if block.samples is not None:
                 self._kept = [*self._kept[1 - _BLOCKS_KEPT :], block]
-                found = block.start
+                last = block.start
             if sample < block.after.samples:
                 return block
-            if block.after.epoch > found.epoch + 1:
+            if block.after.epoch > last.epoch + 1:
                 raise DataError(f"{self._name} must have a document to train on, and a whole epoch has none")
             start = block.after
             if start.samples > self._starts[-1].samples:
                 self._starts.append(start)
 
-    def _nearest(self, sample: int) -> Place:
+    def _nearest(self, sample: int) -> StreamPosition:
         """The start of the last known block that begins at or before a sample."""
         assert sample >= self._starts[0].samples, "what is before a restored place is out of reach"
         return self._starts[bisect_right(self._starts, sample, key=lambda place: place.samples) - 1]
 
-    def _read(self, start: Place) -> Block:
+    def _read(self, start: StreamPosition) -> Block:
         future = self._ahead[1] if self._ahead and self._ahead[0] == start else self._submit(start)
         block = future.result()
         self._ahead = block.after, self._submit(block.after)
         return block
 
-    def _submit(self, start: Place) -> Future[Block]:
-        return self._reader.submit(self._read_block, start)
-
-    def _read_block(self, start: Place) -> Block:
-        self._stream.stopped.clear()
-        return self._stream.block(start)
+    def _submit(self, start: StreamPosition) -> Future[Block]:
+        return self._reader.submit(self._stream.block, start)

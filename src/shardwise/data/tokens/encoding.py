@@ -5,24 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.parts import PARTS, Part
 from shardwise.data.reading.sources import Piece
-from shardwise.data.tokens.cutting import CutPiece, sentence_pieces
+from shardwise.data.tokens.cutting import batches, sentence_pieces
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 23
-_T = TypeVar("_T", Piece, CutPiece)
 
 
 class ContentDigest:
-    """A digest of all text that passes through `watch`, and of where documents and the text's own parts end."""
+    """A digest of all text that passes through `watch`, and of where documents and the text's own parts end.
+
+    Attributes:
+        bytes: the size of that text.
+    """
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -39,8 +41,7 @@ class ContentDigest:
             yield piece
 
     def end_part(self) -> None:
-        """Records that a part has ended."""
-        self._digest.update(b"\xfe")  # likewise
+        self._digest.update(b"\xfe")  # in no UTF-8 text either
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
@@ -50,13 +51,13 @@ def encode_documents(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
     """Writes each part's tokens, documents closed by the end of document; returns the manifest's records."""
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
-        for batch in _batches(parts):
-            encoded = tokenizer.encode_batch([piece.text for _, piece in batch])
-            for (part, piece), ids in zip(batch, encoded, strict=True):
+        for batch in batches(parts, lambda item: item[1].characters, _BATCH_CHARACTERS):
+            tokens, sizes = tokenizer.encode_rows([piece.text for _, piece in batch])
+            for (part, piece), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
+                writers[part].write(row)
                 if piece.ends_document:
-                    ids.append(tokenizer.end_of_document_id)
+                    writers[part].write([tokenizer.end_of_document_id])
                     writers[part].documents += 1
-                writers[part].write(ids)
     return {part: writer.facts() for part, writer in writers.items()}
 
 
@@ -78,15 +79,18 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
             for row in bounds[part].values():
                 row.write([0])
         begun = dict.fromkeys(PARTS, False)
-        for batch in _batches(sentence_pieces(parts)):
-            texts = [sentence for _, piece in batch for sentence in piece.sentences]
-            encoded = iter(tokenizer.encode_batch(texts, literally=True))
-            for part, piece in batch:
-                found = [ids for ids in (next(encoded) for _ in piece.sentences) if ids]
+        for batch in batches(sentence_pieces(parts), lambda item: item[1].characters, _BATCH_CHARACTERS):
+            texts = [sentence for _, piece in batch for sentence in piece.texts]
+            tokens, sizes = tokenizer.encode_rows(texts, literally=True)
+            cuts = np.cumsum([len(piece.texts) for _, piece in batch])[:-1]
+            starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+            pieces = zip(batch, np.split(tokens, starts[cuts]), np.split(sizes, cuts), strict=True)
+            for (part, piece), own_tokens, own_sizes in pieces:
                 writer, ends = writers[part], bounds[part]
-                ends["sentences"].write(list(accumulate(map(len, found), initial=writer.length))[1:])
-                writer.write(list(chain.from_iterable(found)))
-                begun[part] = begun[part] or bool(found)
+                sentences = own_sizes[own_sizes > 0]
+                ends["sentences"].write(writer.length + np.cumsum(sentences))
+                writer.write(own_tokens)
+                begun[part] = begun[part] or len(sentences) > 0
                 if piece.ends_document and begun[part]:
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1
@@ -100,16 +104,3 @@ def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:
     """A file of tokens for each part, which `files` closes."""
     return {part: TokenWriter(files.enter_context((folder / f"{part}.bin").open("wb")), dtype) for part in PARTS}
-
-
-def _batches(parts: Iterable[tuple[Part, _T]]) -> Iterator[list[tuple[Part, _T]]]:
-    batch: list[tuple[Part, _T]] = []
-    characters = 0
-    for part, piece in parts:
-        batch.append((part, piece))
-        characters += piece.characters
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

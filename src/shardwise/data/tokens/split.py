@@ -23,7 +23,7 @@ class Split:
     boundary: int
 
     def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Part, Piece]]:
-        """Each piece with its part; the piece that the boundary cuts becomes two."""
+        """Each piece with its part; the piece with the boundary becomes two, cut at the next line if there is one."""
         if self.documents is not None:
             document = 0
             for piece in pieces:
@@ -38,7 +38,10 @@ class Split:
             elif start >= self.boundary:
                 yield "eval", piece
             else:
-                cut = _line_start(piece.text, self.boundary - start)
+                cut = self.boundary - start
+                line = piece.text.find("\n", cut) + 1
+                if 0 < line < len(piece.text):
+                    cut = line
                 yield "train", Piece(piece.text[:cut], ends_document=False)
                 yield "eval", Piece(piece.text[cut:], piece.ends_document)
             start = end
@@ -63,9 +66,3 @@ def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> S
     documents = np.zeros(len(characters), dtype=np.bool_)
     documents[taken] = True
     return Split(documents, total)
-
-
-def _line_start(text: str, at: int) -> int:
-    """The first start of a line after `at`, else `at`."""
-    line = text.find("\n", at) + 1
-    return line if 0 < line < len(text) else at

@@ -16,12 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise import hub
-from shardwise.data.tokens.tokenizer_files import CONFIG, END_OF_DOCUMENT, JSON, PAIR_TOKENS, SPECIAL, TokenizerFiles
+from shardwise.data.tokens.tokenizer_files import (
+    CONFIG,
+    END_OF_DOCUMENT,
+    JSON,
+    PAIR_TOKENS,
+    SPECIAL,
+    TokenizerFiles,
+    read_bytes,
+)
 from shardwise.errors import ConfigError, DataError, listing
-from shardwise.files import reason_of
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+LARGEST_TRAINED = 2**20
+"""Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Tokenizer:
 
     Args:
         end_of_document: the token that closes a document.
-        pair_names: what the tokenizer calls BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
+        pair_names: the tokenizer's names of BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
     """
 
     def __init__(
@@ -63,7 +74,10 @@ class Tokenizer:
         Raises:
             DataError: when it is missing, unreadable or has no token that ends a document.
         """
-        files = TokenizerFiles.find(Path(path))
+        return cls._of(TokenizerFiles.find(Path(path)))
+
+    @classmethod
+    def _of(cls, files: TokenizerFiles) -> Tokenizer:
         backend = files.open()
         return cls(backend, files.end_of_document(backend))
 
@@ -76,8 +90,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of one token, None where the vocabulary lacks it."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        return self._backend.token_to_id(token)
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The ids of `text`, nothing added."""
@@ -85,9 +98,9 @@ class Tokenizer:
         return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a text that is to be continued: after what the tokenizer puts before a text, such as `<s>`.
+        """The ids of a text that is to be continued: what the tokenizer puts before a text, such as `<s>`, is added.
 
-        What it puts after a text is left out.
+        What it puts after a text is not.
         """
         self._backend.encode_special_tokens = False
         plain = self._backend.encode(text, add_special_tokens=False).ids
@@ -98,26 +111,22 @@ class Tokenizer:
     @property
     def begin_of_text(self) -> str | None:
         """The token that `encode_prompt` puts before a text, None where it puts none."""
-        before = len(self.encode_prompt("a")) - len(self.encode("a"))
-        return self._backend.id_to_token(self.encode_prompt("a")[0]) if before else None
-
-    def encode_batch(self, texts: list[str], *, literally: bool = False) -> list[list[int]]:
-        """The ids of each text, nothing added, on all cores.
-
-        `literally`: the name of a special token, such as "[SEP]", is text like any other.
-        """
-        self._backend.encode_special_tokens = literally
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        prompt = self.encode_prompt("a")
+        return self._backend.id_to_token(prompt[0]) if len(prompt) > len(self.encode("a")) else None
 
     def encode_rows(
         self, texts: list[str], *, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """As `encode_batch`: the ids of all texts one after another, and how many each has."""
+        """The ids of all texts one after another, nothing added, and how many each text has; encoded on all cores.
+
+        Args:
+            literally: the name of a special token, such as "[SEP]", is text like any other.
+        """
         if self._backend.encode_special_tokens != literally:  # it must not be set while another thread encodes
             self._backend.encode_special_tokens = literally
-        found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        sizes = np.fromiter(map(len, found), np.int64, len(found))
-        ids = chain.from_iterable(encoding.ids for encoding in found)
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        ids = chain.from_iterable(encoding.ids for encoding in encodings)
         return np.fromiter(ids, np.int32, int(sizes.sum())), sizes
 
     def continuations(self) -> npt.NDArray[np.bool_] | None:
@@ -128,34 +137,49 @@ class Tokenizer:
         model = json.loads(self._backend.to_str())["model"]
         if model["type"] != "WordPiece":
             return None
-        found = np.zeros(self.vocab_size, dtype=np.bool_)
+        continues = np.zeros(self.vocab_size, dtype=np.bool_)
         prefix = model["continuing_subword_prefix"]
-        found[[number for token, number in self._backend.get_vocab().items() if token.startswith(prefix)]] = True
-        return found
+        continues[[number for token, number in self._backend.get_vocab().items() if token.startswith(prefix)]] = True
+        return continues
 
     def decode(self, ids: Iterable[int] | npt.NDArray[np.integer[Any]]) -> str:
         """The text of `ids`; ends of documents show."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def save(self, folder: Path) -> None:
-        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.save_json(folder)
-        _write_config(folder, self)
+    def save(self, folder: Path, copies: Mapping[str, Path] | None = None) -> None:
+        """Writes a folder that `transformers.AutoTokenizer.from_pretrained` loads.
 
-    def save_json(self, folder: Path) -> None:
-        """Writes `tokenizer.json` alone."""
-        (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        Args:
+            copies: the files that the tokenizer was read from, by their names in the folder; only what else
+                transformers needs is made.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        copies = copies or {}
+        for name, file in copies.items():
+            shutil.copyfile(file, folder / name)
+        if JSON not in copies:
+            (folder / JSON).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        if CONFIG in copies:
+            return
+        end, names = self.end_of_document, self.pair_names
+        if names is None:
+            special = {"bos_token": self.begin_of_text or end, "eos_token": end}
+        else:
+            special = {f"{role}_token": name for role, name in names.items()}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            **special,
+        }
+        for name, value in ((CONFIG, config), (SPECIAL, special)):
+            (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     def pair_tokens(self) -> PairTokens:
         """The ids of BERT's special tokens, for a tokenizer that was trained or opened for sentence pairs."""
         assert self.pair_names is not None
-        ids = {role: self.token_id(name) for role, name in self.pair_names.items()}
-        return PairTokens(**{role: number for role, number in ids.items() if number is not None})
-
-
-LARGEST_TRAINED = 2**20
-"""Most tokens of a tokenizer that is trained here: the trainer reserves memory for all of them at its start."""
+        ids: dict[str, Any] = {role: self.token_id(name) for role, name in self.pair_names.items()}
+        return PairTokens(**ids)
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
@@ -166,17 +190,15 @@ def trained_special_tokens(vocab_size: int, *, pairs: bool) -> list[str]:
     """
     special = list(PAIR_TOKENS.values()) if pairs else [END_OF_DOCUMENT]
     smallest = 256 + len(special)
+    if smallest <= vocab_size <= LARGEST_TRAINED:
+        return special
+    limit = f"at most {LARGEST_TRAINED}"
     if vocab_size < smallest:
-        raise DataError(
-            f"model.vocab_size ({vocab_size}) must be at least {smallest} (256 bytes and {listing(special)}) where the "
-            "tokenizer is trained on the data; data.tokenizer names your own"
-        )
-    if vocab_size > LARGEST_TRAINED:
-        raise DataError(
-            f"model.vocab_size ({vocab_size}) must be at most {LARGEST_TRAINED} where the tokenizer is trained on the "
-            "data; data.tokenizer names your own"
-        )
-    return special
+        limit = f"at least {smallest} (256 bytes and {listing(special)})"
+    raise DataError(
+        f"model.vocab_size ({vocab_size}) must be {limit} where the tokenizer is trained on the data; data.tokenizer "
+        "names your own"
+    )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, name: str, *, pairs: bool = False) -> Tokenizer:
@@ -223,8 +245,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
             need.
     """
     files = _files(path)
-    backend = files.open()
-    tokenizer = Tokenizer(backend, files.end_of_document(backend))
+    tokenizer = Tokenizer._of(files)
     problems = []
     if tokenizer.vocab_size > vocab_size:
         problems.append(
@@ -233,8 +254,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
         )
     if pairs:
         names = {role: (files.named(f"{role}_token") or [usual])[0] for role, usual in PAIR_TOKENS.items()}
-        missing = [name for name in names.values() if tokenizer.token_id(name) is None]
-        if missing:
+        if missing := [name for name in names.values() if tokenizer.token_id(name) is None]:
             problems.append(
                 f"data.tokenizer {path} has no {listing(missing, 'or')}: model.family=bert needs "
                 f"{listing(names.values())}; other names are read from a {CONFIG} beside it"
@@ -253,11 +273,7 @@ def user_tokenizer_digest(path: str) -> str:
     """
     digest = hashlib.sha256()
     for name, file in _files(path).copies.items():
-        try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
-        digest.update(hashlib.sha256(content).digest() + name.encode())
+        digest.update(hashlib.sha256(read_bytes(file)).digest() + name.encode())
     return digest.hexdigest()
 
 
@@ -275,18 +291,12 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:
     """Copies the user's tokenizer into `folder`, and adds what transformers needs where it is missing.
 
-    Of whatever kind it is, a `tokenizer.json` is there afterwards: it gives the same ids.
+    Whatever its kind is, `folder` then has a `tokenizer.json` that gives the same ids.
 
     Raises:
         DataError: there is none.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, file in _files(path).copies.items():
-        shutil.copyfile(file, folder / name)
-    if not (folder / JSON).exists():
-        tokenizer.save_json(folder)
-    if not (folder / CONFIG).exists():
-        _write_config(folder, tokenizer)
+    tokenizer.save(folder, _files(path).copies)
 
 
 def _files(path: str) -> TokenizerFiles:
@@ -294,19 +304,3 @@ def _files(path: str) -> TokenizerFiles:
         return TokenizerFiles.find(hub.resolve_tokenizer(path, cached=True))
     except ConfigError as error:
         raise DataError(error.problems) from None
-
-
-def _write_config(folder: Path, tokenizer: Tokenizer) -> None:
-    end, names = tokenizer.end_of_document, tokenizer.pair_names
-    if names is None:
-        special = {"bos_token": tokenizer.begin_of_text or end, "eos_token": end}
-    else:
-        special = {f"{role}_token": name for role, name in names.items()}
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        **special,
-    }
-    for name, value in ((CONFIG, config), (SPECIAL, special)):
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

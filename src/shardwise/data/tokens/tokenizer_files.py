@@ -1,7 +1,9 @@
 """The files of a tokenizer: `tokenizer.json`, or vocabulary files of older programs.
 
-The readers of vocabulary files that the library `tokenizers` has are not used: they strip spaces from tokens, drop ids
-that are no integers and refuse empty lines, and so can give other ids than the program that a file was made for.
+The readers of vocabulary files in the library `tokenizers` are not used: they strip spaces from tokens, drop ids that
+are no integers and refuse empty lines, and so can give other ids than the program that a file was made for.
+
+Functions import `tokenizers`, as a dry run comes here and opens no tokenizer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ADDED = "added_tokens.json"
 _COMPANIONS = (CONFIG, SPECIAL, _ADDED, "chat_template.jinja")
 # The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT.
 _KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
-# Without unk: its name in a text is text for sentencepiece, and in GPT-2 it is the end of document.
+# Without unk: sentencepiece reads its name in a text as text, and in GPT-2 it is the end of document.
 _ROLES = ("bos", "eos", "sep", "pad", "cls", "mask")
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
 _GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
@@ -73,13 +75,13 @@ class TokenizerFiles:
     @classmethod
     def _in_folder(cls, folder: Path) -> TokenizerFiles:
         try:
-            held = {file.name for file in folder.iterdir() if file.is_file()}
+            present = {file.name for file in folder.iterdir() if file.is_file()}
         except OSError as error:
             raise DataError(f"{folder} cannot be read: {reason_of(error)}") from None
         for names in TOKENIZERS:
-            if held.issuperset(names):
+            if present.issuperset(names):
                 return cls({name: folder / name for name in names}, _companions(folder))
-        raise DataError(without_tokenizer(f"the folder {folder}", held))
+        raise DataError(without_tokenizer(f"the folder {folder}", present))
 
     @property
     def copies(self) -> dict[str, Path]:
@@ -127,21 +129,22 @@ class TokenizerFiles:
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
         """Marks the special tokens of a vocabulary, and adds those that the companions have beyond it."""
-        import tokenizers
-
         special = [token for role in _ROLES for token in self.named(f"{role}_token")]
-        for token in [*special, *_KNOWN_ENDS]:
-            if backend.token_to_id(token) is not None:
-                backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
-        added = {file: _ids(file) for file in self.companions if file.name == _ADDED}
-        for file, ids in added.items():
-            for token, number in sorted(ids.items(), key=lambda item: item[1]):
-                backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+        _add_special(backend, [token for token in [*special, *_KNOWN_ENDS] if backend.token_to_id(token) is not None])
+        for file in [file for file in self.companions if file.name == _ADDED]:
+            for token, number in sorted(_ids(file).items(), key=lambda item: item[1]):
+                _add_special(backend, [token])
                 if (reached := backend.token_to_id(token)) != number:
                     raise DataError(f"{file} gives {token!r} the id {number}, and in the vocabulary it is {reached}")
 
     def _settings(self, name: str) -> dict[str, Any]:
         return next((_read_object(path) for path in self.companions if path.name == name), {})
+
+
+def _add_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
+    import tokenizers
+
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in tokens])
 
 
 def _companions(folder: Path) -> tuple[Path, ...]:
@@ -151,10 +154,9 @@ def _companions(folder: Path) -> tuple[Path, ...]:
 def _open_json(file: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
+    text = _text(file, "JSON")
     try:
-        return tokenizers.Tokenizer.from_str(_text(file, "JSON"))
-    except DataError:
-        raise
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
         raise DataError(f"{file} is not a tokenizer that Hugging Face tokenizers can read: {error}") from error
 
@@ -225,23 +227,17 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
     kinds = type(proto).SentencePiece
     if problems := _unreadable_pieces(proto):
         raise DataError(f"{file} must be a model such as Llama's, and {listing(problems)}: {_CONVERT}")
-    scores = {each.piece: each.score for each in proto.pieces if each.type == kinds.NORMAL}
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
     merges = [
         (piece[:cut], piece[cut:])
         for piece in sorted(scores, key=scores.__getitem__, reverse=True)
         for cut in range(1, len(piece))
         if piece[:cut] in scores and piece[cut:] in scores
     ]
-    vocabulary = {each.piece: number for number, each in enumerate(proto.pieces)}
+    vocabulary = {piece.piece: number for number, piece in enumerate(proto.pieces)}
     unknown = proto.pieces[proto.trainer_spec.unk_id].piece
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    backend.add_special_tokens(
-        [
-            tokenizers.AddedToken(each.piece, special=True, normalized=False)
-            for each in proto.pieces
-            if each.type == kinds.CONTROL
-        ]
-    )
+    _add_special(backend, [piece.piece for piece in proto.pieces if piece.type == kinds.CONTROL])
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.normalizer = normalizers.Replace(" ", _SPACE)
     if proto.normalizer_spec.add_dummy_prefix:
@@ -267,9 +263,7 @@ def _piece_model(file: Path) -> Any:
         ) from None
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     try:
-        model.ParseFromString(file.read_bytes())
-    except OSError as error:
-        raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
+        model.ParseFromString(read_bytes(file))
     except DecodeError:
         model.Clear()
     if not model.pieces:
@@ -278,21 +272,24 @@ def _piece_model(file: Path) -> Any:
 
 
 def _unreadable_pieces(model: Any) -> list[str]:
-    """What a model has that would give other ids here than there."""
+    """The properties of a model that would give other ids here than in sentencepiece."""
     kinds, trained, normal = type(model).SentencePiece, model.trainer_spec, model.normalizer_spec
     known = (kinds.NORMAL, kinds.UNKNOWN, kinds.CONTROL, kinds.BYTE)
-    pieces = {each.piece for each in model.pieces if each.type == kinds.NORMAL}
-    found = {
+    pieces = {piece.piece for piece in model.pieces if piece.type == kinds.NORMAL}
+    problems = {
         "it is no BPE": trained.model_type != type(trained).BPE,
         "it has no pieces for bytes": not trained.byte_fallback,
-        "it has symbols of the user's own": any(each.type not in known for each in model.pieces),
-        "it has pieces of characters that are none": not {letter for piece in pieces for letter in piece} <= pieces,
+        "it has symbols of the user's own": any(piece.type not in known for piece in model.pieces),
+        "it has pieces with characters that are no pieces themselves": not {
+            letter for piece in pieces for letter in piece
+        }
+        <= pieces,
         "it rewrites characters": bool(normal.precompiled_charsmap),
         "it drops spaces": normal.remove_extra_whitespaces,
         "it keeps spaces as they are": not normal.escape_whitespaces,
         "it marks the ends of words": trained.treat_whitespace_as_suffix,
     }
-    return [text for text, is_so in found.items() if is_so]
+    return [text for text, is_so in problems.items() if is_so]
 
 
 def _ids(file: Path) -> dict[str, int]:
@@ -308,11 +305,17 @@ def _lines(file: Path, meaning: str) -> list[str]:
     return [line.removesuffix("\r") for line in _text(file, meaning).removesuffix("\n").split("\n")]
 
 
-def _text(file: Path, meaning: str) -> str:
+def read_bytes(file: Path) -> bytes:
+    """The content of a file; DataError where it cannot be read."""
     try:
-        return file.read_bytes().decode()
+        return file.read_bytes()
     except OSError as error:
         raise DataError(f"{file} cannot be read: {reason_of(error)}") from None
+
+
+def _text(file: Path, meaning: str) -> str:
+    try:
+        return read_bytes(file).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{file}, byte {error.start}, is not UTF-8: {meaning}") from None
 

@@ -243,14 +243,14 @@ STREAMED = """
 import json, sys
 from pathlib import Path
 from shardwise.data import Tokenizer, fetch_dataset, make_batches, prepare
-from shardwise.data.samples.streaming import Place
+from shardwise.data.samples.streaming import StreamPosition
 from tests.unit.data.samples.test_streaming import config
 
 root, tokenizer, keys = json.loads(sys.argv[1])
 chosen = config(None, Path(tokenizer), buffer=20, **keys)
 fetch_dataset(chosen.data, None)
 data = prepare(chosen, Path(root))
-batches, place, texts = make_batches(chosen, data, "train"), Place(), []
+batches, place, texts = make_batches(chosen, data, "train"), StreamPosition(), []
 for block in range(3):
     found = batches._stream.block(place)
     texts += Tokenizer.load(tokenizer).decode(found.samples.tokens).split("<|endoftext|>")[:-1]

@@ -14,9 +14,9 @@ from shardwise.data.parts import part_bounds
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.blend import BlendedBatches
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.documents import DocumentBatches
 from shardwise.data.samples.pairs import SentencePairBatches
-from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 

@@ -38,7 +38,7 @@ def test_the_same_tokenizer_in_other_files_is_the_same(tmp_path: Path, tokenizer
     tokenizer.save(tmp_path / "saved")
     loaded = Tokenizer.load(tmp_path / "saved")
     assert loaded.digest == tokenizer.digest
-    loaded.encode_batch(["text"], literally=True)
+    loaded.encode_rows(["text"], literally=True)
     assert loaded.digest == Tokenizer.load(tmp_path / "saved" / "tokenizer.json").digest, "use changes nothing"
     other = train_tokenizer(["words of another text"] * 3, 260, "test")
     assert other.digest != tokenizer.digest

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config, check_layout, config_from
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.causal import DocumentEnds, causal_batch
-from shardwise.data.samples.rows import TokenBatches
+from shardwise.data.samples.causal import DocumentEnds, TokenBatches, causal_batch
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import ConfigError
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.hashing import mix, mix_integer
-from shardwise.data.samples.rows import TokenBatches
 from shardwise.data.samples.sampler import Sampler
 from shardwise.errors import ConfigError
 

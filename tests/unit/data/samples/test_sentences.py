@@ -9,7 +9,7 @@ from shardwise.data.parts import Part
 from shardwise.data.reading.sources import Piece
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.tokens import cutting
-from shardwise.data.tokens.cutting import CutPiece, cut_sentences, sentence_pieces
+from shardwise.data.tokens.cutting import PieceTexts, cut_sentences, sentence_pieces
 
 unhurried = settings(deadline=None)
 
@@ -43,7 +43,7 @@ def regrouped(parts: list[tuple[Part, Piece]]) -> list[tuple[Part, list[str]]]:
         if not begun:
             documents.append((part, []))
         assert documents[-1][0] == part
-        documents[-1][1].extend(piece.sentences)
+        documents[-1][1].extend(piece.texts)
         begun = not piece.ends_document
     assert not begun
     return documents
@@ -76,7 +76,7 @@ def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.Mon
 
 
 def test_a_piece_knows_its_size() -> None:
-    assert CutPiece(["ab.", " c"], ends_document=True).characters == 5
+    assert PieceTexts(["ab.", " c"], ends_document=True).characters == 5
 
 
 lengths = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=8)

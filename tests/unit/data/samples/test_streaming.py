@@ -24,7 +24,7 @@ from shardwise.data.reading import streams as shards_module
 from shardwise.data.reading import text as text_files
 from shardwise.data.reading.streams import FileShard
 from shardwise.data.samples import streaming as streaming_module
-from shardwise.data.samples.streaming import Place
+from shardwise.data.samples.streaming import StreamPosition
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.errors import DataError
 from tests.unit.data.formats.test_text import sized, stories
@@ -96,7 +96,7 @@ def global_batch(batches: StreamBatches, consumed: int, size: int = GLOBAL) -> n
 
 def epoch_documents(batches: StreamBatches, tokenizer: Path, epoch: int) -> list[str]:
     """The documents that the blocks of an epoch have, in their order."""
-    found, place = Tokenizer.load(tokenizer), Place(epoch=epoch)
+    found, place = Tokenizer.load(tokenizer), StreamPosition(epoch=epoch)
     texts: list[str] = []
     while place.epoch == epoch:
         block = batches._stream.block(place)
@@ -124,7 +124,7 @@ def test_every_document_once_an_epoch_in_another_order(kind: str, tokenizer: Pat
 
 def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
     batches = opened(config(whole, tokenizer, buffer=1000), tmp_path)
-    block = batches._stream.block(Place())
+    block = batches._stream.block(StreamPosition())
     assert block.samples is not None
     tokens = block.samples.tokens
     number = block.after.samples
@@ -287,7 +287,7 @@ def test_long_documents_end_a_block(tmp_path: Path, tokenizer: Path, monkeypatch
     monkeypatch.setattr(streaming_module, "BLOCK_CHARACTERS", 2000)
     path = write(tmp_path / "data", "jsonl", TEXTS)
     batches = opened(config(path, tokenizer, buffer=1000), tmp_path / "cache")
-    place, sizes = Place(), []
+    place, sizes = StreamPosition(), []
     while place.epoch == 0:
         block = batches._stream.block(place)
         sizes.append(0 if block.samples is None else len(block.samples.tokens))
@@ -347,7 +347,7 @@ def test_a_bad_line_after_going_on_has_its_number(tokenizer: Path, tmp_path: Pat
     file.write_bytes(b"".join([*lines[:100], b"{}\n", *lines[101:]]))
     run = opened(config(file, tokenizer, buffer=10), tmp_path / "cache")
     run.restore({"samples": 0, "epoch": 0, "block": 9, "shard": 0, "offset": sum(map(len, lines[:90]))})
-    size = int(run._stream.block(Place(0, 0, 9, 0, sum(map(len, lines[:90])))).after.samples)
+    size = int(run._stream.block(StreamPosition(0, 0, 9, 0, sum(map(len, lines[:90])))).after.samples)
     with pytest.raises(DataError, match=r"a\.jsonl: line 101 has no field 'text'"):
         global_batch(run, 0, size + 1)
 

@@ -39,7 +39,7 @@ def test_any_text_survives_a_round_trip() -> None:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int64
         assert tokenizer.decode(ids) == text
-        assert ids.tolist() == tokenizer.encode_batch([text])[0]
+        assert ids.tolist() == tokenizer.encode_rows([text])[0].tolist()
     assert tokenizer.vocab_size == 300
     assert tokenizer.decode([tokenizer.end_of_document_id]) == END_OF_DOCUMENT
     assert tokenizer.encode(f"a{END_OF_DOCUMENT}b").tolist()[1] == tokenizer.end_of_document_id

@@ -19,8 +19,8 @@ from shardwise.data.tokens.cutting import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.prepare import Format, batches, hdf5, space, tokens, work
-from shardwise.prepare.job import _Preparation
 from shardwise.prepare.outputs import Output
+from shardwise.prepare.text import _Conversion
 from tests.unit.prepare.jobs import Folder, Told, write_jsonl
 
 FORMATS: tuple[Format, ...] = ("megatron", "arrow", "hdf5")
@@ -189,9 +189,9 @@ def test_what_was_cut_off_anywhere_goes_on_to_the_same_bytes(
 
 def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = 0
-    save = _Preparation._save
+    save = _Conversion._save
 
-    def dying(self: _Preparation, progress: Any) -> None:
+    def dying(self: _Conversion, progress: Any) -> None:
         nonlocal saves
         save(self, progress)
         saves += 1
@@ -199,7 +199,7 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Preparation, "_save", dying)
+        patch.setattr(_Conversion, "_save", dying)
         with pytest.raises(Killed):
             folder.run(folder.job("megatron", "out"))
     encoded = []
@@ -209,9 +209,9 @@ def test_finished_work_is_not_done_again(folder: Folder, monkeypatch: pytest.Mon
     )
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    expected = len(list(batches.text_batches(_Preparation(folder.job("megatron", "x"), print, told.bar).source, False)))
+    expected = len(list(batches.text_batches(_Conversion(folder.job("megatron", "x"), print, told.bar).source, False)))
     assert len(encoded) - 1 == expected - 8, "one call for the estimate, one for each batch that was not done"
-    assert any("going on after" in line for line in told.lines)
+    assert any("continuing after" in line for line in told.lines)
 
 
 def test_a_text_that_changed_meanwhile_is_begun_anew(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,14 +232,14 @@ def test_another_preparation_that_was_cut_off_is_removed(folder: Folder, monkeyp
 
 
 def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
-    def dying(self: work.Work, state: dict[str, Any]) -> None:
+    def dying(self: work.WorkFolder, state: dict[str, Any]) -> None:
         save(self, state)
         if state["progress"]["written"]["documents"] > 20:
             raise Killed
 
-    save = work.Work.save
+    save = work.WorkFolder.save
     with monkeypatch.context() as patch:
-        patch.setattr(work.Work, "save", dying)
+        patch.setattr(work.WorkFolder, "save", dying)
         with pytest.raises(Killed):
             folder.run(folder.job("megatron", output))
 
@@ -315,14 +315,14 @@ def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: py
     needed = []
     monkeypatch.setattr(space, "check_room", lambda amount, *_, **__: needed.append(amount))
     most = 0
-    save = work.Work.save
+    save = work.WorkFolder.save
 
-    def watched(self: work.Work, state: dict[str, Any]) -> None:
+    def watched(self: work.WorkFolder, state: dict[str, Any]) -> None:
         nonlocal most
-        most = max(most, space.held_by(self.folder))
+        most = max(most, space.bytes_below(self.folder))
         save(self, state)
 
-    monkeypatch.setattr(work.Work, "save", watched)
+    monkeypatch.setattr(work.WorkFolder, "save", watched)
     folder.run(folder.job(format_, "out"))
     assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
 
@@ -330,23 +330,23 @@ def test_the_estimate_is_enough(folder: Folder, format_: Format, monkeypatch: py
 def test_a_full_disk_is_a_sentence_and_loses_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
 
-        def full(self: work.Work, state: dict[str, Any]) -> None:
+        def full(self: work.WorkFolder, state: dict[str, Any]) -> None:
             if state["progress"]["written"]["documents"] > 20:
                 raise OSError(errno.ENOSPC, "No space left on device")
             save(self, state)
 
-        save = work.Work.save
-        patch.setattr(work.Work, "save", full)
+        save = work.WorkFolder.save
+        patch.setattr(work.WorkFolder, "save", full)
         with pytest.raises(DataError, match=r"out cannot be written: No space left on device; what is finished stays"):
             folder.run(folder.job("megatron", "out"))
     told = Told()
     folder.run(folder.job("megatron", "out"), told=told)
-    assert any("going on after" in line for line in told.lines)
+    assert any("continuing after" in line for line in told.lines)
 
 
 def test_two_at_once_do_not_meet(folder: Folder) -> None:
     job = folder.job("megatron", "out")
-    with work.Work(job.output).held(), pytest.raises(ConfigError, match="is being prepared by another process"):
+    with work.WorkFolder(job.output).held(), pytest.raises(ConfigError, match="is being prepared by another process"):
         folder.run(job)
 
 
@@ -402,7 +402,7 @@ def test_shards_of_less_text_are_made_anew(folder: Folder, monkeypatch: pytest.M
     write_jsonl(folder.at / "text.jsonl", folder.documents[:-20])
     with monkeypatch.context() as patch:
 
-        def dying(*_: object) -> None:
+        def dying(*_: object, **__: object) -> None:
             raise Killed
 
         patch.setattr(Output, "complete", dying)
@@ -411,7 +411,7 @@ def test_shards_of_less_text_are_made_anew(folder: Folder, monkeypatch: pytest.M
     write_jsonl(folder.at / "text.jsonl", folder.documents)
     told = Told()
     folder.run(job, told=told)
-    assert any("going on after" in line for line in told.lines)
+    assert any("continuing after" in line for line in told.lines)
     folder.run(dataclasses.replace(job, output=folder.at / "whole" / "out"))
     assert (folder.at / "out/out_training_0.hdf5").read_bytes() == (
         folder.at / "whole/out/out_training_0.hdf5"
@@ -431,7 +431,7 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("megatron", "alone"))
-    monkeypatch.setattr("shardwise.prepare.job._SMALL_BYTES", 0)
+    monkeypatch.setattr("shardwise.prepare.text._SMALL_BYTES", 0)
     monkeypatch.setattr("shardwise.prepare.workers.CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("megatron", "several"))
     for suffix in (".bin", ".idx"):
