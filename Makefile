@@ -4,8 +4,8 @@
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
 PYTHON_M := .venv/bin/python -m
-# Two workers; tests/conftest.py says what goes to which.
-PYTEST := $(PYTHON_M) pytest -n 2 --dist loadfile
+# Three workers for two cores, as the tests of ranks often wait; tests/conftest.py says what goes to which.
+PYTEST := $(PYTHON_M) pytest -n 3 --dist loadfile
 # Extra arguments: `make train ARGS="train.steps=50"`, `make test ARGS="-k zero"`.
 ARGS ?=
 export PYTHON
