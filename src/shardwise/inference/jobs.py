@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardwise import comm
@@ -23,7 +22,7 @@ from shardwise.inference.evaluation import Evaluation, evaluate
 from shardwise.inference.generation import Generator, generate
 from shardwise.inference.sampling import Sampler
 from shardwise.inference.text import Detokenizer
-from shardwise.mesh import Mesh, join
+from shardwise.mesh import Mesh, join, leave
 from shardwise.models import Stages, build_stages
 from shardwise.storage.root import Root
 
@@ -142,8 +141,7 @@ def _joined(config: Config) -> Iterator[Mesh]:
             f"train.micro_batch ({config.train.micro_batch}) or train.sequence_length in an evaluation, --max-tokens "
             "or the prompt in a generation"
         ) from error
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 def _load(config: Config, weights: Root, mesh: Mesh) -> nn.Module:

@@ -66,8 +66,8 @@ def check_accelerators(nproc: int, accelerators: int) -> None:
 def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending]:
     """Run the body of the `with` statement as the work of one rank, and catch whatever it raises.
 
-    The user reads why the work failed, once for all ranks. In a job a rank that fails leaves its process here, at once:
-    its peers may never answer again.
+    The user reads why the work failed, once for all ranks. In a job the process of the rank ends here, at once, whether
+    the work failed or not: its peers may never answer again, and connections to them need not be closed.
 
     Args:
         place: of this process in a launched job; None where it is the only rank.
@@ -98,6 +98,9 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
         ending.code = failure.exit_code
         if place is not None or isinstance(error, KeyboardInterrupt):
             _leave(ending.code)  # without waiting for threads that still write
+    else:
+        if place is not None:
+            _leave(ending.code)
 
 
 def _failure(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import differ_in_tokens
@@ -17,7 +15,7 @@ from shardwise.config import Config, Layout, check_layout
 from shardwise.data import StreamBatches
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.launch import stopping
-from shardwise.mesh import Mesh, join
+from shardwise.mesh import Mesh, join, leave
 from shardwise.train.build import build_checkpoints, build_reporter, build_run_trainer
 from shardwise.train.memory import out_of_memory_text
 from shardwise.train.opening import Run, open_run
@@ -60,8 +58,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
             if stopped_by is not None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 @contextmanager
