@@ -50,6 +50,21 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [("gloo", 7)]
 
 
+@pytest.mark.parametrize(("backend", "destroyed"), [("gloo", 0), ("nccl", 1)])
+def test_only_an_accelerators_groups_are_destroyed(
+    backend: str, destroyed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo can abort a process whose peers close their connections at the same time."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(backend))
+    meshes.leave()
+    assert calls == [], "nothing was joined"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    meshes.leave()
+    assert len(calls) == destroyed
+
+
 def test_a_group_splits_into_equal_runs_only() -> None:
     with pytest.raises(ValueError, match=r"subgroup size \(3\) must divide the group's size \(4\)"):
         Group.split(pretend_group(0, 4), 3)

@@ -118,6 +118,14 @@ def test_in_a_job_and_stopped(variables: dict[str, str], code: int, err: str, tm
     assert (result.returncode, result.stderr) == (code, err)
 
 
+def test_a_rank_of_a_job_ends_with_its_work(tmp_path: Path) -> None:
+    """Nothing runs after it that could still fail, such as the destructors of process groups; its output is there."""
+    body = "import atexit; atexit.register(os._exit, 7); print('done')"
+    result = train(body, tmp_path, PLACE)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
+    assert train(body, tmp_path, {}).returncode == 7, "alone it is the user's own process"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_launched_and_stopped(rank: int, tmp_path: Path) -> None:
     variables = {**PLACE, "RANK": str(rank), ERROR_FILE: str(tmp_path / "error.json")}
