@@ -16,7 +16,7 @@ _FLOAT32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockActivations:
     """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`.
 
     Attributes:
@@ -112,7 +112,7 @@ def block_stack(case: Case, layers: Iterable[int] | None = None) -> BlockStack:
     return BlockStack(kept, peak)
 
 
-def _kept_and_work(case: Case, block: Block) -> tuple[int, int]:
+def _kept_and_work(case: Case, block: BlockActivations) -> tuple[int, int]:
     """What one block keeps, and the most that its backward pass holds beside that.
 
     A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
@@ -131,7 +131,7 @@ def _kept_and_work(case: Case, block: Block) -> tuple[int, int]:
             return x, again + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
-def block_activations(case: Case, layer: int) -> Block:
+def block_activations(case: Case, layer: int) -> BlockActivations:
     """What this block saves.
 
     | part      | saved                                                | elements          |
@@ -161,7 +161,7 @@ def block_activations(case: Case, layer: int) -> Block:
         saves_input = model.norm_kind == "layer_norm" or case.accelerator or a == _FLOAT32
     else:
         saves_input = not case.layout.sequence
-    return Block(
+    return BlockActivations(
         input=x,
         saves_input=saves_input,
         attention=attention + norm_bytes(case),

@@ -47,7 +47,7 @@ def clipping_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """Consecutive elements of the part of a bucket that this rank owns."""
 
     bucket: Bucket
@@ -63,7 +63,7 @@ class Run:
         return self.start + self.length
 
 
-def _norm(runs: Sequence[Run], take: Callable[[Bucket], Tensor]) -> Tensor:
+def _norm(runs: Sequence[ElementRun], take: Callable[[Bucket], Tensor]) -> Tensor:
     """The norm of some runs of the flat tensors that `take` returns."""
     norm: Tensor = torch.linalg.vector_norm(torch.cat([row_norms(run.of(take(run.bucket))) for run in runs]))
     return norm
@@ -92,7 +92,7 @@ class ModelNorms:
     def __init__(self, buckets: Sequence[Bucket], world: Group, tensor_ranks: int) -> None:
         self._world = world
         self._device = _device(buckets)
-        self._runs: dict[int, list[Run]] = {}
+        self._runs: dict[int, list[ElementRun]] = {}
         for bucket in buckets:
             end = 0
             for index, p in enumerate(bucket.parameters):
@@ -101,7 +101,7 @@ class ModelNorms:
                     runs = self._runs.setdefault(copies, [])
                     for start, length in bucket.owned_runs(index, piece.local):
                         # Between the end of one parameter and the start of the next all is 0: one run covers both.
-                        _append(runs, Run(bucket, start, length), joint=end if start == first else start)
+                        _append(runs, ElementRun(bucket, start, length), joint=end if start == first else start)
                 end = first + p.numel()
 
     def measure(self, *takes: Callable[[Bucket], Tensor]) -> Tensor:
@@ -113,11 +113,11 @@ class ModelNorms:
         return comm.all_reduce_(squares, self._world).sqrt()
 
 
-def _append(runs: list[Run], run: Run, joint: int) -> None:
+def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
     """Add a run; if the last one ends at `joint` in the same bucket, it is extended to the end of `run` instead."""
     if runs and runs[-1].bucket is run.bucket and runs[-1].end == joint:
         start = runs.pop().start
-        run = Run(run.bucket, start, run.end - start)
+        run = ElementRun(run.bucket, start, run.end - start)
     runs.append(run)
 
 
@@ -144,7 +144,7 @@ class _Share:
 
     group: int
     copies: int
-    tensors: dict[int, list[Run]]
+    tensors: dict[int, list[ElementRun]]
     numbers: Tensor
 
 
@@ -182,7 +182,7 @@ class CanonicalNorms:
             elements[key] = elements.get(key, Fraction()) + Fraction(sum(run.length for run in runs), copies)
         numbers = _agreed_numbers(elements, world)
         self.count = len(numbers)
-        shares: dict[tuple[int, int], dict[int, list[Run]]] = {}
+        shares: dict[tuple[int, int], dict[int, list[ElementRun]]] = {}
         for group, copies, key, runs in held:
             if runs:
                 shares.setdefault((group, copies), {})[numbers[key]] = runs
@@ -203,7 +203,7 @@ class CanonicalNorms:
                 squares[column].index_add_(0, share.numbers, norms.square(), alpha=1.0 / share.copies)
         return comm.all_reduce_(squares, self._world).sqrt()
 
-    def runs(self, group: int) -> Iterator[tuple[int, Run]]:
+    def runs(self, group: int) -> Iterator[tuple[int, ElementRun]]:
         """Yield the runs that this rank owns of a parameter group, each with its tensor's number."""
         for share in (share for share in self._shares if share.group == group):
             for number, runs in share.tensors.items():
@@ -213,16 +213,16 @@ class CanonicalNorms:
 
 def _tensors(
     bucket: Bucket, index: int, tensor_ranks: int, stage: int, seen: dict[tuple[str, tuple[int, ...]], int]
-) -> Iterator[tuple[_Key, int, list[Run]]]:
+) -> Iterator[tuple[_Key, int, list[ElementRun]]]:
     """Yield the canonical tensors of which a parameter holds a part, as (key, copies, owned runs).
 
     `seen` counts the parameters by name and shape of their tensors, as layers with open names have the same ones.
     """
-    runs_of: dict[tuple[str, tuple[int, ...], int], list[Run]] = {}
+    runs_of: dict[tuple[str, tuple[int, ...], int], list[ElementRun]] = {}
     for piece, copies in _pieces(bucket, index, tensor_ranks):
         runs = runs_of.setdefault((piece.name, piece.shape, copies), [])
         for start, length in bucket.owned_runs(index, piece.local):
-            _append(runs, Run(bucket, start, length), joint=start)
+            _append(runs, ElementRun(bucket, start, length), joint=start)
     for (name, shape, copies), runs in runs_of.items():
         is_open = not name or name.startswith(".")
         yield (name, shape, seen.get((name, shape), 0), stage if is_open else 0), copies, runs

@@ -58,13 +58,13 @@ def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) ->
     if job.output.resolve() == prefix_of(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
-        conversion = _Conversion(job, announce)
+        conversion = _RawConversion(job, announce)
         return conversion.output.produce(lambda: conversion.content, lambda _state: conversion.make(), force=force)
     except OSError as error:
         raise DataError(f"{error.filename or job.path} cannot be read: {reason_of(error)}") from None
 
 
-class _Conversion:
+class _RawConversion:
     def __init__(self, job: RawJob, announce: Callable[[str], None]) -> None:
         self.job, self.announce = job, announce
         self.tokenizer: Tokenizer | None = None

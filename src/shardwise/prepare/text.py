@@ -28,7 +28,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.files import sync_folder
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.outputs import ANY_VOCABULARY, Format, Outcome, Output, check_name
-from shardwise.prepare.tokens import PREFIX, ChangedError, Progress, SequenceOptions, write_tokens
+from shardwise.prepare.tokens import PREFIX, ChangedError, SequenceOptions, TokenizingProgress, write_tokens
 from shardwise.prepare.workers import Workers
 
 # Below that, processes take longer to start than they save.
@@ -106,11 +106,11 @@ class _Conversion:
     def make(self, state: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Steps 1 and 2, continued from the state of an unfinished conversion; returns the manifest."""
         if state is None:
-            begin = Progress()
+            begin = TokenizingProgress()
             with self.work.writing():
                 self.work.clear()
         else:
-            begin = Progress.from_state(state["progress"])
+            begin = TokenizingProgress.from_state(state["progress"])
         expected = self._check_room()
         small = expected is not None and expected.bytes < _SMALL_BYTES
         with Workers.for_tokenizing(str(self.path), self.tokenizer, small=small) as workers:
@@ -152,7 +152,9 @@ class _Conversion:
         space.check_room(needed, written, job.output, self.announce, packed=expected.packed)
         return expected
 
-    def _tokenize(self, workers: Workers, begin: Progress, expected: space.Estimate | None) -> Progress:
+    def _tokenize(
+        self, workers: Workers, begin: TokenizingProgress, expected: space.Estimate | None
+    ) -> TokenizingProgress:
         """Step 1."""
         total = expected.bytes if expected is not None and expected.exact else None
         longest = _LONGEST_DOCUMENT if self.job.format == "hdf5" else None
@@ -170,7 +172,7 @@ class _Conversion:
                 self.announce(f"{error}: it starts again from the beginning")
                 with self.work.writing():
                     self.work.clear()
-                done = write(Progress())
+                done = write(TokenizingProgress())
         if done != begin:
             self.work.remove_output()  # it was made of less text
         if not done.written.tokens:
@@ -178,10 +180,10 @@ class _Conversion:
             raise DataError(f"{self.source.name} holds no text that becomes tokens: name another source")
         return done
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self, progress: TokenizingProgress) -> None:
         self.work.save({"identity": self.output.identity, "complete": False, "progress": asdict(progress)})
 
-    def _write_format(self, progress: Progress) -> dict[str, Any]:
+    def _write_format(self, progress: TokenizingProgress) -> dict[str, Any]:
         """Step 2; returns what the manifest says about it."""
         prefix, written, options = self.work.folder / PREFIX, progress.written, self.job.options
         if self.job.format == "megatron":

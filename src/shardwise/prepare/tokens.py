@@ -58,14 +58,14 @@ class WrittenCounts:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TokenizingProgress:
     """What of the source has been read, and what was written of it."""
 
     read: Position = field(default_factory=Position)
     written: WrittenCounts = field(default_factory=WrittenCounts)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Progress:
+    def from_state(cls, state: Mapping[str, Any]) -> TokenizingProgress:
         """The progress of which `state` is the `dataclasses.asdict`."""
         # `open_sequence` is in the states of earlier versions.
         written = {name: number for name, number in state["written"].items() if name != "open_sequence"}
@@ -78,10 +78,10 @@ def write_tokens(
     work: WorkFolder,
     sequences: SequenceOptions,
     vocab_size: int,
-    begin: Progress,
-    save: Callable[[Progress], None],
+    begin: TokenizingProgress,
+    save: Callable[[TokenizingProgress], None],
     advance: Callable[[int], None],
-) -> Progress:
+) -> TokenizingProgress:
     """Tokenizes the source from `begin` on; returns the progress at its end, when tokens.bin and tokens.idx are there.
 
     Args:
@@ -100,7 +100,7 @@ def write_tokens(
         for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
             advance(batch.after.bytes - progress.read.bytes)
             with work.writing():
-                progress = Progress(batch.after, _append(index, sequences, progress.written, batch, row))
+                progress = TokenizingProgress(batch.after, _append(index, sequences, progress.written, batch, row))
                 if time.monotonic() - saved >= COMMIT_SECONDS:
                     _to_disk(index)
                     save(progress)

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from shardwise.data.reading.hdf5 import Shard, Shards, in_list
+from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list
 from shardwise.data.reading.megatron import IndexedFile, IndexedWriter
 from shardwise.data.tokens.cutting import cut_sentences
 from shardwise.data.tokens.tokenizer import PairTokens, Tokenizer
@@ -105,7 +105,7 @@ def test_hdf5_samples_are_pairs_of_the_text(folder: Folder, monkeypatch: pytest.
     found = 0
     for path in paths:
         shard = Shard.open(path, 32)
-        rows = Shards([shard], tokenizer.vocab_size, 2).take(np.arange(shard.rows))
+        rows = ShardRows([shard], tokenizer.vocab_size, 2).take(np.arange(shard.rows))
         whole = rows["input_ids"].copy()
         listed = in_list(rows["masked_lm_positions"])
         row_numbers = np.nonzero(listed)[0]

@@ -26,7 +26,14 @@ from shardwise.data.formats.common import (
     tokenizer_of_tokens,
     without_tokenizer,
 )
-from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Inspection, Lengths, Sample, spread, with_tokens
+from shardwise.data.formats.inspection import (
+    SAMPLE_CHARACTERS,
+    InspectedSample,
+    Inspection,
+    Lengths,
+    spread,
+    with_tokens,
+)
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.reading.datasets import TOKENS, DataSet, library, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
@@ -241,7 +248,8 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
     if not has_tokens:
         texts = enumerate(leading.to_pylist())
         return replace(
-            inspection, samples=[Sample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts]
+            inspection,
+            samples=[InspectedSample(number, (text or "")[:SAMPLE_CHARACTERS], None) for number, text in texts],
         )
     ids = [np.array(row or []) for row in leading.to_pylist()]
     seen = arrow.list_flatten(looked_at).drop_null().to_numpy()

@@ -22,7 +22,7 @@ from shardwise.data.formats.common import (
 )
 from shardwise.data.formats.inspection import Inspection, Lengths, spread, with_tokens
 from shardwise.data.parts import PART_NAMES, Part, describe_sizes, part_bounds
-from shardwise.data.reading.hdf5 import Shard, Shards, in_list, library, shard_paths, unpack
+from shardwise.data.reading.hdf5 import Shard, ShardRows, in_list, library, shard_paths, unpack
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text import readable
 from shardwise.data.samples.batch import Batches
@@ -43,7 +43,7 @@ _RUNS, _RUN = 64, 64
 class PreparedShards(PreparedData):
     """HDF5 shards, and the first row of the training, the evaluation and the test part, then the number of rows."""
 
-    shards: Shards
+    shards: ShardRows
     bounds: Sequence[int]
 
     def rows(self, part: Part) -> range:
@@ -84,7 +84,7 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     tokenizer = tokenizer_of_tokens(config, map(of_folder, folders), problems)
     if problems:
         raise DataError(problems)
-    rows = Shards(unpack(root, shards, announce), model.vocab_size, model.type_vocab_size)
+    rows = ShardRows(unpack(root, shards, announce), model.vocab_size, model.type_vocab_size)
     bounds = part_bounds(len(rows), data.split_weights)
     problems = [
         f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at data.split={data.split}) "
@@ -120,7 +120,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     """Shards of masked sentence pairs."""
     paths = shard_paths(data)
     first = Shard.open(paths[0])
-    shards = Shards([first, *(Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
+    shards = ShardRows([first, *(Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
     number = len(shards)
     rows_B = np.unique(np.minimum(np.add.outer(spread(number, _RUNS), np.arange(_RUN)), number - 1))
     values, leading = shards.take(rows_B), shards.take(np.arange(min(samples, number)))
@@ -154,7 +154,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     return with_tokens(inspection, tokenizer, ids, [values["input_ids"]], number * first.length)
 
 
-def _summary(shards: Shards, bounds: Sequence[int], config: Config) -> str:
+def _summary(shards: ShardRows, bounds: Sequence[int], config: Config) -> str:
     number, total = len(shards.shards), sum(shard.path.stat().st_size for shard in shards.shards)
     sizes = dict(zip(PART_NAMES, np.diff(bounds).tolist(), strict=True))
     unread = []

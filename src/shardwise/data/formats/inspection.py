@@ -56,7 +56,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Sample:
+class InspectedSample:
     """The beginning of one document or row.
 
     Attributes:
@@ -85,7 +85,7 @@ class Inspection:
     rows: Sequence[tuple[str, str]]
     counts: Mapping[str, Any]
     lengths: Lengths | None = None
-    samples: Sequence[Sample] = ()
+    samples: Sequence[InspectedSample] = ()
     manifest: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
 
@@ -122,7 +122,7 @@ def with_tokens(
     for number, row in enumerate(first):
         ids = [int(token) for token in row[:_SAMPLE_TOKENS]]
         known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
-        samples.append(Sample(number, tokenizer.decode(ids) if tokenizer is not None and known else None, ids))
+        samples.append(InspectedSample(number, tokenizer.decode(ids) if tokenizer is not None and known else None, ids))
     of_these = "" if seen >= total else f" in {count(seen)} tokens that were looked at"
     return replace(
         inspection,

@@ -15,7 +15,7 @@ from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.formats.common import Announce, PreparedText, entry_problems, needed_parts
 from shardwise.data.parts import PARTS, Part, describe_sizes
-from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, PythonSource, open_source
+from shardwise.data.reading.sources import ColumnSource, FileSource, PythonSource, TextPiece, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
 from shardwise.data.reading.text import readable
 from shardwise.data.samples.batch import Batches
@@ -138,7 +138,7 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> d
     block, after, whole = _first_block(shards[first], data.shuffle_buffer)
     held = HeldOut(*after, 0.0 if data.split_names else _share(config))
 
-    def parts() -> Iterator[tuple[Part, Piece]]:
+    def parts() -> Iterator[tuple[Part, TextPiece]]:
         for begin, pieces in block:
             part: Part = "eval" if begin in held else "train"
             if part == "eval" or whole:
@@ -164,9 +164,9 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> d
     }
 
 
-def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[Piece]]], _Begin, bool]:
+def _first_block(shards: Sequence[Shard], buffer: int) -> tuple[list[tuple[_Begin, list[TextPiece]]], _Begin, bool]:
     """The first documents, each with where it begins; where the next one does; and whether these are all."""
-    documents: list[tuple[_Begin, list[Piece]]] = []
+    documents: list[tuple[_Begin, list[TextPiece]]] = []
     characters = 0
     for number, shard in enumerate(shards):
         begin = 0

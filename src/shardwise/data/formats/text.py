@@ -25,9 +25,9 @@ from shardwise.data.formats.common import (
     needed_parts,
     padding_problems,
 )
-from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, Inspection, Lengths, Sample
+from shardwise.data.formats.inspection import SAMPLE_CHARACTERS, InspectedSample, Inspection, Lengths
 from shardwise.data.parts import PART_NAMES, PARTS, Part, describe_sizes
-from shardwise.data.reading.sources import ColumnSource, FileSource, Piece, Source, open_source
+from shardwise.data.reading.sources import ColumnSource, FileSource, Source, TextPiece, open_source
 from shardwise.data.reading.text import Kind, documents, kind_of
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.tokens.cutting import RULE
@@ -109,7 +109,7 @@ def _scan(source: Source) -> _Scan:
     return _Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
-def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tuple[Part, Piece]]:
+def _parts(source: Source, split: Split, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
     """All pieces of a text with their parts, which are the data set's own where it has them, else those of `split`."""
     if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))
@@ -165,7 +165,7 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[st
     }
 
 
-def _tokenizer_texts(parts: Iterable[tuple[Part, Piece]], characters: int) -> Iterator[str]:
+def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -> Iterator[str]:
     """Training text, thinned by a hash of the piece's number to about as much as a tokenizer needs."""
     for number, (part, piece) in enumerate(parts):
         if part == "train" and mix_integer(number) % characters < _TOKENIZER_CHARACTERS:
@@ -264,5 +264,5 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         rows,
         counts,
         Lengths.of("characters of a document", np.array(lengths), number),
-        [Sample(number, text, None) for number, text in enumerate(beginnings)],
+        [InspectedSample(number, text, None) for number, text in enumerate(beginnings)],
     )

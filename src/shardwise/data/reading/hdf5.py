@@ -280,7 +280,7 @@ def _is_sound(entry: cache.Entry) -> bool:
     return bool(entry.manifest["arrays"] == digests)
 
 
-class Shards:
+class ShardRows:
     """All rows of all shards, one shard after another, for a model of `vocab_size` tokens and `types` segments.
 
     A shard is opened when one of its rows is read. Of a shard no more is read at once than the rows asked for.

@@ -38,7 +38,7 @@ _SETTLED_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a document; the next piece continues it unless `ends_document`."""
 
     text: str
@@ -69,7 +69,7 @@ class FileSource:
         """A digest that changes when the text may have changed, without reading it; None: read it to know."""
         return _stamp(self.files, ["files", self.kind, self.text_key])
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """All documents in a fixed order, from the first one in each call.
 
         Raises:
@@ -83,11 +83,11 @@ class FileSource:
 class ColumnSource(DataSet):
     """The texts of a data set's column: those of one split after those of another."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         for split in self.splits:
             yield from self.pieces_of(split)
 
-    def pieces_of(self, split: str) -> Iterator[Piece]:
+    def pieces_of(self, split: str) -> Iterator[TextPiece]:
         """All documents of one split; rows without text are left out."""
         if self.holds_tokens:
             raise DataError(
@@ -114,7 +114,7 @@ class PythonSource:
         topics = self.root / _TOPICS
         return _stamp([*self.files, *([topics] if topics.is_file() else [])], ["python", sys.version])
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         for path in self.files:
             with readable(path), contextlib.suppress(UnicodeDecodeError):
                 yield from cut_document(slices(path.read_text(encoding="utf-8")))
@@ -224,17 +224,17 @@ def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     return digest.hexdigest() if newest < time.time() - _SETTLED_SECONDS else None
 
 
-def cut_document(blocks: Iterable[str]) -> Iterator[Piece]:
+def cut_document(blocks: Iterable[str]) -> Iterator[TextPiece]:
     """One document's pieces from blocks of its text."""
     pending = ""
     for block in blocks:
         pending += block
         while len(pending) > PIECE_CHARACTERS:
             cut = _cut_point(pending, PIECE_CHARACTERS)
-            yield Piece(pending[:cut], ends_document=False)
+            yield TextPiece(pending[:cut], ends_document=False)
             pending = pending[cut:]
     if pending:
-        yield Piece(pending, ends_document=True)
+        yield TextPiece(pending, ends_document=True)
 
 
 def _cut_point(text: str, limit: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.samples.sampler import IntArray, Sampler
+from shardwise.data.samples.sampler import IntArray, SampleOrder
 from shardwise.errors import ConfigError, DataError
 
 IGNORE = -100
@@ -67,14 +67,14 @@ class Batch:
 class Batches(ABC):
     """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
 
-    Unless a class says otherwise, there are `num_samples`, which are shuffled in each epoch (`Sampler`).
+    Unless a class says otherwise, there are `num_samples`, which are shuffled in each epoch (`SampleOrder`).
     """
 
     objectives: tuple[str, ...]
     """What `Batch.counts` counts, in its order: `("lm",)` or `("mlm", "nsp")`."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        self.sampler = Sampler(num_samples, seed)
+        self.sampler = SampleOrder(num_samples, seed)
 
     @property
     def num_samples(self) -> int:

@@ -18,7 +18,7 @@ from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.samples.batch import Batch, Batches
 from shardwise.data.samples.causal import DocumentEnds, causal_batch
 from shardwise.data.samples.hashing import mix_integer
-from shardwise.data.samples.sampler import IntArray, Sampler
+from shardwise.data.samples.sampler import IntArray, SampleOrder
 from shardwise.data.samples.sentences import Sentences
 from shardwise.errors import ConfigError, DataError
 
@@ -111,7 +111,7 @@ class DocumentBatches(Batches):
 
     Sample `i` of epoch `e` is tokens `[i·S, i·S + S]` of the row that the documents make in the order of epoch `e`: it
     may begin and end within documents, and its last token is the first one of sample `i + 1`. The order of the
-    documents and that of the samples are permutations keyed by (seed, `e`) (`Sampler`), so a batch is a function of
+    documents and that of the samples are permutations keyed by (seed, `e`) (`SampleOrder`), so a batch is a function of
     (seed, samples consumed). The tokens after the last whole sample are left out in that epoch.
 
     The first batch of an epoch makes its index: 12 bytes a document, or 16 where there are 2³¹ documents or more. Then
@@ -133,7 +133,7 @@ class DocumentBatches(Batches):
         super().__init__((len(documents) - 1) // sequence_length, seed)
         self.documents = documents
         self.sequence_length, self.ends = sequence_length, ends
-        self._order = Sampler(documents.count, mix_integer(_DOCUMENT_ORDER, seed))
+        self._order = SampleOrder(documents.count, mix_integer(_DOCUMENT_ORDER, seed))
         self._epochs: dict[int, _Epoch] = {}
         self._making = Lock()
 

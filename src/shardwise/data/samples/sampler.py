@@ -13,7 +13,7 @@ IntArray = npt.NDArray[np.int64]
 _ROUNDS = 8
 
 
-class Sampler:
+class SampleOrder:
     """The global order of `num_samples` samples, shuffled in each epoch, without a state to save.
 
     Position `p` of epoch `e` holds sample `π(p)`, where `π` is a Feistel permutation keyed by (seed, e) on the

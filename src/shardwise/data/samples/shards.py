@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardwise.data.reading.hdf5 import Shards, in_list
+from shardwise.data.reading.hdf5 import ShardRows, in_list
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
 from shardwise.data.samples.pairs import pair_batch
 from shardwise.data.samples.sampler import IntArray
@@ -13,7 +13,7 @@ from shardwise.data.samples.sampler import IntArray
 class ShardBatches(Batches):
     """Batches of the rows `first` to before `after` of all shards; sample `i` is row `first + i`.
 
-    Each epoch has every row once, in another order (`Sampler`); the masks are the same in each.
+    Each epoch has every row once, in another order (`SampleOrder`); the masks are the same in each.
 
     Inputs: those of `SentencePairBatches`, with targets at the masked positions alone. A sample that counts nothing is
     the first row, with targets and `next_sentence_B` of `IGNORE`.
@@ -21,7 +21,7 @@ class ShardBatches(Batches):
 
     objectives = ("mlm", "nsp")
 
-    def __init__(self, shards: Shards, first: int, after: int, seed: int) -> None:
+    def __init__(self, shards: ShardRows, first: int, after: int, seed: int) -> None:
         super().__init__(after - first, seed)
         self.shards, self.first = shards, first
 

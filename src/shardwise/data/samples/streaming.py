@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.data.reading.sources import Piece, cut_document
+from shardwise.data.reading.sources import TextPiece, cut_document
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard
 from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.hashing import mix_integer
-from shardwise.data.samples.sampler import IntArray, Sampler
+from shardwise.data.samples.sampler import IntArray, SampleOrder
 from shardwise.data.tokens.cutting import batches
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
@@ -57,7 +57,7 @@ class StreamPosition:
 
 
 @dataclass(frozen=True)
-class Block:
+class StreamBlock:
     """A block: where it begins, where the next one begins, and its samples, None where it has none."""
 
     start: StreamPosition
@@ -107,12 +107,12 @@ class Stream:
     ) -> None:
         self._shards, self._tokenizer, self.cut = shards, tokenizer, cut
         self._seed, self._buffer, self._held = seed, buffer, held
-        self._order = Sampler(len(shards), mix_integer(_SHARDS, seed))
-        self._reading: Iterator[tuple[StreamPosition, list[Piece]]] = iter(())
+        self._order = SampleOrder(len(shards), mix_integer(_SHARDS, seed))
+        self._reading: Iterator[tuple[StreamPosition, list[TextPiece]]] = iter(())
         self._next: StreamPosition | None = None
         self.stopped = Event()
 
-    def block(self, start: StreamPosition) -> Block:
+    def block(self, start: StreamPosition) -> StreamBlock:
         """The block that begins at `start`; it ends where its epoch does.
 
         Raises:
@@ -126,18 +126,18 @@ class Stream:
         key = (self._seed, start.epoch, start.block)
         tokens = np.empty(0, dtype=np.int32)
         if documents:
-            order = Sampler(len(documents), mix_integer(_DOCUMENTS, *key)).indices(0, len(documents))
+            order = SampleOrder(len(documents), mix_integer(_DOCUMENTS, *key)).indices(0, len(documents))
             tokens = self._tokens([documents[number] for number in order])
         samples = self.cut(tokens, mix_integer(_SAMPLES, *key)) if len(tokens) > 1 else None
         if samples is not None:
             after = replace(after, samples=start.samples + samples.num_samples)
         if after.epoch == start.epoch:
             self._next = after
-        return Block(start, after, samples)
+        return StreamBlock(start, after, samples)
 
-    def _documents(self, start: StreamPosition) -> tuple[list[list[Piece]], StreamPosition]:
+    def _documents(self, start: StreamPosition) -> tuple[list[list[TextPiece]], StreamPosition]:
         """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
-        documents: list[list[Piece]] = []
+        documents: list[list[TextPiece]] = []
         characters = 0
         for after, pieces in self._reading:
             documents.append(pieces)
@@ -147,7 +147,7 @@ class Stream:
                 return documents, replace(after, samples=start.samples, block=start.block + 1)
         return documents, StreamPosition(start.samples, start.epoch + 1)
 
-    def _read(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[Piece]]]:
+    def _read(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[TextPiece]]]:
         """The documents of an epoch from a place on, each with the place where the next one begins."""
         order = self._order.indices(start.epoch * len(self._shards), len(self._shards)).tolist()
         offset = start.offset
@@ -158,7 +158,7 @@ class Stream:
                     yield replace(start, shard=number, offset=after), pieces
             offset = 0
 
-    def _tokens(self, documents: list[list[Piece]]) -> _Tokens:
+    def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
         """All documents joined, each closed by the end of document."""
         rows = []
         for batch in batches(chain.from_iterable(documents), lambda piece: piece.characters, _ENCODED_CHARACTERS):
@@ -173,7 +173,7 @@ class Stream:
             raise CancelledError
 
 
-def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[Piece]]]:
+def read_documents(shard: Shard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
     """Each document of a shard from the one that begins at `start` on, in pieces, and where the next one begins.
 
     Raises:
@@ -199,8 +199,8 @@ class StreamBatches(Batches):
     def __init__(self, stream: Stream, name: str) -> None:
         self._stream, self._name = stream, name
         self._starts = [StreamPosition()]
-        self._kept: list[Block] = []
-        self._ahead: tuple[StreamPosition, Future[Block]] | None = None
+        self._kept: list[StreamBlock] = []
+        self._ahead: tuple[StreamPosition, Future[StreamBlock]] | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._lock = Lock()
 
@@ -246,7 +246,7 @@ class StreamBatches(Batches):
             parts.append(block.samples.collate(indices, np.zeros_like(here), here))
         return joined(parts, [part.samples - samples[0] for part in parts], samples)
 
-    def _block(self, sample: int) -> Block:
+    def _block(self, sample: int) -> StreamBlock:
         """The block that has a sample."""
         for block in self._kept:
             if block.start.samples <= sample < block.after.samples:
@@ -270,11 +270,11 @@ class StreamBatches(Batches):
         assert sample >= self._starts[0].samples, "what is before a restored place is out of reach"
         return self._starts[bisect_right(self._starts, sample, key=lambda place: place.samples) - 1]
 
-    def _read(self, start: StreamPosition) -> Block:
+    def _read(self, start: StreamPosition) -> StreamBlock:
         future = self._ahead[1] if self._ahead and self._ahead[0] == start else self._submit(start)
         block = future.result()
         self._ahead = block.after, self._submit(block.after)
         return block
 
-    def _submit(self, start: StreamPosition) -> Future[Block]:
+    def _submit(self, start: StreamPosition) -> Future[StreamBlock]:
         return self._reader.submit(self._stream.block, start)

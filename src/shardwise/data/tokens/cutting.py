@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwise.data.parts import Part
-from shardwise.data.reading.sources import PIECE_CHARACTERS, Piece
+from shardwise.data.reading.sources import PIECE_CHARACTERS, TextPiece
 
 RULE = 1
 """Belongs to the key of every cache entry that holds sentences: raise it when they are cut in another way."""
@@ -45,7 +45,7 @@ def cut_sentences(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True) if end > start]
 
 
-def sentence_pieces(parts: Iterable[tuple[Part, Piece]]) -> Iterator[tuple[Part, PieceTexts]]:
+def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[Part, PieceTexts]]:
     """Each part's documents in sentences.
 
     A sentence that is cut by the end of a piece is joined again, unless it grows beyond `PIECE_CHARACTERS`. A document

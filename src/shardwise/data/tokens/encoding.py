@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter, token_dtype
 from shardwise.data.parts import PARTS, Part
-from shardwise.data.reading.sources import Piece
+from shardwise.data.reading.sources import TextPiece
 from shardwise.data.tokens.cutting import batches, sentence_pieces
 from shardwise.data.tokens.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class ContentDigest:
         self._digest = hashlib.sha256()
         self.bytes = 0
 
-    def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def watch(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
         """The pieces, unchanged, each added to the digest."""
         for piece in pieces:
             encoded = piece.text.encode()
@@ -47,7 +47,7 @@ class ContentDigest:
         return self._digest.hexdigest()
 
 
-def encode_documents(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def encode_documents(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Writes each part's tokens, documents closed by the end of document; returns the manifest's records."""
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
@@ -61,7 +61,7 @@ def encode_documents(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, 
     return {part: writer.facts() for part, writer in writers.items()}
 
 
-def encode_sentences(parts: Iterable[tuple[Part, Piece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
     """Writes each part's tokens and the bounds of its sentences and documents; returns the manifest's records.
 
     Each sentence is encoded by itself. One without tokens is left out, and so is a document without sentences.

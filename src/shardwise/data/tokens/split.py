@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.data.parts import Part
-from shardwise.data.reading.sources import Piece
+from shardwise.data.reading.sources import TextPiece
 from shardwise.data.samples.hashing import mix
 
 _WHOLE_DOCUMENTS_LEAST = 0.75
@@ -22,7 +22,7 @@ class Split:
     documents: npt.NDArray[np.bool_] | None
     boundary: int
 
-    def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Part, Piece]]:
+    def parts(self, pieces: Iterable[TextPiece]) -> Iterator[tuple[Part, TextPiece]]:
         """Each piece with its part; the piece with the boundary becomes two, cut at the next line if there is one."""
         if self.documents is not None:
             document = 0
@@ -42,8 +42,8 @@ class Split:
                 line = piece.text.find("\n", cut) + 1
                 if 0 < line < len(piece.text):
                     cut = line
-                yield "train", Piece(piece.text[:cut], ends_document=False)
-                yield "eval", Piece(piece.text[cut:], piece.ends_document)
+                yield "train", TextPiece(piece.text[:cut], ends_document=False)
+                yield "eval", TextPiece(piece.text[cut:], piece.ends_document)
             start = end
 
 

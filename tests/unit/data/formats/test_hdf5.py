@@ -14,7 +14,7 @@ from shardwise.config import Config
 from shardwise.data import Tokenizer, detect, make_batches, make_evaluation, prepare
 from shardwise.data.formats.hdf5 import PreparedShards
 from shardwise.data.reading import hdf5
-from shardwise.data.reading.hdf5 import Shard, Shards
+from shardwise.data.reading.hdf5 import Shard, ShardRows
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.pairs import SentencePairBatches
 from shardwise.data.samples.shards import ShardBatches
@@ -182,7 +182,7 @@ def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPa
 
 def test_rows_are_found_by_file_and_row(folder: str) -> None:
     paths = sorted(Path(folder).glob("*_training_*.hdf5"))
-    shards = Shards([Shard.open(path, 16) for path in paths], 300, 2)
+    shards = ShardRows([Shard.open(path, 16) for path in paths], 300, 2)
     found = shards.take(np.array([14, 0, 5, 14, 7]))
     assert (found["input_ids"][:, 1] - 100).tolist() == [14, 0, 5, 14, 7]
     assert found["masked_lm_ids"].shape == (5, 6)

@@ -9,11 +9,11 @@ import pytest
 from shardwise.config import DataConfig
 from shardwise.data.reading import sources
 from shardwise.data.reading.megatron import IndexedFile
-from shardwise.data.reading.sources import PIECE_CHARACTERS, Piece, open_source
+from shardwise.data.reading.sources import PIECE_CHARACTERS, TextPiece, open_source
 from shardwise.errors import DataError
 
 
-def documents(pieces: list[Piece]) -> list[str]:
+def documents(pieces: list[TextPiece]) -> list[str]:
     found, text = [], ""
     for piece in pieces:
         text += piece.text

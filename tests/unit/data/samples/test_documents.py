@@ -14,7 +14,7 @@ from shardwise.data.reading.megatron import IndexedFile
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.documents import DocumentBatches, Documents
 from shardwise.data.samples.hashing import mix_integer
-from shardwise.data.samples.sampler import Sampler
+from shardwise.data.samples.sampler import SampleOrder
 from shardwise.errors import ConfigError, DataError
 
 unhurried = settings(deadline=None)
@@ -45,7 +45,7 @@ def rows(batches: list[Batch]) -> list[list[int]]:
 def epoch_by_hand(lengths: list[int], length: int, seed: int, epoch: int) -> list[list[int]]:
     """Samples in the order of their numbers, straight from the definition."""
     starts = np.cumsum([0, *lengths])
-    order = Sampler(len(lengths), mix_integer(0x646F63756D656E74, seed)).indices(epoch * len(lengths), len(lengths))
+    order = SampleOrder(len(lengths), mix_integer(0x646F63756D656E74, seed)).indices(epoch * len(lengths), len(lengths))
     row = [token for document in order for token in range(starts[document], starts[document + 1])]
     return [row[i * length : i * length + length + 1] for i in range((len(row) - 1) // length)]
 

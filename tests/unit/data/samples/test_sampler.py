@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.hashing import mix, mix_integer
-from shardwise.data.samples.sampler import Sampler
+from shardwise.data.samples.sampler import SampleOrder
 from shardwise.errors import ConfigError
 
 
@@ -27,7 +27,7 @@ unhurried = settings(deadline=None)
 @unhurried
 @given(num_samples=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))
 def test_an_epoch_holds_every_sample_once(num_samples: int, seed: int, epoch: int) -> None:
-    order = Sampler(num_samples, seed).indices(epoch * num_samples, num_samples)
+    order = SampleOrder(num_samples, seed).indices(epoch * num_samples, num_samples)
     assert np.array_equal(np.sort(order), np.arange(num_samples))
 
 
@@ -39,17 +39,17 @@ def test_an_epoch_holds_every_sample_once(num_samples: int, seed: int, epoch: in
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=6),
 )
 def test_order_does_not_depend_on_where_a_run_stops(num_samples: int, seed: int, start: int, counts: list[int]) -> None:
-    whole = Sampler(num_samples, seed).indices(start, sum(counts))
+    whole = SampleOrder(num_samples, seed).indices(start, sum(counts))
     parts = []
     for count in counts:
-        parts.append(Sampler(num_samples, seed).indices(start, count))
+        parts.append(SampleOrder(num_samples, seed).indices(start, count))
         start += count
     assert np.array_equal(np.concatenate(parts), whole)
 
 
 def test_epochs_and_seeds_differ() -> None:
-    first = Sampler(1000, 1).indices(0, 3000).reshape(3, 1000)
-    other = Sampler(1000, 2).indices(0, 1000)
+    first = SampleOrder(1000, 1).indices(0, 3000).reshape(3, 1000)
+    other = SampleOrder(1000, 2).indices(0, 1000)
     for a, b in ((first[0], first[1]), (first[1], first[2]), (first[0], other), (first[0], np.arange(1000))):
         assert np.mean(a == b) < 0.02
 
@@ -58,14 +58,14 @@ def test_shuffling_is_even() -> None:
     """Each sample lands at each position equally often: χ² over 4,000 seeds, 81 degrees of freedom."""
     counts = np.zeros((10, 10))
     for seed in range(4000):
-        counts[np.arange(10), Sampler(10, seed).indices(0, 10)] += 1
+        counts[np.arange(10), SampleOrder(10, seed).indices(0, 10)] += 1
     assert ((counts - 400) ** 2 / 400).sum() < 140
 
 
 def test_order_is_the_same_on_every_machine() -> None:
     """Checkpoints and golden curves rest on these numbers."""
-    assert Sampler(10, 1234).indices(0, 20).tolist() == [8, 7, 0, 4, 3, 2, 1, 6, 5, 9, 6, 2, 9, 7, 3, 0, 4, 8, 5, 1]
-    large = Sampler(3_000_000_007, 7).indices(2**40, 1000)
+    assert SampleOrder(10, 1234).indices(0, 20).tolist() == [8, 7, 0, 4, 3, 2, 1, 6, 5, 9, 6, 2, 9, 7, 3, 0, 4, 8, 5, 1]
+    large = SampleOrder(3_000_000_007, 7).indices(2**40, 1000)
     assert hashlib.sha256(large.astype("<i8").tobytes()).hexdigest()[:16] == "95027a6a7d7b5e5d"
 
 
@@ -160,7 +160,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the tokens \(16\) must be at least train\.sequence_length \+ 1 \(17\)"):
         TokenBatches(np.arange(16, dtype=np.uint16), 16, seed=0)
     with pytest.raises(ConfigError, match=r"number of samples \(0\)"):
-        Sampler(0, 0)
+        SampleOrder(0, 0)
 
 
 @pytest.mark.parametrize("length", [1, 4, 16, 100])

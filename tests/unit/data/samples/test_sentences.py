@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.parts import Part
-from shardwise.data.reading.sources import Piece
+from shardwise.data.reading.sources import TextPiece
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
 from shardwise.data.tokens import cutting
 from shardwise.data.tokens.cutting import PieceTexts, cut_sentences, sentence_pieces
@@ -35,7 +35,7 @@ def test_long_white_space_takes_linear_time() -> None:
     assert cut_sentences(text) == [text]
 
 
-def regrouped(parts: list[tuple[Part, Piece]]) -> list[tuple[Part, list[str]]]:
+def regrouped(parts: list[tuple[Part, TextPiece]]) -> list[tuple[Part, list[str]]]:
     """The sentences of each document."""
     documents: list[tuple[Part, list[str]]] = []
     begun = False
@@ -53,25 +53,27 @@ def regrouped(parts: list[tuple[Part, Piece]]) -> list[tuple[Part, list[str]]]:
 @given(texts=st.lists(st.text("ab.!? \n\t", max_size=12), min_size=1, max_size=6))
 def test_pieces_have_the_sentences_of_the_whole(texts: list[str]) -> None:
     whole = "".join(texts)
-    pieces: list[tuple[Part, Piece]] = [("train", Piece(text, ends_document=False)) for text in texts[:-1]]
-    pieces.append(("train", Piece(texts[-1], ends_document=True)))
+    pieces: list[tuple[Part, TextPiece]] = [("train", TextPiece(text, ends_document=False)) for text in texts[:-1]]
+    pieces.append(("train", TextPiece(texts[-1], ends_document=True)))
     expected = [sentence for sentence in cut_sentences(whole) if not sentence.isspace()]
     assert regrouped(pieces) == [("train", expected)]
     assert "".join(cut_sentences(whole)) == whole
 
 
 def test_a_document_that_the_split_cuts_becomes_two() -> None:
-    parts: list[tuple[Part, Piece]] = [
-        ("train", Piece("One. Tw", ends_document=False)),
-        ("eval", Piece("o. Three.", ends_document=True)),
-        ("train", Piece("Four.", ends_document=True)),
+    parts: list[tuple[Part, TextPiece]] = [
+        ("train", TextPiece("One. Tw", ends_document=False)),
+        ("eval", TextPiece("o. Three.", ends_document=True)),
+        ("train", TextPiece("Four.", ends_document=True)),
     ]
     assert regrouped(parts) == [("train", ["One.", " Tw"]), ("eval", ["o.", " Three."]), ("train", ["Four."])]
 
 
 def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "PIECE_CHARACTERS", 10)
-    parts: list[tuple[Part, Piece]] = [("train", Piece("abcdefgh", ends_document=number == 4)) for number in range(5)]
+    parts: list[tuple[Part, TextPiece]] = [
+        ("train", TextPiece("abcdefgh", ends_document=number == 4)) for number in range(5)
+    ]
     assert [len(sentence) for sentence in regrouped(parts)[0][1]] == [16, 16, 8]
 
 

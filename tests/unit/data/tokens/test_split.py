@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.reading.sources import Piece
+from shardwise.data.reading.sources import TextPiece
 from shardwise.data.tokens.split import plan_split
 
 
 def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[str, str], bool]:
     sizes = np.array([sum(map(len, document)) for document in texts], dtype=np.int64)
     split = plan_split(sizes, weights)
-    pieces = [Piece(text, at == len(document) - 1) for document in texts for at, text in enumerate(document)]
+    pieces = [TextPiece(text, at == len(document) - 1) for document in texts for at, text in enumerate(document)]
     parts = {"train": "", "eval": ""}
     for part, piece in split.parts(pieces):
         parts[part] += piece.text + ("|" if piece.ends_document else "")
