@@ -88,8 +88,15 @@ def compiled(sequence: bool, backend: str, whole: bool, kind: Any = LlamaConfig)
     "backend",
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow, id="inductor, which needs a C++ compiler")],
 )
-@pytest.mark.parametrize("whole", [False, True], ids=["block", "model and loss"])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("sequence", "whole"),
+    [
+        pytest.param(False, False, id="block"),
+        pytest.param(True, False, id="block, sequence parallelism", marks=pytest.mark.slow),
+        pytest.param(False, True, id="model and loss", marks=pytest.mark.slow),
+        pytest.param(True, True, id="model and loss, sequence parallelism"),
+    ],
+)
 def test_llama_is_traced_whole_and_computes_what_eager_does(
     sequence: bool, whole: bool, backend: str, ranks: Any
 ) -> None:
