@@ -29,6 +29,7 @@ import time
 import traceback
 import types
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -188,6 +189,8 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         os.chdir(at or ".")
         os.environ.clear()
         os.environ.update(variables)
+        # The launcher's own, such as those of torchrun's timers: a thread that was not forked may hold their locks.
+        weakref.finalize._registry.clear()
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)) or number == signal.SIGCHLD:
                 signal.signal(number, signal.SIG_DFL)
