@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,13 @@ from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from shardwise.testing import RankPool
+
+
+def pytest_configure() -> None:
+    """Undo what `nohup`, or `&` in a script, does to the tests: processes inherit that a signal is ignored."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 _LONGEST_FIRST = ("dist", "golden", "e2e", "fake")
