@@ -189,7 +189,9 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     """AdamW or LAMB over data parallelism; gradients are summed, as the loss is already a global mean."""
     o = config.optimizer
     is_lamb = o.name == "lamb"
-    options: dict[str, Any] = {} if is_lamb else {"fused": devices.has_fused_adamw(mesh.device)}
+    # The fused kernel of the CPU computes the last elements of a tensor in another way: their place would matter.
+    fused = devices.has_fused_adamw(mesh.device) and (precision.rounding == "nearest" or mesh.device.type != "cpu")
+    options: dict[str, Any] = {} if is_lamb else {"fused": fused}
     return ZeroRedundancyOptimizer(
         decay_groups(model.parameters(), o.weight_decay),
         LAMB if is_lamb else torch.optim.AdamW,
@@ -201,6 +203,8 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         optimizer_dtype=torch_dtype(precision.optimizer),
         gradient_dtype=torch_dtype(precision.gradient),
         reduce_dtype=torch_dtype(precision.reduce),
+        rounding=precision.rounding,
+        rounding_seed=config.train.seed,
         lr=o.lr,
         betas=o.betas,
         eps=o.eps,

@@ -70,7 +70,8 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "precision",
             f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
-            f"optimizer {precision.optimizer}",
+            f"optimizer {precision.optimizer}"
+            + (", rounded stochastically" if precision.rounding == "stochastic" else ""),
         ),
         ("optimizer", _optimizer(config)),
     ]
