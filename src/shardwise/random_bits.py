@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
+import torch
 from torch import Tensor
 
 # SplitMix64's constants, as the negative int64 with the same bits: torch's integers are signed.
@@ -24,9 +25,11 @@ def hashed(*parts: object) -> int:
 def mixed(x: Tensor) -> Tensor:
     """SplitMix64's number for each 64-bit state; the argument stays as it is."""
     x = x + INCREMENT
+    shifted = torch.empty_like(x)
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        torch.bitwise_right_shift(x, shift, out=shifted)
         # torch shifts int64 arithmetically: copies of the sign bit come in from the left and are masked away.
-        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
+        x ^= shifted.bitwise_and_((1 << (64 - shift)) - 1)
         if factor is not None:
             x *= factor
     return x

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from shardwise import comm
-from shardwise.optim.state import state_slices, state_tensors
 from shardwise.placement import placements
-from shardwise.testing import canonical_weights
 from shardwise.train.build import build_trainer
+from tests.dist.checkpoints import canonical_state
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random, run
 from tests.dist.test_lamb import MODELS
@@ -20,14 +19,15 @@ STEPS = 3
 
 
 def trained(
-    name: str, tensor: int, pipeline: int, keys: dict[str, Any], rounding: str = "stochastic"
-) -> dict[str, Any]:
+    name: str, tensor: int, pipeline: int, keys: dict[str, Any], rounding: str | None = None, seed: int = 7
+) -> dict[str, str]:
     """Digests of canonical weights and moments after a few steps with gradients that are functions of their names."""
     config = make_config(
         model=MODELS[name],
         parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
         optimizer={"lr": 1e-2, "weight_decay": 0.1, **keys},
         precision={"mode": "bfloat16", "rounding": rounding},
+        train={"seed": seed},
     )
     mesh = shared_mesh(tensor, pipeline)
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size, pairs=name == "bert"))
@@ -40,26 +40,13 @@ def trained(
                 assert p.grad is not None
                 piece.of(p.grad).copy_(values if is_first else torch.zeros(()))
         trainer.optimizer.step()
-    found = {piece: digest(value) for piece, value in canonical_weights(trainer.model, mesh.pp).items()}
-    flats = state_tensors(trainer.optimizer)
-    mine = [
-        (state, part.piece.name, box_start, value)
-        for state, by_bucket in flats.items()
-        for part in state_slices(trainer.model, trainer.optimizer)
-        for box_start, value in [(part.box, part.of(by_bucket[part.bucket]).clone())]
-    ]
-    whole: dict[str, torch.Tensor] = {}
-    shapes = {piece.name: piece.shape for _, _, record in placements(trainer.model) for piece in record.pieces}
-    for of_rank in comm.all_gather_objects((mine, shapes), mesh.world):
-        for state, tensor_name, box, value in of_rank[0]:
-            key = f"{state} of {tensor_name}"
-            whole.setdefault(key, torch.full(of_rank[1][tensor_name], torch.nan, dtype=value.dtype))
-            whole[key][box.slices] = value
-    return found | {key: digest(value) for key, value in whole.items()}
+    state = canonical_state(trainer)
+    return {f"{kind} of {name}": digest(value) for kind, of_kind in state.items() for name, value in of_kind.items()}
 
 
-def digest(value: torch.Tensor) -> str:
-    return hashlib.blake2b(value.contiguous().view(torch.int16).numpy().tobytes(), digest_size=8).hexdigest()
+def digest(value: Tensor) -> str:
+    """Short enough to be sent to the test's own process."""
+    return hashlib.blake2b(value.float().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -73,14 +60,14 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[str, str], dict[str, Any]]:
+def alone() -> dict[tuple[str, str], dict[str, str]]:
     return {}
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("llama tied, biases", "adamw"), ("gpt", "lamb")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_and_moments_are_equal_to_the_bit(
-    layout: str, model: str, optimizer: str, alone: dict[tuple[str, str], dict[str, Any]], ranks: Any
+    layout: str, model: str, optimizer: str, alone: dict[tuple[str, str], dict[str, str]], ranks: Any
 ) -> None:
     """Fused, transposed, copied, padded, tied and replicated tensors; with clipping, and LAMB's ratios."""
     if (model, optimizer) not in alone:
@@ -89,3 +76,12 @@ def test_weights_and_moments_are_equal_to_the_bit(
     for found in run(ranks, 4, trained, model, tensor, pipeline, {"name": optimizer, **keys}):
         differ = [name for name, wanted in alone[model, optimizer].items() if found.get(name) != wanted]
         assert not differ, f"{len(differ)} tensors differ from those of one process: {differ[:5]}"
+
+
+def test_the_configuration_chooses_rounding_and_its_seed() -> None:
+    case = ("gpt", 1, 1, {"name": "adamw", "max_norm": None})
+    found = [trained(*case, **keys) for keys in ({}, {"rounding": "stochastic"}, {"seed": 8}, {"rounding": "nearest"})]
+    assert found[0] == found[1], "stochastic is the default"
+    for other, what in ((found[2], "another train.seed"), (found[3], "rounding to nearest")):
+        moments = [name for name in other if name.startswith("exp_avg ")]
+        assert all(other[name] != found[0][name] for name in moments), f"{what} gives the same moments"

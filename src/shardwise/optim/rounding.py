@@ -58,9 +58,11 @@ def rounded(x: Tensor, bits: Tensor) -> Tensor:
         x: float32.
         bits: int32 numbers of the same shape, uniform in [0, 2^16).
     """
-    upper = ((x.view(torch.int32) + bits) >> _BITS).to(torch.int16).view(torch.bfloat16)
-    # A carry leads from the largest numbers to infinity, as it should, but from a NaN to another number.
-    return torch.where(x.isnan(), x.bfloat16(), upper)
+    number = x.view(torch.int32)
+    # The largest numbers may carry into infinity, as they should, but a NaN may not carry into the sign.
+    magnitude = (number & 0x7FFFFFFF).clamp_(max=0x7FFF0000).add_(bits)
+    sign = (number >> 31).bitwise_and_(-0x8000)
+    return magnitude.bitwise_right_shift_(_BITS).bitwise_or_(sign).to(torch.int16).view(torch.bfloat16)
 
 
 def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
@@ -135,12 +137,14 @@ class RandomBits:
             self._blocks[run] = list(self._find_blocks(run))
         device = run.bucket.values.device
         if device not in self._ramps:
-            self._ramps[device] = torch.arange(chunk_elements(run.bucket), device=device)
+            self._ramps[device] = torch.arange(chunk_elements(run.bucket), device=device) * INCREMENT
         ramp, states = self._ramps[device], torch.zeros(run.length, dtype=torch.int64, device=device)
         for block in self._blocks[run]:
-            state = ramp.new_full((), _wrap(hashed(self._seed, step, block.name) + block.first * INCREMENT))
+            state: Tensor | int = _wrap(hashed(self._seed, step, block.name) + block.first * INCREMENT)
             for size, stride in zip(block.sizes, block.strides, strict=True):
-                state = state.unsqueeze(-1) + ramp[:size] * _wrap(stride * INCREMENT)
+                along = ramp[:size] if stride == 1 else ramp[:size] * stride
+                state = along + (state.unsqueeze(-1) if isinstance(state, Tensor) else state)
+            assert isinstance(state, Tensor)
             states[block.start : block.start + state.numel()] = state.flatten()
         for number in range(count):
             lane = number % (64 // _BITS)
@@ -220,8 +224,7 @@ def _has_shape_of(parameter: nn.Parameter, value: object) -> bool:
 class StochasticUpdate(Update):
     """Updates in float32, a chunk at a time, whose results are rounded stochastically to bfloat16.
 
-    Masters and state stay in bfloat16: 2 bytes each for an element. An optimizer whose kernel rounds an element
-    according to its place in memory (`fused=True` on a CPU) breaks the equality between layouts.
+    Masters and each tensor of the state stay in bfloat16, 2 bytes an element.
 
     Args:
         inner, buckets, make_norms: as of `Update`; the masters are bfloat16.

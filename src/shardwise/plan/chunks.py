@@ -15,7 +15,11 @@ MASK_CHUNK_ELEMENTS = 2**20
 """Elements of a layout-invariant dropout mask that are hashed at once."""
 
 ROUNDING_CHUNK_ELEMENTS_CPU = 2**16
-"""Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches."""
+"""Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches.
+
+A multiple of `plan.buckets.ALIGNMENT`: the CPU's vectorized kernels compute the last elements of an odd length in
+another way, and the result of an element must not depend on its place.
+"""
 
 ROUNDING_CHUNK_ELEMENTS_ACCELERATOR = 2**22
 """Likewise on an accelerator, where short kernels would wait for the host: about 250 MiB for a moment."""

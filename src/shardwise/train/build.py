@@ -189,9 +189,7 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     """AdamW or LAMB over data parallelism; gradients are summed, as the loss is already a global mean."""
     o = config.optimizer
     is_lamb = o.name == "lamb"
-    # The fused kernel of the CPU computes the last elements of a tensor in another way: their place would matter.
-    fused = devices.has_fused_adamw(mesh.device) and (precision.rounding == "nearest" or mesh.device.type != "cpu")
-    options: dict[str, Any] = {} if is_lamb else {"fused": fused}
+    options: dict[str, Any] = {} if is_lamb else {"fused": devices.has_fused_adamw(mesh.device)}
     return ZeroRedundancyOptimizer(
         decay_groups(model.parameters(), o.weight_decay),
         LAMB if is_lamb else torch.optim.AdamW,
