@@ -10,7 +10,6 @@ A fused QKV weight is three pieces; a vocabulary-padded embedding is a box short
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from shardwise.boxes import Box as Box
 from shardwise.comm import broadcast_
 from shardwise.mesh import Group
+from shardwise.random_bits import hashed
 
 SEEDED_ROWS = 64
 """Rows of a canonical tensor that are drawn from one seed."""
@@ -72,6 +72,12 @@ class Piece:
         """This piece of a local tensor as a writable view, oriented as the canonical tensor is: shape `box.size`."""
         held = local[self.local.slices]
         return held.t() if self.transposed else held
+
+    def canonical(self, box: Box) -> Box:
+        """A box of the local tensor, inside this piece, as a box of the canonical tensor."""
+        inside = box.relative_to(self.local)
+        start, size = (inside.start[::-1], box.size[::-1]) if self.transposed else (inside.start, box.size)
+        return Box(tuple(a + b for a, b in zip(start, self.box.start, strict=True)), size)
 
     def transpose(self) -> Piece:
         """The same part of the same local tensor, for a canonical matrix with its two dimensions exchanged."""
@@ -261,7 +267,7 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
         for run in sorted(runs):
             top = run * SEEDED_ROWS
             values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]))
-            values.normal_(0.0, std, generator=torch.Generator().manual_seed(_hash(seed, name, run)))
+            values.normal_(0.0, std, generator=torch.Generator().manual_seed(hashed(seed, name, run)))
             for piece in pieces:
                 first, held = piece.box.start[0], piece.box.size[0]
                 low, high = max(first, top), min(first + held, top + len(values))
@@ -274,11 +280,6 @@ def _seeded_runs(box: Box) -> range:
     """The runs of rows drawn from one seed that a box has a part in."""
     first, held = box.start[0], box.size[0]
     return range(first // SEEDED_ROWS, -(-(first + held) // SEEDED_ROWS) if held else first // SEEDED_ROWS)
-
-
-def _hash(seed: int, name: str, run: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}/{run}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _agreed_seed(group: Group, device: torch.device) -> int:

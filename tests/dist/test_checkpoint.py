@@ -116,12 +116,12 @@ SAME_LAYOUT = {
         config_of(2, True, mode="mixed", train={"global_batch": 32, "micro_batch": 16}),
         3,
     ),
-    "TP 2 × DP 2, ZeRO-0, LAMB": (
+    "TP 2 × DP 2, ZeRO-0, LAMB, bfloat16": (
         4,
-        config_of(2, zero=0, optimizer={"name": "lamb", "weight_decay": 0.01}),
+        config_of(2, zero=0, mode="bfloat16", optimizer={"name": "lamb", "weight_decay": 0.01}),
         2,
     ),
-    "norms of queries and keys, TP 2 × DP 2": (4, config_of(2, model=OLMO2), 2),
+    "norms of queries and keys, TP 2 × DP 2, bfloat16": (4, config_of(2, model=OLMO2, mode="bfloat16"), 2),
     "TP 2 × PP 2 in a V, dropout": (
         4,
         config_of(2, True, model=GPT | {"num_hidden_layers": 4}, parallel={"pipeline": 2, "schedule": "zbv"}),

@@ -41,6 +41,12 @@ def test_mode_reaches_the_loss_of_float32(mode: str, losses: dict[str, tuple[flo
     assert found != wanted, f"{mode} trains in float32"
 
 
+def test_bfloat16_reaches_the_loss_of_mixed(losses: dict[str, tuple[float, float]]) -> None:
+    """By stochastic rounding, without float32 masters."""
+    found, wanted = losses["bfloat16"][1], losses["mixed"][1]
+    assert abs(found - wanted) <= 0.01 * wanted, f"bfloat16 ends at {found}, mixed at {wanted}: more than 1 % apart"
+
+
 def observe(config: Config) -> dict[str, set[str]]:
     """One step on a rank: the dtypes of what is held, and of what goes over data parallelism."""
     mesh = shared_mesh(1)

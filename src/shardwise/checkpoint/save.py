@@ -232,8 +232,7 @@ class Saver:
                 conveyor.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any], slices: Mapping[str, Any]) -> dict[str, Any]:
-        steps = [int(state.get("step", 0)) for state in self._optimizer.inner.state.values() if isinstance(state, dict)]
-        optimizer = {"name": self._config.optimizer.name, "steps": max(steps, default=0), "states": list(slices)}
+        optimizer = {"name": self._config.optimizer.name, "steps": self._optimizer.steps, "states": list(slices)}
         return {
             "step": step,
             "config": self._config.model_dump(mode="json"),

@@ -28,6 +28,7 @@ from shardwise.config.sections import (
     Precision,
     PrecisionConfig,
     Recompute,
+    Rounding,
     Schedule,
     TrainConfig,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "Precision",
     "PrecisionConfig",
     "Recompute",
+    "Rounding",
     "Schedule",
     "TrainConfig",
     "apply_overrides",

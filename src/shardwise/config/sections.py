@@ -15,6 +15,7 @@ from shardwise.redaction import has_query, redacted
 
 DtypeName = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
+Rounding = Literal["nearest", "stochastic"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
@@ -145,12 +146,17 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class Precision:
-    """Resolved dtypes: of parameters and computation, of gradients, of their reduction, and of optimizer state."""
+    """Resolved dtypes: of parameters and computation, of gradients, of their reduction, and of optimizer state.
+
+    Attributes:
+        rounding: of what the update writes to masters and moments.
+    """
 
     parameter: DtypeName
     gradient: DtypeName
     reduce: DtypeName
     optimizer: DtypeName
+    rounding: Rounding
 
 
 class PrecisionConfig(Section):
@@ -163,13 +169,31 @@ class PrecisionConfig(Section):
     gradient: DtypeName | None = Field(default=None, description="accumulated gradients; null = the mode's own")
     reduce: DtypeName | None = Field(default=None, description="gradient reduction; null = the mode's own")
     optimizer: DtypeName | None = Field(default=None, description="masters and moments; null = the mode's own")
+    rounding: Rounding | None = Field(
+        default=None,
+        description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that the "
+        "mean is kept, with bits that are the same in every layout; null = stochastic with mode bfloat16, else nearest",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> PrecisionConfig:
+        if self.rounding == "stochastic" and self.resolved(accelerator=False).optimizer != "bfloat16":
+            reject(
+                [
+                    "precision.rounding (stochastic) rounds to bfloat16, and masters and moments are float32: set "
+                    "precision.mode=bfloat16, or precision.rounding=nearest"
+                ]
+            )
+        return self
 
     def resolved(self, accelerator: bool) -> Precision:
         """The dtype of each role; the default mode depends on whether there is an accelerator."""
         mode = self.mode or ("mixed" if accelerator else "float32")
         parameter: DtypeName = "float32" if mode == "float32" else "bfloat16"
         other: DtypeName = "bfloat16" if mode == "bfloat16" else "float32"
-        return Precision(parameter, self.gradient or other, self.reduce or other, self.optimizer or other)
+        optimizer = self.optimizer or other
+        default: Rounding = "stochastic" if mode == optimizer == "bfloat16" else "nearest"
+        return Precision(parameter, self.gradient or other, self.reduce or other, optimizer, self.rounding or default)
 
 
 class CheckpointConfig(Section):

@@ -8,7 +8,7 @@ follows no parameter's border: a rank may own the end of one parameter and the b
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from shardwise import comm, placement
 from shardwise._torch_private import version_of
 from shardwise.comm import Pending
 from shardwise.mesh import Group
+from shardwise.placement import Piece
 from shardwise.plan.buckets import offsets_and_length, packed
 
 
@@ -187,14 +188,6 @@ class Bucket:
             mine.copy_(self.master.detach())
         return comm.all_gather_async(mine, self.group, out=self.values) if self.sharded else None
 
-    def gradient_of(self) -> Tensor:
-        """The owned part of the gradients."""
-        return self.gradient
-
-    def master_of(self) -> Tensor:
-        """The owned part of the masters."""
-        return self.master.detach()
-
     # ---- where the model's elements lie in the owned part
 
     @property
@@ -224,6 +217,23 @@ class Bucket:
             if low < high:
                 runs.append((low - self.owned.start, high - low))
         return runs
+
+    def owned_boxes(
+        self, index: int, pieces: Iterable[Piece], within: slice
+    ) -> Iterator[tuple[Piece, placement.Box, int]]:
+        """What a part of the owned part holds of parameter `index`, as boxes that are one run each, in order.
+
+        Yields:
+            a piece of the parameter, a box of the piece's canonical tensor, and the run's start in the owned part.
+        """
+        for piece in pieces:
+            for start, length in self.owned_runs(index, piece.local):
+                low, high = max(start, within.start), min(start + length, within.stop)
+                if low < high:
+                    offset = low + self.owned.start - self.offsets[index]
+                    for box in placement.Box.of_run(offset, high - low, tuple(self.parameters[index].shape)):
+                        yield piece, piece.canonical(box), low
+                        low += box.numel
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.norms import CanonicalNorms, row_norms
+from shardwise.optim.norms import CanonicalNorms, ElementRun, row_norms
 
 
 class LAMB(torch.optim.Optimizer):
@@ -80,7 +80,7 @@ class LAMB(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    u = self._direction(p, group, torch.empty_like(p))
+                    u = self.direction(p, group, torch.empty_like(p))
                     if _adapts(group):
                         norms = [torch.linalg.vector_norm(row_norms(t.detach().reshape(-1))) for t in (p, u)]
                         u.mul_(self.trust_ratio(*norms))
@@ -101,24 +101,28 @@ class LAMB(torch.optim.Optimizer):
         """
         for group, buckets in zip(self.param_groups, groups, strict=True):
             for bucket in buckets:
-                self._direction(bucket.master, group, _gradient(bucket))
-        adapted = [i for i, group in enumerate(self.param_groups) if _adapts(group)]
-        ratios = self.trust_ratio(*norms.measure(adapted, Bucket.master_of, _gradient))
+                self.direction(bucket.master, group, _gradient(bucket))
+        adapted = self.adapted_groups()
+        ratios = self.trust_ratio(*norms.measure(adapted, ElementRun.master, _direction))
         for i, (group, buckets) in enumerate(zip(self.param_groups, groups, strict=True)):
             lr = float(group["lr"])
             if i in adapted:
                 for number, run in norms.runs(i):
-                    run.of(run.bucket.master).addcmul_(run.of(_gradient(run.bucket)), ratios[number], value=-lr)
+                    run.master().addcmul_(_direction(run), ratios[number], value=-lr)
             else:
                 for bucket in buckets:
                     bucket.master.add_(_gradient(bucket), alpha=-lr)
+
+    def adapted_groups(self) -> list[int]:
+        """The parameter groups whose tensors have trust ratios."""
+        return [i for i, group in enumerate(self.param_groups) if _adapts(group)]
 
     def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:
         """‖w‖ / ‖u‖ elementwise, and 1 where either is 0."""
         usable = (weight_norm > 0) & (direction_norm > 0)
         return torch.where(usable, weight_norm / direction_norm, 1.0)
 
-    def _direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
+    def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:
         """Take the gradient into the moments, and write u to `out`, which may be the gradient's own memory."""
         assert p.grad is not None
         if p.grad.is_sparse or p.is_complex():
@@ -151,3 +155,7 @@ def _gradient(bucket: Bucket) -> Tensor:
     """The gradient, then the direction, of a bucket's master."""
     assert bucket.master.grad is not None
     return bucket.master.grad
+
+
+def _direction(run: ElementRun) -> Tensor:
+    return run.of(_gradient(run.bucket))

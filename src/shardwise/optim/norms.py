@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.optim.buckets import Bucket
 from shardwise.placement import Piece
+from shardwise.plan.chunks import rounding_chunk_elements
 
 _ROW = 1 << 14
 """Elements of one sum of squares: in float32 on the CPU, one sum over 40 million elements has an error of 0.3 %."""
@@ -62,10 +63,37 @@ class ElementRun:
     def end(self) -> int:
         return self.start + self.length
 
+    def gradient(self) -> Tensor:
+        """The reduced gradients of these elements."""
+        return self.of(self.bucket.gradient)
 
-def _norm(runs: Sequence[ElementRun], take: Callable[[Bucket], Tensor]) -> Tensor:
-    """The norm of some runs of the flat tensors that `take` returns."""
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([row_norms(run.of(take(run.bucket))) for run in runs]))
+    def master(self) -> Tensor:
+        """The masters of these elements."""
+        return self.of(self.bucket.master.detach())
+
+    def split(self, length: int) -> Iterator[ElementRun]:
+        """Yield the parts of `length` elements, of which the last may be shorter."""
+        for start in range(self.start, self.end, length):
+            yield ElementRun(self.bucket, start, min(length, self.end - start))
+
+
+def chunk_elements(bucket: Bucket) -> int:
+    """Elements of a bucket that are computed in a wider dtype at once."""
+    return rounding_chunk_elements(bucket.values.device.type != "cpu")
+
+
+Take = Callable[[ElementRun], Tensor]
+"""What a norm is taken of: the values of some elements."""
+
+
+def _norm(runs: Sequence[ElementRun], take: Take, exact: bool) -> Tensor:
+    """The norm of the values of some runs. `exact`: in float64, a part at a time."""
+    if exact:
+        parts = [part for run in runs for part in run.split(chunk_elements(run.bucket))]
+        norms = [torch.linalg.vector_norm(take(part).double()) for part in parts]
+    else:
+        norms = [row_norms(take(run)) for run in runs]
+    norm: Tensor = torch.linalg.vector_norm(torch.hstack(norms))
     return norm
 
 
@@ -87,10 +115,12 @@ class ModelNorms:
         buckets: of this rank.
         world: the ranks that together hold the model.
         tensor_ranks: tensor-parallel ranks.
+        exact: sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the result,
+            which is float32 in any case.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], world: Group, tensor_ranks: int) -> None:
-        self._world = world
+    def __init__(self, buckets: Sequence[Bucket], world: Group, tensor_ranks: int, *, exact: bool = False) -> None:
+        self._world, self._exact = world, exact
         self._device = _device(buckets)
         self._runs: dict[int, list[ElementRun]] = {}
         for bucket in buckets:
@@ -104,13 +134,13 @@ class ModelNorms:
                         _append(runs, ElementRun(bucket, start, length), joint=end if start == first else start)
                 end = first + p.numel()
 
-    def measure(self, *takes: Callable[[Bucket], Tensor]) -> Tensor:
-        """One norm for each of `takes`, which return a flat tensor over a bucket's owned part. One all-reduce."""
-        squares = torch.zeros(len(takes), dtype=torch.float32, device=self._device)
+    def measure(self, *takes: Take) -> Tensor:
+        """One norm for each of `takes`. One all-reduce."""
+        squares = torch.zeros(len(takes), dtype=_dtype(self._exact), device=self._device)
         for copies, runs in self._runs.items():
             for column, take in enumerate(takes if runs else ()):
-                squares[column] += _norm(runs, take).square() / copies
-        return comm.all_reduce_(squares, self._world).sqrt()
+                squares[column] += _norm(runs, take, self._exact).square() / copies
+        return comm.all_reduce_(squares, self._world).sqrt().float()
 
 
 def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
@@ -119,6 +149,10 @@ def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
         start = runs.pop().start
         run = ElementRun(run.bucket, start, run.end - start)
     runs.append(run)
+
+
+def _dtype(exact: bool) -> torch.dtype:
+    return torch.float64 if exact else torch.float32
 
 
 def _device(buckets: Sequence[Bucket]) -> torch.device:
@@ -158,6 +192,7 @@ class CanonicalNorms:
         groups: the buckets of each parameter group.
         world, tensor_ranks: as in `ModelNorms`.
         stage: this rank's pipeline stage, which distinguishes tensors without a full name.
+        exact: as in `ModelNorms`.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
@@ -166,8 +201,16 @@ class CanonicalNorms:
         ValueError: on every rank, all ranks together do not hold each canonical tensor exactly once.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Bucket]], world: Group, tensor_ranks: int, stage: int = 0) -> None:
-        self._world = world
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Bucket]],
+        world: Group,
+        tensor_ranks: int,
+        stage: int = 0,
+        *,
+        exact: bool = False,
+    ) -> None:
+        self._world, self._exact = world, exact
         self._device = _device([bucket for buckets in groups for bucket in buckets])
         seen: dict[tuple[str, tuple[int, ...]], int] = {}
         held = [
@@ -191,17 +234,17 @@ class CanonicalNorms:
             for (group, copies), tensors in shares.items()
         ]
 
-    def measure(self, groups: Sequence[int], *takes: Callable[[Bucket], Tensor]) -> Tensor:
+    def measure(self, groups: Sequence[int], *takes: Take) -> Tensor:
         """Norms `[len(takes), T]` in float32 of the tensors of some parameter groups; 0 for all others.
 
         Collective: one all-reduce of these numbers over the world.
         """
-        squares = torch.zeros((len(takes), self.count), dtype=torch.float32, device=self._device)
+        squares = torch.zeros((len(takes), self.count), dtype=_dtype(self._exact), device=self._device)
         for share in (share for share in self._shares if share.group in groups):
             for column, take in enumerate(takes):
-                norms = torch.stack([_norm(runs, take) for runs in share.tensors.values()]).float()
-                squares[column].index_add_(0, share.numbers, norms.square(), alpha=1.0 / share.copies)
-        return comm.all_reduce_(squares, self._world).sqrt()
+                norms = torch.stack([_norm(runs, take, self._exact) for runs in share.tensors.values()])
+                squares[column].index_add_(0, share.numbers, norms.to(squares).square(), alpha=1.0 / share.copies)
+        return comm.all_reduce_(squares, self._world).sqrt().float()
 
     def runs(self, group: int) -> Iterator[tuple[int, ElementRun]]:
         """Yield the runs that this rank owns of a parameter group, each with its tensor's number."""

@@ -51,23 +51,8 @@ def state_slices(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Iterat
     records = {parameter: record for _, parameter, record in placements(model)}
     for bucket in optimizer.buckets:
         for index, parameter in enumerate(bucket.parameters):
-            for piece in records[parameter].pieces:
-                for start, length in bucket.owned_runs(index, piece.local):
-                    low, high = max(start, bucket.share.start), min(start + length, bucket.share.stop)
-                    if low < high:
-                        offset = low + bucket.owned.start - bucket.offsets[index]
-                        for box in Box.of_run(offset, high - low, tuple(parameter.shape)):
-                            yield StateSlice(bucket, piece, _canonical(box, piece), low)
-                            low += box.numel
-
-
-def _canonical(box: Box, piece: Piece) -> Box:
-    """A box of the local tensor, inside the piece, as a box of the canonical one."""
-    inside = tuple(a - b for a, b in zip(box.start, piece.local.start, strict=True))
-    size = box.size
-    if piece.transposed:
-        inside, size = inside[::-1], size[::-1]
-    return Box(tuple(a + b for a, b in zip(inside, piece.box.start, strict=True)), size)
+            for piece, box, start in bucket.owned_boxes(index, records[parameter].pieces, bucket.share):
+                yield StateSlice(bucket, piece, box, start)
 
 
 def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, Tensor]]:
@@ -90,6 +75,7 @@ def begin_restoring(optimizer: ZeroRedundancyOptimizer, names: Sequence[str], st
     }
     groups = optimizer.inner.state_dict()["param_groups"]
     optimizer.inner.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.steps = steps
 
 
 @torch.no_grad()

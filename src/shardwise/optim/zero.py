@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch_private import WithoutCompiler, step_optimizer, without_compiler
+from shardwise._torch_private import WithoutCompiler, without_compiler
+from shardwise.config import Rounding
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.arguments import require_known_options
 from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
@@ -27,9 +28,11 @@ from shardwise.optim.checks import (
     require_same_parameters,
 )
 from shardwise.optim.elementwise import require_elementwise
-from shardwise.optim.lamb import LAMB, updates_whole_tensors
-from shardwise.optim.norms import CanonicalNorms, ModelNorms, clipping_factor, require_max_norm
+from shardwise.optim.lamb import updates_whole_tensors
+from shardwise.optim.norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
+from shardwise.optim.rounding import RandomBits, StochasticUpdate, is_stochastic, named_pieces, require_bfloat16
 from shardwise.optim.scaling import require_scaled, spread_non_finite
+from shardwise.optim.update import Update, options_of
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -51,6 +54,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     values of the group's first rank. A `torch.amp.GradScaler` skips a step on all ranks or on none; leave out its
     `unscale_`.
 
+    Attributes:
+        steps: updates so far.
+
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
         optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; or `shardwise.LAMB`, whose trust
@@ -65,6 +71,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
         average: False sums gradients over the group instead.
         bucket_mib: gradients that travel together, in MiB.
+        rounding: `stochastic` computes the update in float32 and rounds masters and state to bfloat16, which
+            `optimizer_dtype` must be, so that their mean is kept: `optim/rounding.py`.
+        rounding_seed: of its random bits, which also depend on the step, the canonical tensor and the element.
         defaults: options of the wrapped class.
 
     Raises:
@@ -90,6 +99,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         shard: bool = True,
         average: bool = True,
         bucket_mib: float = 25.0,
+        rounding: Rounding = "nearest",
+        rounding_seed: int = 0,
         **defaults: Any,
     ) -> None:
         if grad_clipping:
@@ -108,6 +119,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._bucket_bytes = bucket_mib * 2**20
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype)
         self._defaults = defaults
+        self._is_stochastic, self._rounding_seed = is_stochastic(rounding), rounding_seed
+        self.steps = 0
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
         self._at: dict[nn.Parameter, tuple[Bucket, int]] = {}
@@ -117,7 +130,6 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._checked_wrappers = False
         self._norms: Tensor | None = None
         self._clipped = False
-        self._tensors: CanonicalNorms | None = None
         probe = self._inner_class([nn.Parameter(torch.zeros(1))], **defaults)
         super().__init__(params, probe.defaults)
         self._take_over(self.param_groups)
@@ -143,8 +155,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         for options in groups:
             self._move(options)
         self._partial = PartialGradients(self.buckets)
-        self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks)
-        self._tensors = None
+        self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks, exact=self._is_stochastic)
+        self._updates = self._make_update()
 
     def _move(self, options: dict[str, Any]) -> None:
         """Bring a group's parameters to the first rank's values, those that are trained as views into buckets."""
@@ -154,6 +166,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._frozen += frozen
         trainable = [p for p in options["params"] if p.requires_grad and p.numel()]
         hook = weak_hook(self._on_gradient)
+        if self._is_stochastic:
+            require_bfloat16(self._dtypes.optimizer, trainable)
         buckets = make_buckets(trainable, self.group, self._bucket_bytes, shard=self.shard, dtypes=self._dtypes)
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
@@ -169,6 +183,19 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     @property
     def _tensor_ranks(self) -> int:
         return self._mesh.tp.size if self._mesh is not None else 1
+
+    def _make_update(self) -> Update:
+        stage, exact = self._mesh.pp.rank if self._mesh is not None else 0, self._is_stochastic
+
+        def norms(groups: list[list[Bucket]]) -> CanonicalNorms:
+            return CanonicalNorms(groups, self._world, self._tensor_ranks, stage, exact=exact)
+
+        if not self._is_stochastic:
+            return Update(self.inner, self.buckets, norms)
+        bits = RandomBits(named_pieces(self.param_groups, stage), self._rounding_seed)
+        return StochasticUpdate(
+            self.inner, self.buckets, norms, lambda group: self._inner_class([group], **self._defaults), bits
+        )
 
     # ---- when gradients are ready
 
@@ -237,7 +264,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         for bucket in self.buckets:
             bucket.finish_reduction()
         self._partial.sum_()
-        self._norms = self._model.measure(Bucket.gradient_of, Bucket.master_of)
+        self._norms = self._model.measure(ElementRun.gradient, ElementRun.master)
         self._norms[0] *= self._scale
         for bucket in self.buckets:
             bucket.note_gradients()
@@ -330,33 +357,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return loss
 
     def _update(self, factor: Tensor | float) -> None:
-        assert self._inner is not None
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            inner.update(_options(outer))
-        scaling = not (isinstance(factor, float) and factor == 1.0)
-        for bucket in self.buckets:
-            gradient = bucket.gradient.to(bucket.master.dtype)
-            bucket.master.grad = gradient.mul_(factor) if scaling else gradient
-        if isinstance(self._inner, LAMB):
-            self._step_whole_tensors(self._inner)
-        else:
-            step_optimizer(self._inner)
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            outer.update(_options(inner))
-        for bucket in self.buckets:
-            bucket.master.grad = None
+        self.steps += 1
+        self._updates.step(self.param_groups, factor, self.steps)
         gathers = [bucket.start_gather() for bucket in self.buckets]
         for gather in gathers:
             if gather is not None:
                 gather.wait()
-
-    def _step_whole_tensors(self, inner: LAMB) -> None:
-        bucket_of = {bucket.master: bucket for bucket in self.buckets}
-        groups = [[bucket_of[master] for master in group["params"]] for group in inner.param_groups]
-        if self._tensors is None:
-            stage = self._mesh.pp.rank if self._mesh is not None else 0
-            self._tensors = CanonicalNorms(groups, self._world, self._tensor_ranks, stage)
-        inner.step_slices(groups, self._tensors)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0. They stay views into the buckets, whatever `set_to_none` says."""
@@ -386,9 +392,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         groups = zip(self.param_groups, inner["param_groups"], strict=True)
         return {
             "state": inner["state"],
-            "param_groups": [{**_options(outer), "params": group["params"]} for outer, group in groups],
+            "param_groups": [{**options_of(outer), "params": group["params"]} for outer, group in groups],
             "masters": [b.master.detach() if b.separate else None for b in self.buckets],
             "layout": self._layout(),
+            "steps": self.steps,
         }
 
     @torch.no_grad()
@@ -403,8 +410,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if stored != own:
             raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {own}")
         self._inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+        self.steps = state_dict["steps"]
         for outer, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            outer.update(_options(loaded))
+            outer.update(options_of(loaded))
         for bucket, master in zip(self.buckets, state_dict["masters"], strict=True):
             if bucket.separate:
                 bucket.master.copy_(master)
@@ -440,7 +448,3 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         mine = sum(b.elements for b in self.buckets)
         per_element = (state + separate) / max(masters, 1)
         return {"state": state, "masters": separate, "padding": round((masters - mine) * per_element)}
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

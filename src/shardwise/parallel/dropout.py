@@ -10,7 +10,6 @@ layer, site, element): the mask, and with it the loss, is the same at any layout
 
 from __future__ import annotations
 
-import hashlib
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from shardwise.config import DropoutMode
 from shardwise.mesh import Ranks
 from shardwise.parallel.arguments import sharing_group
 from shardwise.plan.chunks import MASK_CHUNK_ELEMENTS
+from shardwise.random_bits import INCREMENT, hashed, mixed
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ class DropoutKey:
 
     def number(self, *place: int) -> int:
         """A 63-bit hash of the key's seed and step and of a place in the model."""
-        text = "/".join(str(part) for part in (self.seed, self.step, *place))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        return hashed(self.seed, self.step, *place)
 
     def seeded(self, device: torch.device, layer: int, site: int, shard: int) -> AbstractContextManager[None]:
         """Inside, torch's generator of the device begins at a state of this place's own (`fast` mode)."""
@@ -60,7 +59,7 @@ class DropoutKey:
         Element j of row `rows[i]` of a sample has the number `rows[i] · width + j` there.
         """
         place = torch.tensor(self.number(layer, site), device=rows.device)
-        stream_B1 = _mix(self.samples_B ^ place).unsqueeze(1)
+        stream_B1 = mixed(self.samples_B ^ place).unsqueeze(1)
         # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
         column = torch.arange(width, device=rows.device)
@@ -68,24 +67,8 @@ class DropoutKey:
         chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * width))
         for start in range(0, len(rows), chunk):
             elements = rows[start : start + chunk].view(-1, 1, 1) * width + column
-            torch.ge(_mix(stream_B1 + elements * _GOLDEN), threshold, out=keep[start : start + chunk])
+            torch.ge(mixed(stream_B1 + elements * INCREMENT), threshold, out=keep[start : start + chunk])
         return keep
-
-
-# The constants of SplitMix64, as the negative int64 with the same bits: torch's integers are signed.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64 (Steele, Lea and Flood 2014, section 3) of 64-bit integers; the argument stays as it is."""
-    x = x + _GOLDEN
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
-        # torch shifts int64 arithmetically: copies of the sign bit come in from the left and are masked away.
-        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
-        if factor is not None:
-            x *= factor
-    return x
 
 
 class Dropout(nn.Module):

@@ -14,6 +14,21 @@ LOSS_CHUNK_TOKENS = 256
 MASK_CHUNK_ELEMENTS = 2**20
 """Elements of a layout-invariant dropout mask that are hashed at once."""
 
+ROUNDING_CHUNK_ELEMENTS_CPU = 2**16
+"""Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches.
+
+A multiple of `plan.buckets.ALIGNMENT`: the CPU's vectorized kernels compute the last elements of an odd length in
+another way, and the result of an element must not depend on its place.
+"""
+
+ROUNDING_CHUNK_ELEMENTS_ACCELERATOR = 2**22
+"""Likewise on an accelerator, where short kernels would wait for the host: about 250 MiB for a moment."""
+
+
+def rounding_chunk_elements(accelerator: bool) -> int:
+    """Elements that stochastic rounding updates in float32 at once."""
+    return ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if accelerator else ROUNDING_CHUNK_ELEMENTS_CPU
+
 
 def loss_chunk_elements(rows: int, accelerator: bool) -> int:
     """Logits that the chunked loss holds at once on a rank that holds `rows` rows of the head."""

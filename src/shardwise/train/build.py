@@ -201,6 +201,8 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         optimizer_dtype=torch_dtype(precision.optimizer),
         gradient_dtype=torch_dtype(precision.gradient),
         reduce_dtype=torch_dtype(precision.reduce),
+        rounding=precision.rounding,
+        rounding_seed=config.train.seed,
         lr=o.lr,
         betas=o.betas,
         eps=o.eps,

@@ -56,6 +56,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         known = f"{units.count(parameters)} ({parameters:,}), {most} {held}"
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
+    rounding = ", rounded stochastically" if precision.rounding == "stochastic" else ""
     return [
         (
             "layout",
@@ -70,7 +71,7 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "precision",
             f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
-            f"optimizer {precision.optimizer}",
+            f"optimizer {precision.optimizer}{rounding}",
         ),
         ("optimizer", _optimizer(config)),
     ]

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from shardwise.boxes import Box
-from shardwise.optim.state import _canonical
 from shardwise.placement import Init, Piece
 
 
@@ -18,5 +17,5 @@ def test_a_box_of_a_piece_is_the_same_elements_of_the_canonical_tensor(transpose
     local = torch.zeros(9, 4, dtype=torch.int64)
     piece.of(local).copy_(canonical[piece.box.slices])
     for box in (Box((5, 0), (3, 4)), Box((6, 1), (1, 2)), Box((6, 0), (2, 4))):
-        found, wanted = local[box.slices], canonical[_canonical(box, piece).slices]
+        found, wanted = local[box.slices], canonical[piece.canonical(box).slices]
         assert torch.equal(found.t() if transposed else found, wanted)

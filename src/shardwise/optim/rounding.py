@@ -1,0 +1,286 @@
+"""Stochastic rounding: bfloat16 training without float32 masters (Gupta et al., arXiv:1502.02551, section 3.2).
+
+With x between two neighbouring bfloat16 numbers a < b, x becomes b with probability (x − a) / (b − a), else a: its mean
+is x. Rounding to nearest instead loses each update smaller than half the distance of neighbours, about 2^-9 of the
+weight: at a small learning rate the weight never changes.
+
+The random bits are a function of (seed, step, canonical tensor, element). Equal inputs give equal results at any
+layout, with or without ZeRO and at any bucket size, and copies of a tensor stay equal without communication.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import placement
+from shardwise._torch_private import step_optimizer
+from shardwise.boxes import Box
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.lamb import LAMB
+from shardwise.optim.norms import ElementRun, chunk_elements
+from shardwise.optim.update import MakeNorms, Update, options_of
+from shardwise.placement import Piece
+from shardwise.random_bits import INCREMENT, hashed, mixed
+
+Pieces = dict[nn.Parameter, tuple[Piece, ...]]
+MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
+_BITS = 16
+"""Bits of a float32 that bfloat16 lacks."""
+
+
+def is_stochastic(rounding: str) -> bool:
+    """Whether rounding is stochastic; ValueError for what is neither that nor to the nearest."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding ({rounding!r}) must be 'nearest' or 'stochastic'")
+    return rounding == "stochastic"
+
+
+def require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless `dtype`, of masters and state, is bfloat16, and would be so for all parameters."""
+    if dtype != torch.bfloat16:
+        raise ValueError(f"rounding='stochastic' rounds to bfloat16: optimizer_dtype ({dtype}) must be torch.bfloat16")
+    if any(p.dtype == torch.float64 for p in parameters):
+        raise ValueError("rounding='stochastic' rounds to bfloat16: no parameter may be torch.float64")
+
+
+def rounded(x: Tensor, bits: Tensor) -> Tensor:
+    """float32 numbers as bfloat16, rounded up in magnitude where the bits that are cut off, plus `bits`, carry.
+
+    Args:
+        x: float32.
+        bits: int32 numbers of the same shape, uniform in [0, 2^16).
+    """
+    number = x.view(torch.int32)
+    # The largest numbers may carry into infinity, as they should, but a NaN may not carry into the sign.
+    magnitude = (number & 0x7FFFFFFF).clamp_(max=0x7FFF0000).add_(bits)
+    sign = (number >> 31).bitwise_and_(-0x8000)
+    return magnitude.bitwise_right_shift_(_BITS).bitwise_or_(sign).to(torch.int16).view(torch.bfloat16)
+
+
+def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
+    """The pieces of each parameter of some parameter groups, under names that no other tensor of the model has.
+
+    A name that is not full is completed by the parameter's number among those of its name and shape, and by the
+    pipeline stage: every layout without a pipeline gives the same.
+    """
+    seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    named: Pieces = {}
+    for p in (p for options in groups for p in options["params"]):
+        pieces = placement.of_or_whole(p).pieces
+        open_names = {(piece.name, piece.shape) for piece in pieces if not piece.name or piece.name.startswith(".")}
+        named[p] = tuple(
+            replace(piece, name=f"{piece.name} {piece.shape} {seen[piece.name, piece.shape]} of stage {stage}")
+            if (piece.name, piece.shape) in open_names
+            else piece
+            for piece in pieces
+        )
+        seen.update(open_names)
+    return named
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Elements of a canonical tensor that are consecutive in a run: element i, j, … has the number `first + i·s + …`.
+
+    Attributes:
+        start: in the run.
+        sizes, strides: of the dimensions, in the order of memory; strides are those of the canonical tensor.
+    """
+
+    name: str
+    start: int
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(piece: Piece, box: Box, start: int) -> _Block:
+        """A box of a piece's canonical tensor."""
+        strides = [1] * len(piece.shape)
+        for dim in reversed(range(len(piece.shape) - 1)):
+            strides[dim] = strides[dim + 1] * piece.shape[dim + 1]
+        first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
+        dims = list(zip(box.size, strides, strict=True))[:: -1 if piece.transposed else 1]
+        merged = [(1, 1)]
+        for size, stride in dims:
+            if merged[-1] == (1, 1) or merged[-1][1] == size * stride:
+                merged[-1] = (merged[-1][0] * size, stride)
+            else:
+                merged.append((size, stride))
+        return _Block(piece.name, start, first, *zip(*merged, strict=True))
+
+
+class RandomBits:
+    """16 random bits for each element of a bucket's owned part and for each tensor of its state.
+
+    Args:
+        pieces: of each parameter, with full names.
+        seed: of the run.
+    """
+
+    def __init__(self, pieces: Pieces, seed: int) -> None:
+        self._pieces, self._seed = pieces, seed
+        self._blocks: dict[ElementRun, list[_Block]] = {}
+        self._ramps: dict[torch.device, Tensor] = {}
+
+    def of(self, run: ElementRun, step: int, count: int) -> Iterator[Tensor]:
+        """Yield `count` int32 tensors over a run of at most `chunk_elements`, uniform in [0, 2^16)."""
+        if run not in self._blocks:
+            self._blocks[run] = list(self._find_blocks(run))
+        device = run.bucket.values.device
+        if device not in self._ramps:
+            self._ramps[device] = torch.arange(chunk_elements(run.bucket), device=device) * INCREMENT
+        ramp, states = self._ramps[device], torch.zeros(run.length, dtype=torch.int64, device=device)
+        for block in self._blocks[run]:
+            state: Tensor | int = _wrap(hashed(self._seed, step, block.name) + block.first * INCREMENT)
+            for size, stride in zip(block.sizes, block.strides, strict=True):
+                along = ramp[:size] if stride == 1 else ramp[:size] * stride
+                state = along + (state.unsqueeze(-1) if isinstance(state, Tensor) else state)
+            assert isinstance(state, Tensor)
+            states[block.start : block.start + state.numel()] = state.flatten()
+        for number in range(count):
+            lane = number % (64 // _BITS)
+            if lane == 0:
+                states = mixed(states)
+            yield (states >> (lane * _BITS)).to(torch.int32) & (2**_BITS - 1)
+
+    def _find_blocks(self, run: ElementRun) -> Iterator[_Block]:
+        bucket = run.bucket
+        first = bucket.owned.start + run.start
+        for index in range(bisect_right(bucket.offsets, first) - 1, len(bucket.parameters)):
+            if bucket.offsets[index] >= first + run.length:
+                break
+            pieces = self._pieces[bucket.parameters[index]]
+            for piece, box, start in bucket.owned_boxes(index, pieces, slice(run.start, run.end)):
+                yield _Block.of(piece, box, start - run.start)
+
+
+def _wrap(number: int) -> int:
+    """The int64 that is equal to `number` modulo 2^64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+class _Scratch:
+    """A float32 copy of one run and its state, which an optimizer of the wrapped class updates.
+
+    Args:
+        make: makes an optimizer of the wrapped class from a parameter group.
+        inner: the wrapped optimizer.
+        group: one of its parameter groups.
+    """
+
+    def __init__(self, make: MakeOptimizer, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        self.parameter = nn.Parameter(torch.empty(0, device=group["params"][0].device))
+        self._options, self._state = options_of(group), inner.state
+        self.optimizer = make(self._options | {"params": [self.parameter]})
+        self.group = self.optimizer.param_groups[0]
+        self._before: dict[Bucket, dict[str, Any]] = {}
+
+    def load(self, run: ElementRun, factor: Tensor | float) -> None:
+        """Take the masters of a run, `factor` times their gradients, and their state as it was before this step."""
+        master = run.bucket.master
+        before = self._before.setdefault(run.bucket, dict(self._state[master]))
+        self.parameter.grad = None
+        self.parameter.data = run.master().float()
+        self.parameter.grad = run.gradient().float().mul_(factor)
+        self.group.update(self._options)  # each run begins with the same ones
+        self.optimizer.state[self.parameter] = {
+            name: _computed(run.of(value)) if _has_shape_of(master, value) else copy.deepcopy(value)
+            for name, value in before.items()
+        }
+
+    def store(self, run: ElementRun, bits: RandomBits, step: int) -> None:
+        """Round the new masters and their state."""
+        master, state = run.bucket.master, self._state[run.bucket.master]
+        new = self.optimizer.state[self.parameter]
+        elementwise = {name: value for name, value in sorted(new.items()) if _has_shape_of(self.parameter, value)}
+        for name in elementwise.keys() - state.keys():
+            dtype = torch.bfloat16 if elementwise[name].is_floating_point() else elementwise[name].dtype
+            state[name] = torch.zeros_like(master, dtype=dtype)
+        targets = [run.master(), *(run.of(state[name]) for name in elementwise)]
+        values = [self.parameter.detach(), *elementwise.values()]
+        for target, value, lane in zip(targets, values, bits.of(run, step, len(values)), strict=True):
+            target.copy_(rounded(value, lane) if value.is_floating_point() else value)
+        state.update({name: value for name, value in new.items() if name not in elementwise})
+
+
+def _computed(stored: Tensor) -> Tensor:
+    """A copy of a part of the state, in float32 if it is rounded."""
+    return stored.float() if stored.is_floating_point() else stored.clone()
+
+
+def _has_shape_of(parameter: nn.Parameter, value: object) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+class StochasticUpdate(Update):
+    """Updates in float32, a chunk at a time, whose results are rounded stochastically to bfloat16.
+
+    Masters and each tensor of the state stay in bfloat16, 2 bytes an element.
+
+    Args:
+        inner, buckets, make_norms: as of `Update`; the masters are bfloat16.
+        make: makes an optimizer of the wrapped class from a parameter group.
+        bits: of the elements of these buckets.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        make_norms: MakeNorms,
+        make: MakeOptimizer,
+        bits: RandomBits,
+    ) -> None:
+        super().__init__(inner, buckets, make_norms)
+        self._make, self._bits = make, bits
+
+    def _update(self, factor: Tensor | float, number: int) -> None:
+        scratches = {
+            bucket: scratch
+            for group, buckets in zip(self._inner.param_groups, self._groups, strict=True)
+            for scratch in ([_Scratch(self._make, self._inner, group)] if buckets else [])
+            for bucket in buckets
+        }
+        if isinstance(self._inner, LAMB):
+            self._update_whole_tensors(self._inner, scratches, factor, number)
+            return
+        for bucket, scratch in scratches.items():
+            for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
+                scratch.load(run, factor)
+                step_optimizer(scratch.optimizer)
+                scratch.store(run, self._bits, number)
+
+    def _update_whole_tensors(
+        self, inner: LAMB, scratches: dict[Bucket, _Scratch], factor: Tensor | float, number: int
+    ) -> None:
+        """LAMB, which needs the norms of whole tensors' directions before it updates an element.
+
+        No memory could hold the directions in float32, so they are computed twice.
+        """
+
+        def direction(run: ElementRun) -> Tensor:
+            scratch = scratches[run.bucket]
+            scratch.load(run, factor)
+            assert isinstance(scratch.optimizer, LAMB)
+            assert scratch.parameter.grad is not None
+            return scratch.optimizer.direction(scratch.parameter, scratch.group, out=scratch.parameter.grad)
+
+        adapted = inner.adapted_groups()
+        ratios = inner.trust_ratio(*self._norms.measure(adapted, ElementRun.master, direction))
+        for index, group in enumerate(inner.param_groups):
+            for tensor, run in self._norms.runs(index):
+                for part in run.split(chunk_elements(run.bucket)):
+                    update, scratch = direction(part), scratches[part.bucket]
+                    if index in adapted:
+                        update.mul_(ratios[tensor])
+                    scratch.parameter.sub_(update, alpha=float(group["lr"]))
+                    scratch.store(part, self._bits, number)

@@ -1,0 +1,87 @@
+"""Stochastic rounding over real ranks: given equal gradients, weights and state are equal to the bit at any layout."""
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.placement import placements
+from shardwise.train.build import build_trainer
+from tests.dist.checkpoints import canonical_state
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.dense import random, run
+from tests.dist.test_lamb import MODELS
+from tests.dist.training import make_config, make_data
+
+STEPS = 3
+
+
+def trained(
+    name: str, tensor: int, pipeline: int, keys: dict[str, Any], rounding: str | None = None, seed: int = 7
+) -> dict[str, str]:
+    """Digests of canonical weights and moments after a few steps with gradients that are functions of their names."""
+    config = make_config(
+        model=MODELS[name],
+        parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
+        optimizer={"lr": 1e-2, "weight_decay": 0.1, **keys},
+        precision={"mode": "bfloat16", "rounding": rounding},
+        train={"seed": seed},
+    )
+    mesh = shared_mesh(tensor, pipeline)
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size, pairs=name == "bert"))
+    for step in range(STEPS):
+        for _, p, record in placements(trainer.model):
+            for piece in record.pieces:
+                # One rank has all of a sum over several: it is then exact in bfloat16.
+                is_first = mesh.dp.rank == 0 and not (piece.partial and piece.copies.rank)
+                values = random(1000 * step + sum(piece.name.encode()), *piece.shape)[piece.box.slices]
+                assert p.grad is not None
+                piece.of(p.grad).copy_(values if is_first else torch.zeros(()))
+        trainer.optimizer.step()
+    state = canonical_state(trainer)
+    return {f"{kind} of {name}": digest(value) for kind, of_kind in state.items() for name, value in of_kind.items()}
+
+
+def digest(value: Tensor) -> str:
+    """Short enough to be sent to the test's own process."""
+    return hashlib.blake2b(value.float().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "dp4-zero1": (1, 1, {}),
+    "dp4-zero0-small-buckets": (1, 1, {"zero": 0, "bucket_mib": 0.002}),
+    "tp2-dp2-sp": (2, 1, {}),
+    "tp4-sp": (4, 1, {}),
+    "pp2-dp2": (1, 2, {"bucket_mib": 0.002}),
+    "tp2-pp2": (2, 2, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, str], dict[str, str]]:
+    return {}
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("llama tied, biases", "adamw"), ("gpt", "lamb")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_and_moments_are_equal_to_the_bit(
+    layout: str, model: str, optimizer: str, alone: dict[tuple[str, str], dict[str, str]], ranks: Any
+) -> None:
+    """Fused, transposed, copied, padded, tied and replicated tensors; with clipping, and LAMB's ratios."""
+    if (model, optimizer) not in alone:
+        alone[model, optimizer] = trained(model, 1, 1, {"name": optimizer})
+    tensor, pipeline, keys = LAYOUTS[layout]
+    for found in run(ranks, 4, trained, model, tensor, pipeline, {"name": optimizer, **keys}):
+        differ = [name for name, wanted in alone[model, optimizer].items() if found.get(name) != wanted]
+        assert not differ, f"{len(differ)} tensors differ from those of one process: {differ[:5]}"
+
+
+def test_the_configuration_chooses_rounding_and_its_seed() -> None:
+    case = ("gpt", 1, 1, {"name": "adamw", "max_norm": None})
+    found = [trained(*case, **keys) for keys in ({}, {"rounding": "stochastic"}, {"seed": 8}, {"rounding": "nearest"})]
+    assert found[0] == found[1], "stochastic is the default"
+    for other, what in ((found[2], "another train.seed"), (found[3], "rounding to nearest")):
+        moments = [name for name in other if name.startswith("exp_avg ")]
+        assert all(other[name] != found[0][name] for name in moments), f"{what} gives the same moments"

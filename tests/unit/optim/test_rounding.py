@@ -1,0 +1,195 @@
+"""Stochastic rounding in one process: against its definition, written once more in numpy."""
+
+import hashlib
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import LAMB, ZeroRedundancyOptimizer
+from shardwise.optim import rounding
+from shardwise.optim.norms import ElementRun
+from shardwise.plan import chunks
+from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
+
+STOCHASTIC: dict[str, Any] = PLAIN | {"optimizer_dtype": torch.bfloat16, "rounding": "stochastic"}
+SEED = 5
+
+
+def splitmix(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Steele, Lea and Flood 2014, figure 17."""
+    with np.errstate(over="ignore"):
+        z = states + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def expected_bits(name: str, step: int, count: int, elements: int) -> list[npt.NDArray[np.uint64]]:
+    digest = hashlib.blake2b(f"{SEED}/{step}/{name}".encode(), digest_size=8).digest()
+    key = np.uint64(int.from_bytes(digest, "little") >> 1)
+    with np.errstate(over="ignore"):
+        random = splitmix(key + np.arange(elements, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    lanes = []
+    for number in range(count):
+        if number and number % 4 == 0:
+            random = splitmix(random)
+        lanes.append(random >> np.uint64(16 * (number % 4)) & np.uint64(0xFFFF))
+    return lanes
+
+
+def expected(x: Tensor, bits: npt.NDArray[np.uint64]) -> Tensor:
+    upper = (x.contiguous().view(-1).numpy().view(np.uint32).astype(np.uint64) + bits) >> np.uint64(16)
+    return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16).view(x.shape)
+
+
+def test_the_mean_of_many_roundings_is_the_number() -> None:
+    """With probability (x - a) / (b - a) upwards: 2^16 roundings with each of the possible bits are exactly that."""
+    bits = torch.arange(2**16, dtype=torch.int32)
+    for x in (1.0 + 2.0**-12, -3.000001, 1e-30, 6.0e-39):
+        found = rounding.rounded(torch.full((2**16,), x), bits)
+        assert len(found.unique()) == 2, f"{x} is rounded to {found.unique()}"
+        assert float(found.double().mean()) == float(torch.tensor(x)), f"the mean of {x}'s roundings"
+
+
+@pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")])
+def test_what_bfloat16_holds_stays(x: float) -> None:
+    found = rounding.rounded(torch.full((3,), x), torch.tensor([0, 1, 2**16 - 1], dtype=torch.int32))
+    assert torch.equal(found.view(torch.int16), torch.full((3,), x).bfloat16().view(torch.int16))
+
+
+def test_nan_stays_and_the_largest_numbers_may_become_infinite() -> None:
+    payloads = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F7FFFFF], dtype=torch.int32)
+    found = rounding.rounded(payloads.view(torch.float32), torch.full((4,), 2**16 - 1, dtype=torch.int32))
+    assert found[:3].isnan().all()
+    assert found[3] == float("inf")
+
+
+CLASSES = [
+    ("AdamW", {"lr": 1e-3, "weight_decay": 0.1, "foreach": True}),
+    ("AdamW", {"lr": 1e-3, "amsgrad": True, "fused": False}),
+    ("SGD", {"lr": 1e-2}),
+    ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    ("RMSprop", {"lr": 1e-3, "centered": True, "momentum": 0.9}),
+    ("NAdam", {"lr": 1e-3}),
+    ("LAMB", {"lr": 1e-2}),
+]
+
+
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    return LAMB if name == "LAMB" else getattr(torch.optim, name)  # type: ignore[no-any-return]
+
+
+def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int) -> None:
+    """The class itself on float32 copies; after each step, weights and state are rounded by the definition."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    copies = [nn.Parameter(p.detach().float()) for p in trained]
+    optimizer = class_of(name)(copies, **options)
+    names = rounding.named_pieces([{"params": list(model.parameters())}], 0)
+    for step in range(1, steps + 1):
+        model.zero_grad()
+        model(batch(step)).backward()  # type: ignore[operator]
+        for p, wide in zip(trained, copies, strict=True):
+            wide.grad = torch.zeros_like(wide) if p.grad is None else p.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for p, wide in zip(trained, copies, strict=True):
+                state = optimizer.state[wide]
+                rows = [key for key, value in sorted(state.items()) if isinstance(value, Tensor) and value.dim()]
+                rows = rows if p.dim() else [key for key in sorted(state) if key not in ("step", "mu_product")]
+                rows = [key for key in rows if state[key] is not None]
+                bits = expected_bits(names[p][0].name, step, 1 + len(rows), p.numel())
+                for value, lane in zip([wide, *(state[key] for key in rows)], bits, strict=True):
+                    # A transposed parameter's elements are numbered in the order of its memory.
+                    order = value.t() if not p.is_contiguous() else value
+                    turned = expected(order, lane)
+                    value.copy_(turned.t() if not p.is_contiguous() else turned)
+                p.copy_(wide)
+
+
+@pytest.mark.parametrize(("name", "options"), CLASSES, ids=str)
+@pytest.mark.parametrize(("bucket_mib", "chunk"), [(1e-5, 2**16), (1000.0, 7)])
+def test_each_class_computes_in_float32_and_rounds_by_the_definition(
+    name: str, options: dict[str, Any], bucket_mib: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the buckets, and whatever is updated at once."""
+    monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
+    wanted, found = make().bfloat16(), make().bfloat16()
+    reference(name, options, wanted, 4)
+    optimizer = ZeroRedundancyOptimizer(
+        found.parameters(), class_of(name), bucket_mib=bucket_mib, rounding_seed=SEED, **STOCHASTIC, **options
+    )
+    train(found, optimizer, 4, 1)
+    assert_equal(found, wanted)
+    state = [
+        v for values in optimizer.inner.state.values() for v in values.values() if isinstance(v, Tensor) and v.dim()
+    ]
+    assert {value.dtype for value in state} <= {torch.bfloat16}, "state takes 2 bytes an element"
+    assert optimizer.state_bytes()["masters"] == 0, "the parameters are their own masters"
+
+
+def test_more_than_four_tensors_have_bits_of_their_own() -> None:
+    weight = nn.Linear(3, 2, bias=False).bfloat16()
+    optimizer = ZeroRedundancyOptimizer(weight.parameters(), torch.optim.SGD, lr=1.0, **STOCHASTIC)
+    bits = rounding.RandomBits(rounding.named_pieces(optimizer.param_groups, 0), SEED)
+    found = list(bits.of(ElementRun(optimizer.buckets[0], 0, 6), 9, 7))
+    for lane, wanted in zip(found, expected_bits(" (2, 3) 0 of stage 0", 9, 7, 6), strict=True):
+        assert lane.tolist() == wanted.tolist()
+    assert len({tuple(lane.tolist()) for lane in found}) == 7
+
+
+def test_small_updates_are_not_lost() -> None:
+    """Updates of 2^-12 to weights of 1, whose neighbours are 2^-8 and 2^-7 away: the nearest is always 1."""
+    moved = {}
+    for way in ("nearest", "stochastic"):
+        weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=2.0**-12, **(STOCHASTIC | {"rounding": way}))
+        for _ in range(1024):
+            weight.sum().backward()
+            optimizer.step()
+        moved[way] = float(weight.detach().float().mean())
+    assert moved["nearest"] == 1.0
+    assert moved["stochastic"] == pytest.approx(0.75, abs=0.01), "1,024 steps of 2^-12"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "LAMB"])
+def test_a_resumed_run_is_equal_to_the_bit(name: str) -> None:
+    models = [make().bfloat16() for _ in range(2)]
+    first, second = (
+        ZeroRedundancyOptimizer(model.parameters(), class_of(name), lr=1e-3, **STOCHASTIC) for model in models
+    )
+    train(models[0], first, 3)
+    file = io.BytesIO()
+    torch.save([models[0].state_dict(), first.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    models[1].load_state_dict(weights)
+    second.load_state_dict(state)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, 3, 3)
+    assert_equal(*models)
+    assert first.steps == second.steps == 6
+
+
+def test_another_seed_rounds_otherwise() -> None:
+    weights = []
+    for seed in (0, 0, 1):
+        model = make().bfloat16()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, rounding_seed=seed, **STOCHASTIC)
+        train(model, optimizer, 2)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_what_cannot_be_rounded_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"optimizer_dtype \(torch.float32\) must be torch.bfloat16"):
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, rounding="stochastic", **PLAIN)
+    with pytest.raises(ValueError, match=r"no parameter may be torch.float64"):
+        ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.SGD, **STOCHASTIC)
+    with pytest.raises(ValueError, match=r"rounding \('up'\) must be 'nearest' or 'stochastic'"):
+        ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, **(STOCHASTIC | {"rounding": "up"}))
