@@ -56,8 +56,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; or `shardwise.LAMB`, whose trust
             ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
         optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its
-            part (float64 parameters keep theirs).
+            part (float64 parameters keep theirs). None: float32.
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
+        further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init), where
+            their values ask for nothing.
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: of accumulated gradients (default: the parameter's).
@@ -68,7 +70,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         defaults: options of the wrapped class.
 
     Raises:
-        TypeError: an option that the wrapped class does not take, with what replaces it where another library's
+        TypeError: an argument that neither class takes, with what replaces it where another library's
             ZeroRedundancyOptimizer takes it.
         ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
             are others, or in another order, on another rank; a cut model without `mesh`.
@@ -79,10 +81,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self,
         params: Iterable[Any],
         optimizer_class: type[torch.optim.Optimizer],
-        *,
-        optimizer_dtype: torch.dtype = torch.float32,
+        optimizer_dtype: torch.dtype | None = None,
         grad_clipping: bool = True,
         max_norm: float | None = 1.0,
+        *further: object,
         group: Group | dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
         gradient_dtype: torch.dtype | None = None,
@@ -96,7 +98,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             require_max_norm(max_norm)
         if not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
-        require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
+        require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = without_compiler(optimizer_class)
         if not updates_whole_tensors(optimizer_class):
             require_elementwise(self._inner_class, defaults)
@@ -106,7 +108,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._mesh, self._world = mesh, mesh.world if mesh is not None else self.group
         self.shard, self._average = shard, average
         self._bucket_bytes = bucket_mib * 2**20
-        self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype)
+        self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
         self._defaults = defaults
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
