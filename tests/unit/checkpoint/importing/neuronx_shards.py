@@ -2,7 +2,8 @@
 
 Layouts: examples/training/llama/modeling_llama_nxd.py, modules/qkv_linear.py, scripts/checkpoint_converter.py
 (`convert_full_state_to_tp`: copies of key/value heads and the order of query heads that goes with them),
-trainer/checkpoint.py (files).
+trainer/checkpoint.py (files); of BERT examples/training/tp_dp_bert_hf_pretrain, which cuts the attention, and
+test/integration/parallel_layers/test_bert_pretraining.py, which cuts the padded vocabulary too.
 """
 
 from __future__ import annotations
@@ -61,6 +62,24 @@ def shards_of(weights: State, config: Any, style: str, tp: int, copies: int, adj
             for letter, part in zip("qkv", parts, strict=True):
                 put(f"{attention}.{names.format(letter)}", part)
         put(f"{attention}.o_proj.weight", o.chunk(tp, dim=1))
+    return ranks
+
+
+def shards_of_bert(weights: State, tp: int, *, vocabulary_cut: bool) -> list[State]:
+    """Every rank's tensors. transformers of that time saved the positions too, and the decoder beside the embedding."""
+    ranks: list[State] = [{"bert.embeddings.position_ids": torch.arange(24)[None]} for _ in range(tp)]
+    for name, tensor in weights.items():
+        parts = [tensor] * tp
+        if ".attention.self." in name:
+            parts = list(tensor.chunk(tp))
+        elif name.endswith("attention.output.dense.weight"):
+            parts = list(tensor.chunk(tp, dim=1))
+        elif vocabulary_cut and re.search(r"word_embeddings|cls\.predictions\.(bias|decoder)", name):
+            padding = tensor.new_full((tp - len(tensor) % tp, *tensor.shape[1:]), 7.0)
+            padded = torch.cat([tensor, padding])
+            parts = [padded] * tp if name.endswith("bias") else list(padded.chunk(tp))
+        for rank, part in enumerate(parts):
+            ranks[rank][name] = part.contiguous().clone()
     return ranks
 
 
@@ -136,15 +155,19 @@ def write(
     adjacent: bool = False,
     xser: bool = False,
     old: bool = False,
+    vocabulary_cut: bool = False,
 ) -> Path:
-    """A whole checkpoint; `old`: as releases before 0.6 named files."""
+    """A whole checkpoint; `old`: as releases before 0.6, and BERT's script, named files."""
     weights = {name.replace("lm_head", "embed_out") if model.config.model_type == "gpt_neox" else name: tensor.detach()
                for name, tensor in model.state_dict().items()}  # fmt: skip
     if model.config.tie_word_embeddings:
         weights = {
             name: tensor for name, tensor in weights.items() if name not in ("lm_head.weight", "embed_out.weight")
         }
-    ranks = shards_of(weights, model.config, style, tp, copies, adjacent)
+    if model.config.model_type == "bert":
+        ranks = shards_of_bert(weights, tp, vocabulary_cut=vocabulary_cut)
+    else:
+        ranks = shards_of(weights, model.config, style, tp, copies, adjacent)
     for (rank, stage), state in by_stage(ranks, model.config.num_hidden_layers, pp).items():
         if not old:
             path = folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
