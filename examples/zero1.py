@@ -39,8 +39,9 @@ def main() -> None:
     for step in range(STEPS):
         inputs, targets = make_batch(step)
         logits = model(inputs[rank::ranks])
-        # step() averages the gradients over the processes, and one may have more sequences than another. With this factor
-        # each sequence weighs 1 / BATCH, as in one process; the mean over each process's own sequences would not do.
+        # step() averages the gradients over the processes, and one may have more sequences than another. By this factor
+        # each sequence weighs 1 / BATCH, as in one process; a mean over each process's own sequences would weigh them
+        # differently.
         loss = nn.functional.cross_entropy(logits, targets[rank::ranks], reduction="sum") * ranks / BATCH
         loss.backward()
         optimizer.step()

@@ -18,8 +18,8 @@ The query heads of a rank attend to the key/value heads of that rank, so the ord
 belong to a key/value head. scripts/checkpoint_converter.py writes all g heads and then all of them again (K0 K1 … K0
 K1 …); other programs write the copies of a head next to each other.
 
-BERT's training script cuts the attention alone, and a test of the library the padded vocabulary too: whether a rank has a
-tensor whole is seen from its shape.
+BERT's training script cuts the attention alone, and a test of the library the padded vocabulary too: the shape of a
+tensor tells whether a rank has it whole.
 """
 
 from __future__ import annotations

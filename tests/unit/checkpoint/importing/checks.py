@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,21 @@ def write(opened: ForeignModel, root: Path, **options: Any) -> Path:
     assert (manifest.step, manifest.samples, manifest.optimizer) == (0, 0, None)
     assert manifest.config["model"] == opened.config.model_dump(mode="json")
     return folder.local()
+
+
+@contextmanager
+def in_module(name: str, kind: type) -> Iterator[None]:
+    """`kind` as a class of the module `name`, which is gone when what was pickled inside is read."""
+    names = [name[:at] for at, letter in enumerate(name) if letter == "."] + [name]
+    kind.__module__, kind.__qualname__ = name, kind.__name__
+    modules = {each: types.ModuleType(each) for each in names}
+    setattr(modules[name], kind.__name__, kind)
+    sys.modules |= modules
+    try:
+        yield
+    finally:
+        for each in names:
+            del sys.modules[each]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

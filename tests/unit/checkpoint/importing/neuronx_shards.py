@@ -9,15 +9,13 @@ test/integration/parallel_layers/test_bert_pretraining.py, which cuts the padded
 from __future__ import annotations
 
 import re
-import sys
-import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.unit.checkpoint.importing.checks import in_module
 
 State = dict[str, Tensor]
 STYLES = ("separate", "fused", "grouped", "grouped-fused")
@@ -107,26 +105,13 @@ def by_stage(ranks: list[State], layers: int, pp: int) -> dict[tuple[int, int], 
     return states
 
 
-@contextmanager
-def torch_xla() -> Iterator[type]:
-    """The class that xser writes, in a module of its name, which is gone when the files are read."""
-    names = ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization")
+class TensorReference:
+    """As torch_xla has it."""
 
-    class TensorReference:
-        __slots__ = ["tid"]
+    __slots__ = ("tid",)
 
-        def __init__(self, tid: int) -> None:
-            self.tid = tid
-
-    TensorReference.__module__, TensorReference.__qualname__ = names[-1], "TensorReference"
-    modules = {name: types.ModuleType(name) for name in names}
-    modules[names[-1]].TensorReference = TensorReference  # type: ignore[attr-defined]
-    sys.modules |= modules
-    try:
-        yield TensorReference
-    finally:
-        for name in names:
-            del sys.modules[name]
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
 
 
 def save(state: State, path: Path, xser: bool, key: str | None) -> None:
@@ -136,11 +121,11 @@ def save(state: State, path: Path, xser: bool, key: str | None) -> None:
         return
     tensors = path.with_name(path.name + ".tensors")
     tensors.mkdir()
-    with torch_xla() as reference:
-        references = {}
-        for number, (name, tensor) in enumerate(state.items()):
-            torch.save(tensor, tensors / f"tensor_{number}.pt")
-            references[name] = reference(number)
+    references = {}
+    for number, (name, tensor) in enumerate(state.items()):
+        torch.save(tensor, tensors / f"tensor_{number}.pt")
+        references[name] = TensorReference(number)
+    with in_module("torch_xla.utils.serialization", TensorReference):
         torch.save({key: references} if key else references, path)
 
 
