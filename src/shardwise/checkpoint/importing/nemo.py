@@ -8,8 +8,8 @@
 As collections/nlp/parts/nlp_overrides.py and serialization.py write them. NAME is such as
 megatron_gpt--step=100-consumed_samples=3200.0. A file holds the weights under "state_dict", the model's configuration
 under "hyper_parameters", and what a training needs beside them. The weights are cut and named almost as those of
-Megatron-LM, so each file is turned into one of Megatron-LM, and the configuration into its arguments. Names and defaults
-of the configuration are those of collections/nlp/models/language_modeling/megatron_gpt_model.py.
+Megatron-LM, so each file is turned into one of Megatron-LM, and the configuration into its arguments. The names and
+defaults of the configuration are those of collections/nlp/models/language_modeling/megatron_gpt_model.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Layouts: collections/nlp/parts/nlp_overrides.py (`NLPCheckpointIO`), serialization.py (files of single tensors),
 utils/model_utils.py (`inject_model_parallel_rank`), modules/common/megatron/transformer.py (`ParallelAttention`, which
-has the queries apart where key/value heads are fewer), and PyTorch Lightning's `dump_checkpoint`. The tensors of a layer
-are cut as Megatron-LM cuts them.
+has the queries apart where key/value heads are fewer), and PyTorch Lightning's `dump_checkpoint`. The tensors of a
+layer are cut as Megatron-LM cuts them.
 """
 
 from __future__ import annotations
