@@ -81,12 +81,17 @@ _MODULES = {
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
 }  # fmt: skip
 """Hugging Face's module, without its layer → the name above, and how tensor-parallel ranks hold it."""
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.")
 _NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 
 
-def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
-    """The model in a Megatron-LM checkpoint. `vocab_size`: without padding, where the checkpoint lacks it.
+def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
+    """The model in a Megatron-LM checkpoint.
+
+    Args:
+        vocab_size: without padding, where the checkpoint lacks it.
+        allow_drift: whether the first of several replicas is taken although others differ.
 
     Raises:
         ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
@@ -94,7 +99,7 @@ def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
     """
     folder = _iteration(source)
     states = {rank: _open(file) for rank, file in _ranks(folder).items()}
-    return combined(states, folder, vocab_size, _RANK_NAMES)
+    return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 
 
 def combined(
@@ -102,6 +107,8 @@ def combined(
     folder: Path,
     vocab_size: int | None,
     rank_names: tuple[str, str],
+    *,
+    allow_drift: bool,
 ) -> ForeignModel:
     """The model of which each (tensor-parallel rank, pipeline stage) holds a part, as Megatron-LM's files have it.
 
@@ -111,7 +118,8 @@ def combined(
     """
     args, version = _agreed(states, folder)
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)
-    shards, legacy = _collect(states, tensor, pipeline, str(folder))
+    shards = Shards(str(folder), tensor, allow_drift)
+    legacy = _collect(states, shards, pipeline)
     if not shards.has("word.weight"):
         raise ConfigError(shards.problems or f"{folder} lacks its word embeddings")
     padded = sum(len(part) for part in shards.tensors["word.weight"])
@@ -127,7 +135,7 @@ def combined(
     shapes = canonical_shapes(config)
     weights = shards.weights(shapes, dict(_tensors(shards, config, version, shapes)))
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
+    return ForeignModel(config, weights, layout, tokens=_NO_TOKENS, notes=[*notes, *shards.notes])
 
 
 # ---- files
@@ -218,27 +226,24 @@ def _degrees(
 # ---- names
 
 
-def _collect(
-    states: Mapping[tuple[int, int], Mapping[str, Any]], tensor: int, pipeline: int, where: str
-) -> tuple[Shards, bool]:
-    """All tensors by the names in `_INSIDE` and `_OUTSIDE`; and whether `megatron.legacy` wrote them.
+def _collect(states: Mapping[tuple[int, int], Mapping[str, Any]], shards: Shards, pipeline: int) -> bool:
+    """Add all tensors by the names in `_INSIDE` and `_OUTSIDE`; whether `megatron.legacy` wrote them.
 
     The layers are counted over all stages.
     """
-    shards = Shards(where, tensor)
-    keys = _chunk_keys(states, where)
+    where, keys = shards.where, _chunk_keys(states, shards.where)
     legacy = "language_model" in states[0, 0][keys[0]]
     first = 0
     unknown: dict[str, None] = {}
     for key in keys:
         for stage in range(pipeline):
-            ranks = [_chunk(states[rank, stage][key], first, unknown) for rank in range(tensor)]
+            ranks = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
             shards.add(ranks, f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}")
             first += _layers([name for tensors in ranks for name in tensors], first)
     if unknown:
         shards.problems.append(f"{where} has {listing(unknown, most=_SHOWN)}, of which no GPT-2 or Llama has any")
     shards.require_floats()
-    return shards, legacy
+    return legacy
 
 
 def _chunk_keys(states: Mapping[tuple[int, int], Mapping[str, Any]], where: str) -> list[str]:

@@ -51,19 +51,21 @@ _ONLY = {
 """Keys, spelled as there → values that a model may have; the first one is the default."""
 
 
-def open_nemo(source: Path, vocab_size: int | None = None) -> ForeignModel:
+def open_nemo(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
     """The model in a checkpoint of neuronx-nemo-megatron.
 
     Args:
         source: the folder with the ranks' folders; FOLDER/NAME.ckpt, if they hold several checkpoints.
         vocab_size: without padding, which no checkpoint tells.
+        allow_drift: whether the first of several replicas is taken although others differ.
 
     Raises:
         ConfigError: it is none, of another model than GPT or Llama, incomplete, or contradicts itself: everything that
         is wrong; or its files are not safe to open.
     """
     folder, files = _files(source)
-    return combined({rank: _as_megatron(file) for rank, file in files.items()}, folder, vocab_size, _RANK_NAMES)
+    states = {rank: _as_megatron(file) for rank, file in files.items()}
+    return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 
 
 def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:

@@ -34,7 +34,7 @@ from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.hugging_face import token_ids
-from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, same_bits, stack
+from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
 from shardwise.checkpoint_format.spelling import spelling
 from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
@@ -52,8 +52,12 @@ _NORM = re.compile(r".*[nN]orm\.(weight|bias)")
 _VOCABULARY = re.compile(r".*(embed_tokens|lm_head|embed_in|embed_out|word_embeddings)\.weight|cls\.predictions\.bias")
 
 
-def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
-    """The model in a checkpoint of neuronx-distributed; `config_file`: its Hugging Face `config.json`, or the folder.
+def open_neuronx(source: Path, config_file: Path, *, allow_drift: bool = False) -> ForeignModel:
+    """The model in a checkpoint of neuronx-distributed.
+
+    Args:
+        config_file: its Hugging Face `config.json`, or the folder.
+        allow_drift: whether the first of several replicas is taken although others differ.
 
     Raises:
         ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
@@ -70,7 +74,7 @@ def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
     spelled = spelling(config.family)
     states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
-    shards = Shards(str(source), tensor)
+    shards = Shards(str(source), tensor, allow_drift)
     for stage in range(pipeline):
         place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
         shards.add([states[rank, stage] for rank in range(tensor)], place)
@@ -83,8 +87,9 @@ def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
     for name, shape in shapes.items():
         if name not in tensors:
             tensors[name] = _tensor(shards, name, shape)
+    weights = shards.weights(shapes, tensors)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, shards.weights(shapes, tensors), layout, tokens=token_ids(Root.of(described)))
+    return ForeignModel(config, weights, layout, tokens=token_ids(Root.of(described)), notes=shards.notes)
 
 
 # ---- files
@@ -204,16 +209,12 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
         return nothing
     copies = slots // g
     # A slot is a key/value head that some rank holds. Copies of a head are g slots apart, or next to each other.
-    for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
-        if _copies_agree(k, heads, d) and _copies_agree(v, heads, d):
-            break
-    else:
-        shards.problems.append(
-            f"{shards.where}: {attention}.qkv_proj must hold each of its {g} key/value heads {copies} times, "
-            "equal to the bit, and its copies differ: the replicas have drifted apart, or num_key_value_heads in "
-            "the config.json is another model's"
-        )
-        return nothing
+    orders = ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)])
+    drifts = [max(_drift(k, heads, d), _drift(v, heads, d)) for heads in orders]
+    drift, heads = min(zip(drifts, orders, strict=True), key=lambda found: found[0])
+    if drift:
+        fact = f"must hold each of its {g} key/value heads (num_key_value_heads) {copies} times, equal to the bit"
+        shards.note_drift(f"{attention}.qkv_proj", drift, fact)
     # All query heads of a slot attend to its head: ordered by the slots' heads, they are in the model's order.
     order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
     block = n // slots * d
@@ -223,7 +224,7 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
     return [q, k, v, o.t]
 
 
-def _copies_agree(kv: Stacked, heads: Sequence[int], size: int) -> bool:
-    """Whether the slots of `size` rows that have the same head in `heads` are equal."""
+def _drift(kv: Stacked, heads: Sequence[int], size: int) -> float:
+    """The largest difference of slots of `size` rows that have the same head in `heads`."""
     slots = [kv.read(slot * size, (slot + 1) * size) for slot in range(len(heads))]
-    return all(same_bits(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))
+    return max(difference(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))

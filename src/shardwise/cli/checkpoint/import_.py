@@ -31,6 +31,7 @@ _OPTIONS = {
     "revision": ("--revision", (_HUB,)),
     "vocab_size": ("--vocab-size", (_MEGATRON, _NEMO)),
     "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX)),
+    "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
 }
 
 
@@ -59,6 +60,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         metavar="PATH",
         help="shards: the model's tokenizer, a path or hub id as of data.tokenizer, to be copied along",
+    )
+    parser.add_argument(
+        "--allow-drift",
+        action="store_true",
+        default=None,
+        help="shards: take the first of several replicas where they differ, as stochastic rounding lets them (default: "
+        "refused)",
     )
     add_max_shard_size(parser)
 
@@ -115,11 +123,12 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
         return importing.open_hugging_face(Root.of(folder))
     source = Path(arguments.source).expanduser()
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
+    drift = bool(arguments.allow_drift)
     if arguments.kind == _NEURONX:
-        opened = importing.open_neuronx(source, arguments.config.expanduser())
+        opened = importing.open_neuronx(source, arguments.config.expanduser(), allow_drift=drift)
     else:
         open_shards = importing.open_megatron if arguments.kind == _MEGATRON else importing.open_nemo
-        opened = open_shards(source, arguments.vocab_size or vocabulary)
+        opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)
     if vocabulary is not None and vocabulary > opened.config.vocab_size:
         raise ConfigError(
             f"the vocabulary of --tokenizer ({vocabulary:,}) must be at most the model's ({opened.config.vocab_size:,})"

@@ -101,6 +101,32 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_replicas_that_drifted_are_taken_where_it_is_allowed(tmp_path: Path) -> None:
+    """After stochastic rounding norms, biases of row-parallel layers and the two copies of a tied embedding differ."""
+    model = save("gpt", tmp_path / "saved")
+    folder = write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=2, pp=2)
+
+    def drift(saved: dict[str, Any]) -> None:
+        for name, tensor in saved["state_dict"].items():
+            if name.endswith(("layernorm.bias", "self_attention.dense.bias", "model.word_embeddings.weight")):
+                tensor += 0.25 if "word" in name else 0.125
+
+    rewrite(folder, drift, "tp_rank_01_pp_rank_000")
+    rewrite(folder, drift, "tp_rank_01_pp_rank_001")
+    rank = "on every tensor-parallel rank, and differs between rank 0 and rank 1: replicas have drifted apart"
+    assert [each.partition(" (--allow-drift takes")[0] for each in problems(folder)] == [
+        "SOURCE: head.weight must equal word.weight, the model has one weight for both: they differ on tensor-parallel "
+        "rank 1: replicas have drifted apart",
+        f"SOURCE: layers.{{0…1}}.input_norm.bias must be the same {rank}",
+        f"SOURCE: layers.{{0…1}}.dense.bias must be the same {rank}",
+        f"SOURCE: layers.{{0…1}}.post_norm.bias must be the same {rank}",
+        f"SOURCE: final_norm.bias must be the same {rank}",
+    ]
+    opened = open_nemo(folder, VOCABULARY, allow_drift=True)
+    assert opened.notes == ["replicas of 8 tensors differ, at most by 0.25 (head.weight): the first ones are taken"]
+    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+
+
 def test_one_of_several_checkpoints_must_be_named(shards: Path) -> None:
     last = NAME.replace("100", "200")
     for rank in ("mp_rank_00", "mp_rank_01"):
