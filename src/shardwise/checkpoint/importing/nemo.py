@@ -114,15 +114,22 @@ def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Megatron-LM's arguments of the model that a configuration describes."""
 
     def value(name: str, default: Any = None) -> Any:
-        given = config.get(name, default)
+        given = config.get(name)
         reference = _REFERENCE.fullmatch(given) if isinstance(given, str) else None
-        return config.get(reference[1]) if reference else given
+        found = config.get(reference[1]) if reference else given
+        return default if found is None else found
 
-    if problems := [
+    problems = [
         f"{where}: its {name} ({value(name)!r}) must be {listing(map(repr, allowed), 'or')}: no family here has another"
         for name, allowed in _ONLY.items()
         if value(name, allowed[0]) not in allowed
-    ]:
+    ]
+    base, factor = value("position_freq_base", 10000), value("position_abf_factor", 1)
+    if not isinstance(base, int | float) or not isinstance(factor, int | float):
+        problems.append(
+            f"{where}: its position_freq_base ({base!r}) and position_abf_factor ({factor!r}) must be numbers"
+        )
+    if problems:
         raise ConfigError(problems)
     args = {name: value(name) for name in _SAME} | {ours: value(name) for name, ours in _RENAMED.items()}
     window = args["window_size"]
@@ -133,7 +140,7 @@ def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "add_bias_linear": value("has_bias", True),
         "untie_embeddings_and_output_weights": not value("share_embeddings_and_output_weights", True),
         "group_query_attention": value("num_kv_heads") is not None,
-        "rotary_base": value("position_freq_base", 10000) * value("position_abf_factor", 1),
+        "rotary_base": base * factor,
         # A window as wide as the model's longest sequence is none.
         "window_size": None if window == args["max_position_embeddings"] else window,
     }

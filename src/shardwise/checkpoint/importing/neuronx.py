@@ -2,7 +2,7 @@
 
     SOURCE/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt     a rank's state
     SOURCE/model/….pt.tensors/tensor_N.pt                with xser: its tensors, to which the .pt refers by number
-    SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6, under "model"
+    SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6 and of BERT's script, under "model"
     SOURCE/tp_rank_TT_pp_rank_PP, ….tensors/tensor_N.pt  of these with xser
 
 As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. A layer has the same number on every

@@ -156,6 +156,10 @@ def test_the_vocabulary_without_padding_must_be_given(shards: Path) -> None:
             "its transformer_block_type ('gpt_j') must be 'pre_ln': no family here has another",
         ),
         (
+            lambda saved: saved["hyper_parameters"]["cfg"].update(position_freq_base="${multiply:2,5000}"),
+            "its position_freq_base ('${multiply:2,5000}') and position_abf_factor (1) must be numbers",
+        ),
+        (
             lambda saved: saved["hyper_parameters"]["cfg"].update(hidden_size=64),
             "hidden_size must be the same in all files, and some have 32 and some 64",
         ),
