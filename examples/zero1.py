@@ -38,7 +38,11 @@ def main() -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)
     for step in range(STEPS):
         inputs, targets = make_batch(step)
-        loss = nn.functional.cross_entropy(model(inputs[rank::ranks]), targets[rank::ranks])
+        logits = model(inputs[rank::ranks])
+        # step() averages the gradients over the processes, and one may have more sequences than another. By this factor
+        # each sequence weighs 1 / BATCH, as in one process; a mean over each process's own sequences would weigh them
+        # differently.
+        loss = nn.functional.cross_entropy(logits, targets[rank::ranks], reduction="sum") * ranks / BATCH
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

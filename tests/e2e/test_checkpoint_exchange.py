@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.e2e.command import miniature, shardwise, within
 from tests.hugging_face import VOCABULARY, open_folder, save
 from tests.loopback_s3 import BUCKET, serve, user_of
-from tests.unit.checkpoint.importing import megatron_shards, neuronx_shards
+from tests.unit.checkpoint.importing import megatron_shards, nemo_shards, neuronx_shards
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,35 @@ def test_shards_of_neuronx_distributed(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+def test_shards_of_bert(tmp_path: Path) -> None:
+    """As the tutorial's script leaves them: its attention is cut, and the optimizer's state lies beside the weights."""
+    model = save("bert", tmp_path / "saved")
+    folder = neuronx_shards.write(model, tmp_path / "output", tp=2, old=True)
+    arguments = ["checkpoint", "import", "--from", "neuronx-distributed", "output", "ours", "--config", "saved"]
+    done = within(*arguments, at=tmp_path).succeeded()
+    assert "ours/step-00000000: bert, " in done.out
+    assert done.out.count("weights alone are imported: the state of the optimizer and of the schedule is left out") == 1
+    found, wanted = weights(tmp_path / "ours/step-00000000"), weights(tmp_path / "saved")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    (folder / "tp_rank_00_pp_rank_00").rename(folder / "tp_rank_02_pp_rank_00")
+    said = within(*arguments, at=tmp_path).failed(2)
+    assert said.count("\n") == 1
+    assert "output must have every rank of TP 3 × PP 1: it lacks tp_rank_00_pp_rank_00" in said
+
+
+def test_shards_of_neuronx_nemo_megatron(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path / "saved")
+    source = nemo_shards.Source(model, nemo_shards.gpt_config(model))
+    nemo_shards.write(source, tmp_path / "checkpoints", tp=2, pp=2, xser=True)
+    arguments = ["checkpoint", "import", "--from", "neuronx-nemo-megatron", f"checkpoints/{nemo_shards.NAME}", "ours"]
+    assert "give --vocab-size N or --tokenizer" in within(*arguments, at=tmp_path).failed(2)
+    done = within(*arguments, "--vocab-size", str(VOCABULARY), at=tmp_path).succeeded()
+    assert " from TP 2 × PP 2; " in done.out
+    assert done.out.count("weights alone are imported: the state of the optimizer and of the schedule is left out") == 1
+    found, wanted = weights(tmp_path / "ours/step-00000000"), weights(tmp_path / "saved")
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 class Touch:
     """Makes a file when it is unpickled."""
 
@@ -156,13 +185,22 @@ class Touch:
         return os.system, ("touch ran",)
 
 
-def test_a_pickle_with_code_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "shards/mp_rank_00").mkdir(parents=True)
-    torch.save({"model": {}, "args": Touch()}, tmp_path / "shards/mp_rank_00/model_optim_rng.pt")
-    said = within("checkpoint", "import", "--from", "megatron", "shards", "ours", at=tmp_path).failed(2)
+@pytest.mark.parametrize(
+    ("kind", "file", "options"),
+    [
+        ("megatron", "mp_rank_00/model_optim_rng.pt", []),
+        ("neuronx-nemo-megatron", "mp_rank_00/gpt.ckpt", []),
+        ("neuronx-distributed", "tp_rank_00_pp_rank_00/checkpoint.pt", ["--config", "saved"]),
+    ],
+)
+def test_a_pickle_with_code_is_refused(tmp_path: Path, kind: str, file: str, options: list[str]) -> None:
+    save("bert", tmp_path / "saved")
+    (tmp_path / "shards" / file).parent.mkdir(parents=True)
+    torch.save({"model": {}, "args": Touch()}, tmp_path / "shards" / file)
+    said = within("checkpoint", "import", "--from", kind, "shards", "ours", *options, at=tmp_path).failed(2)
     assert said.count("\n") == 1
     assert "is refused: beside tensors and plain values its pickle names posix.system" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "shards"}
 
 
 def test_imports_that_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 from tests.arch.source import ROOT, config_fields
 from tests.e2e import processes
 from tests.e2e.command import environment, metrics, outcome, start
+from tests.hugging_face import save
+from tests.unit.checkpoint.importing import megatron_shards, nemo_shards, neuronx_shards
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -31,10 +33,22 @@ def follow(code: str, language: str, at: Path) -> str:
     return done.stdout
 
 
+def write_shards(at: Path) -> None:
+    """The checkpoints of other systems that the page imports, of small models with the vocabulary that it names."""
+    gpt = save("gpt", at / "gpt", vocab_size=50257)
+    megatron_shards.write(
+        megatron_shards.Source(gpt, megatron_shards.gpt_args(gpt)), at / "megatron/gpt2", "core", tp=2, pp=2
+    )
+    experiment = at / "nemo_experiments/megatron_gpt/2023-06-10_00-22-42/checkpoints"
+    nemo_shards.write(nemo_shards.Source(gpt, nemo_shards.gpt_config(gpt)), experiment, tp=2, pp=2, xser=True)
+    neuronx_shards.write(save("bert", at / "bert-large-uncased"), at / "output", tp=2, old=True)
+
+
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Every block was run: the first one in the background, until the second stops it."""
     at = tmp_path_factory.mktemp("page")
+    write_shards(at)
     (_, train), (_, stop), *others = BLOCKS
     job = start(*train.split()[1:], at=at)
     try:
@@ -76,6 +90,8 @@ def test_the_commands_show_what_the_page_says(followed: Any) -> None:
         assert expected in printed, f"{expected!r} is not in what the commands printed"
     files = {path.name for path in (at / RUN / "checkpoints/step-00000060").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "optimizer", "manifest.json"} <= files
+    imported = [f"{folder}/step-00000000: " in printed for folder in ("imported", "gpt2", "gpt3", "bert")]
+    assert all(imported), imported
     assert len(list((at / "exported-float32").glob("model-*.safetensors"))) > 1, "1 MB a shard makes several"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from shardwise.errors import refuse_unknown_arguments
+from shardwise.errors import ArgumentError, listing, refuse_unknown_arguments
 
 _LEAVE_OUT = {
     # neuronx-distributed and torch_xla
@@ -52,12 +52,30 @@ REPLACED = {name: f"leave it out: {why}" for name, why in _LEAVE_OUT.items()} | 
 }
 
 
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "pin_layout": (True, False), "sharding_groups": (None,), "grad_norm_groups": (None,), "lazy_init": (False,),
+}  # fmt: skip
+"""torch_xla's arguments after `max_norm`, in their order → the values that ask for nothing here."""
+
+
 def require_known_options(
-    sharded: type[torch.optim.Optimizer], optimizer_class: Callable[..., torch.optim.Optimizer], given: Iterable[str]
+    sharded: type[torch.optim.Optimizer],
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    given: Iterable[str],
+    further: Sequence[object] = (),
 ) -> None:
-    """Raise ArgumentError, with what replaces each, for arguments that neither optimizer class takes."""
+    """Raise ArgumentError, with what replaces each, for arguments that neither optimizer class takes.
+
+    Args:
+        given: names of keyword arguments.
+        further: torch_xla's positional arguments after `max_norm`, which cannot be left out one by one.
+    """
+    if len(further) > len(_NEUTRAL):
+        raise ArgumentError(f"{sharded.__name__} takes no positional argument after {listing(_NEUTRAL)}")
+    asked = [name for (name, neutral), value in zip(_NEUTRAL.items(), further, strict=False) if value not in neutral]
+    refuse_unknown_arguments(sharded.__name__, asked, (), REPLACED)
     taken = inspect.signature(optimizer_class).parameters
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
-        own = [name for name in inspect.signature(sharded).parameters if name != "defaults"]
+        own = [name for name in inspect.signature(sharded).parameters if name not in ("further", "defaults")]
         known = dict.fromkeys([*own, *taken])
         refuse_unknown_arguments(sharded.__name__, given, known, REPLACED)

@@ -62,8 +62,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         optimizer_class: an elementwise class: Adam, AdamW, SGD, RMSprop, Lion, …; or `shardwise.LAMB`, whose trust
             ratios are then those of whole canonical tensors (one all-reduce more a step, of two numbers a tensor).
         optimizer_dtype: of masters and state. Where parameters have another dtype, each rank keeps a master copy of its
-            part (float64 parameters keep theirs).
+            part (float64 parameters keep theirs). None: float32.
         grad_clipping, max_norm: clip the norm over all gradients of the model to `max_norm` (None: no clipping).
+        further: torch_xla's next positional arguments (pin_layout, sharding_groups, grad_norm_groups, lazy_init), where
+            their values ask for nothing.
         group: the data-parallel ranks; default: `mesh`'s, else the world.
         mesh: needed where the model itself is cut, since the norm then runs over all its ranks.
         gradient_dtype: of accumulated gradients (default: the parameter's).
@@ -77,7 +79,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         defaults: options of the wrapped class.
 
     Raises:
-        TypeError: an option that the wrapped class does not take, with what replaces it where another library's
+        TypeError: an argument that neither class takes, with what replaces it where another library's
             ZeroRedundancyOptimizer takes it.
         ValueError: a class that is neither elementwise nor LAMB; parameters that DDP or FSDP already manage, or that
             are others, or in another order, on another rank; a cut model without `mesh`.
@@ -88,10 +90,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self,
         params: Iterable[Any],
         optimizer_class: type[torch.optim.Optimizer],
-        *,
-        optimizer_dtype: torch.dtype = torch.float32,
+        optimizer_dtype: torch.dtype | None = None,
         grad_clipping: bool = True,
         max_norm: float | None = 1.0,
+        *further: object,
         group: Group | dist.ProcessGroup | None = None,
         mesh: Mesh | None = None,
         gradient_dtype: torch.dtype | None = None,
@@ -107,7 +109,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             require_max_norm(max_norm)
         if not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
-        require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
+        require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = without_compiler(optimizer_class)
         if not updates_whole_tensors(optimizer_class):
             require_elementwise(self._inner_class, defaults)
@@ -115,9 +117,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.grad_clipping, self.max_norm = grad_clipping, max_norm
         self.group = Group.of(group) if group is not None else mesh.dp if mesh is not None else Group.world("dp")
         self._mesh, self._world = mesh, mesh.world if mesh is not None else self.group
+        self._tensor_ranks, self._stage = (mesh.tp.size, mesh.pp.rank) if mesh is not None else (1, 0)
         self.shard, self._average = shard, average
         self._bucket_bytes = bucket_mib * 2**20
-        self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype)
+        self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
         self._defaults = defaults
         self._is_stochastic, self._rounding_seed = is_stochastic(rounding), rounding_seed
         self.steps = 0
@@ -175,27 +178,22 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                 p.register_post_accumulate_grad_hook(hook)
         inner = {**options, "params": [b.master for b in buckets]}
         if self._inner is None:
-            self._inner = self._inner_class([inner], **self._defaults)
+            self._inner = self._make_inner(inner)
         else:
             self._inner.add_param_group(inner)
         self.buckets += buckets
 
-    @property
-    def _tensor_ranks(self) -> int:
-        return self._mesh.tp.size if self._mesh is not None else 1
+    def _make_inner(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        return self._inner_class([group], **self._defaults)
 
     def _make_update(self) -> Update:
-        stage, exact = self._mesh.pp.rank if self._mesh is not None else 0, self._is_stochastic
-
         def norms(groups: list[list[Bucket]]) -> CanonicalNorms:
-            return CanonicalNorms(groups, self._world, self._tensor_ranks, stage, exact=exact)
+            return CanonicalNorms(groups, self._world, self._tensor_ranks, self._stage, exact=self._is_stochastic)
 
         if not self._is_stochastic:
             return Update(self.inner, self.buckets, norms)
-        bits = RandomBits(named_pieces(self.param_groups, stage), self._rounding_seed)
-        return StochasticUpdate(
-            self.inner, self.buckets, norms, lambda group: self._inner_class([group], **self._defaults), bits
-        )
+        bits = RandomBits(named_pieces(self.param_groups, self._stage), self._rounding_seed)
+        return StochasticUpdate(self.inner, self.buckets, norms, self._make_inner, bits)
 
     # ---- when gradients are ready
 

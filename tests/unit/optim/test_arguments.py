@@ -54,3 +54,19 @@ def test_what_replaces_an_argument_is_taken() -> None:
     for text in REPLACED.values():
         named = [word.split("=")[0] for word in text.split() if "=" in word and not word.startswith("accumulate(")]
         assert set(named) <= NAMES, text
+
+
+def test_the_positional_arguments_of_torch_xla_are_taken() -> None:
+    """In its order, with values that ask for nothing after max_norm; None is its default of optimizer_dtype."""
+    optimizer = ZeroRedundancyOptimizer(
+        make().bfloat16().parameters(), torch.optim.AdamW, None, True, 0.5, False, None, None, False, lr=0.1
+    )
+    assert optimizer.defaults["lr"] == 0.1
+    assert (optimizer.grad_clipping, optimizer.max_norm) == (True, 0.5)
+    assert {bucket.master.dtype for bucket in optimizer.buckets} == {torch.float32}
+    own = ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.AdamW, torch.float64, False)
+    assert (own.grad_clipping, own.max_norm) == (False, 1.0)
+    with pytest.raises(TypeError, match=r"does not take sharding_groups \(use group= .*\) or lazy_init \(leave it out"):
+        ZeroRedundancyOptimizer(make().parameters(), LAMB, None, True, 1.0, True, [[0]], None, True)
+    with pytest.raises(TypeError, match="takes no positional argument after pin_layout, sharding_groups"):
+        ZeroRedundancyOptimizer(make().parameters(), LAMB, None, True, 1.0, True, None, None, False, 25)

@@ -13,6 +13,9 @@ query groups, d head size; the fused Q, K and V have, by checkpoint version,
     0          [3, n, d] on each rank
     1          [n, d, 3] on each rank
     2 and 3    [g, (n/g + 2)·d] over all ranks: the queries of a group, its key, its value
+
+NeMo's models have the names of `megatron.legacy` after the prefix `model.`. Where g < n, their queries are a tensor
+of their own, and another one has keys and values as [g, 2, d].
 """
 
 from __future__ import annotations
@@ -35,18 +38,21 @@ from shardwise.errors import ConfigError, listing
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+_RANK_NAMES = ("mp_rank_{:02d}", "mp_rank_{:02d}_{:03d}")  # without and with pipeline stages
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _VERSIONS = (0, 1, 2, 3)
 _MOST_RANKS = 2**20
 _SHOWN = 8
 
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
-# Names of `megatron.legacy`, with its own older ones, then of Megatron Core, without and with TransformerEngine.
+# Names of `megatron.legacy`, with its own older ones and NeMo's; of Megatron Core, without and with TransformerEngine.
 _INSIDE = (
     (r"input_(?:layer)?norm\.(weight|bias)", "input_norm"),
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", "input_norm"),
     (r"(?:self_)?attention\.query_key_value\.(weight|bias)", "qkv"),
     (r"self_attention\.linear_qkv\.(weight|bias)", "qkv"),
+    (r"self_attention\.query\.(weight|bias)", "query"),
+    (r"self_attention\.key_value\.(weight|bias)", "key_value"),
     (r"(?:self_)?attention\.dense\.(weight|bias)", "dense"),
     (r"self_attention\.linear_proj\.(weight|bias)", "dense"),
     (r"post_attention_(?:layer)?norm\.(weight|bias)", "post_norm"),
@@ -58,7 +64,7 @@ _INSIDE = (
 _OUTSIDE = (
     (r"embedding\.word_embeddings\.(weight)", "word"),
     (r"embedding\.position_embeddings\.(weight)", "position"),
-    (r"(?:word_embeddings_for_head|output_layer)\.(weight)", "head"),
+    (r"(?:word_embeddings_for_head|word_embeddings|output_layer)\.(weight)", "head"),
     (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
 )
 _HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
@@ -75,23 +81,45 @@ _MODULES = {
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
 }  # fmt: skip
 """Hugging Face's module, without its layer → the name above, and how tensor-parallel ranks hold it."""
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 _OUR_LAYER = re.compile(r"layers\.(\d+)\.")
-_NO_WEIGHTS = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq)")
+_NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 
 
-def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
-    """The model in a Megatron-LM checkpoint. `vocab_size`: without padding, where the checkpoint lacks it.
+def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
+    """The model in a Megatron-LM checkpoint.
+
+    Args:
+        vocab_size: without padding, where the checkpoint lacks it.
+        allow_drift: whether the first of several replicas is taken although others differ.
 
     Raises:
         ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
         that is wrong; or its files are not safe to open.
     """
     folder = _iteration(source)
-    ranks = _ranks(folder)
-    states = {rank: _open(file) for rank, file in ranks.items()}
+    states = {rank: _open(file) for rank, file in _ranks(folder).items()}
+    return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
+
+
+def combined(
+    states: Mapping[tuple[int, int], Mapping[str, Any]],
+    folder: Path,
+    vocab_size: int | None,
+    rank_names: tuple[str, str],
+    *,
+    allow_drift: bool,
+) -> ForeignModel:
+    """The model of which each (tensor-parallel rank, pipeline stage) holds a part, as Megatron-LM's files have it.
+
+    Args:
+        folder: names the source in messages.
+        rank_names: formats of the ranks' names, without and with pipeline stages.
+    """
     args, version = _agreed(states, folder)
-    tensor, pipeline = _degrees(args, set(states), folder)
-    shards, legacy = _collect(states, tensor, pipeline, str(folder))
+    tensor, pipeline = _degrees(args, set(states), folder, rank_names)
+    shards = Shards(str(folder), tensor, allow_drift)
+    legacy = _collect(states, shards, pipeline)
     if not shards.has("word.weight"):
         raise ConfigError(shards.problems or f"{folder} lacks its word embeddings")
     padded = sum(len(part) for part in shards.tensors["word.weight"])
@@ -107,7 +135,7 @@ def open_megatron(source: Path, vocab_size: int | None = None) -> ForeignModel:
     shapes = canonical_shapes(config)
     weights = shards.weights(shapes, dict(_tensors(shards, config, version, shapes)))
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens={"bos_token_id": None, "eos_token_id": None}, notes=notes)
+    return ForeignModel(config, weights, layout, tokens=_NO_TOKENS, notes=[*notes, *shards.notes])
 
 
 # ---- files
@@ -181,7 +209,9 @@ def _agreed(states: Mapping[tuple[int, int], Mapping[str, Any]], folder: Path) -
     return args, int(version)
 
 
-def _degrees(args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path) -> tuple[int, int]:
+def _degrees(
+    args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path, rank_names: tuple[str, str]
+) -> tuple[int, int]:
     """Tensor- and pipeline-parallel degree; every rank of them must have a file."""
     tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in ranks) + 1
     pipeline = args.get("pipeline_model_parallel_size") or max(p for _, p in ranks) + 1
@@ -189,35 +219,31 @@ def _degrees(args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path)
         raise ConfigError(
             f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
         )
-    is_cut = pipeline > 1  # else the names lack the stage
-    require_ranks(str(folder), ranks, tensor, pipeline, lambda t, p: f"mp_rank_{t:02d}" + f"_{p:03d}" * is_cut)
+    require_ranks(str(folder), ranks, tensor, pipeline, rank_names[pipeline > 1].format)
     return tensor, pipeline
 
 
 # ---- names
 
 
-def _collect(
-    states: Mapping[tuple[int, int], Mapping[str, Any]], tensor: int, pipeline: int, where: str
-) -> tuple[Shards, bool]:
-    """All tensors by the names in `_INSIDE` and `_OUTSIDE`; and whether `megatron.legacy` wrote them.
+def _collect(states: Mapping[tuple[int, int], Mapping[str, Any]], shards: Shards, pipeline: int) -> bool:
+    """Add all tensors by the names in `_INSIDE` and `_OUTSIDE`; whether `megatron.legacy` wrote them.
 
     The layers are counted over all stages.
     """
-    shards = Shards(where, tensor)
-    keys = _chunk_keys(states, where)
+    where, keys = shards.where, _chunk_keys(states, shards.where)
     legacy = "language_model" in states[0, 0][keys[0]]
     first = 0
     unknown: dict[str, None] = {}
     for key in keys:
         for stage in range(pipeline):
-            ranks = [_chunk(states[rank, stage][key], first, unknown) for rank in range(tensor)]
+            ranks = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
             shards.add(ranks, f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}")
             first += _layers([name for tensors in ranks for name in tensors], first)
     if unknown:
         shards.problems.append(f"{where} has {listing(unknown, most=_SHOWN)}, of which no GPT-2 or Llama has any")
     shards.require_floats()
-    return shards, legacy
+    return legacy
 
 
 def _chunk_keys(states: Mapping[tuple[int, int], Mapping[str, Any]], where: str) -> list[str]:
@@ -258,7 +284,7 @@ def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, dict):
             yield from _flattened(value, f"{name}.")
         else:
-            yield re.sub(r"^(module\.)*(language_model\.)?", "", name), value
+            yield re.sub(r"^((model|module)\.)*(language_model\.)?", "", name), value
 
 
 def _our_name(name: str, first: int) -> str | None:
@@ -302,10 +328,19 @@ def _tensors(
 
 def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: int, name: str) -> list[Stacked]:
     """Q, K and V, each with the rows of all heads in order."""
+    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    if shards.has(queries := name.replace("qkv", "query")):
+        kv = shards.columns(pairs := name.replace("qkv", "key_value"))
+        if kv.parts and kv.shape[0] != 2 * g * d:
+            shards.misshapen(
+                pairs, kv.shape, f"{2 * g * d} rows over all tensor-parallel ranks, of {g} key/value heads"
+            )
+            kv = Stacked()
+        heads = [kv.rows(k * d, (k + 1) * d) for k in range(2 * g)]
+        return [shards.columns(queries), stack(heads[::2]), stack(heads[1::2])]
     fused, ranks = shards.columns(name), shards.ranks
     if not fused.parts:
         return [fused] * 3
-    n, g, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rows = (n + 2 * g) * d
     if fused.shape[0] != rows or (version < 2 and (g != n or n % ranks)):
         wanted = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"

@@ -1,8 +1,8 @@
-"""Checkpoints of neuronx-distributed: Llama and GPT-NeoX models by their Hugging Face names, cut by TP and PP.
+"""Checkpoints of neuronx-distributed: Llama, GPT-NeoX and BERT by their Hugging Face names, cut by TP and PP.
 
     SOURCE/model/dp_rank_00_tp_rank_TT_pp_rank_PP.pt     a rank's state
     SOURCE/model/….pt.tensors/tensor_N.pt                with xser: its tensors, to which the .pt refers by number
-    SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6, under "model"
+    SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6 and of BERT's script, under "model"
     SOURCE/tp_rank_TT_pp_rank_PP, ….tensors/tensor_N.pt  of these with xser
 
 As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. A layer has the same number on every
@@ -17,6 +17,9 @@ pipeline stage. The model code says what the fused tensors of a rank are (modeli
 The query heads of a rank attend to the key/value heads of that rank, so the order of the copies says which query heads
 belong to a key/value head. scripts/checkpoint_converter.py writes all g heads and then all of them again (K0 K1 … K0
 K1 …); other programs write the copies of a head next to each other.
+
+BERT's training script cuts the attention alone, and a test of the library the padded vocabulary too: the shape of a
+tensor tells whether a rank has it whole.
 """
 
 from __future__ import annotations
@@ -31,9 +34,9 @@ from shardwise.checkpoint.agreement import read_model
 from shardwise.checkpoint.importing import pickled
 from shardwise.checkpoint.importing.foreign_model import ForeignModel, canonical_shapes
 from shardwise.checkpoint.importing.hugging_face import token_ids
-from shardwise.checkpoint.importing.shards import Shards, Stacked, require_ranks, same_bits, stack
+from shardwise.checkpoint.importing.shards import Shards, Stacked, difference, require_ranks, stack
 from shardwise.checkpoint_format.spelling import spelling
-from shardwise.config import GPTNeoXConfig, LlamaConfig
+from shardwise.config import BertConfig, GPTNeoXConfig, LlamaConfig
 from shardwise.errors import ConfigError, listing
 from shardwise.storage.root import Root
 
@@ -44,30 +47,34 @@ _OLD_FILE = "checkpoint.pt"
 _STARTED, _DONE = "checkpoint", "done"
 _SHOWN = 6
 
-_ROW_PARALLEL = re.compile(r".*\.(?:o_proj|down_proj|attention\.dense|dense_4h_to_h)\.(weight|bias)")
-_NORM = re.compile(r".*norm\.(weight|bias)")
-_VOCABULARY = re.compile(r".*(embed_tokens|lm_head|embed_in|embed_out)\.weight")
+_ROW_PARALLEL = re.compile(r".*\.(?:o_proj|down_proj|attention\.dense|dense_4h_to_h|output\.dense)\.(weight|bias)")
+_NORM = re.compile(r".*[nN]orm\.(weight|bias)")
+_VOCABULARY = re.compile(r".*(embed_tokens|lm_head|embed_in|embed_out|word_embeddings)\.weight|cls\.predictions\.bias")
 
 
-def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
-    """The model in a checkpoint of neuronx-distributed; `config_file`: its Hugging Face `config.json`, or the folder.
+def open_neuronx(source: Path, config_file: Path, *, allow_drift: bool = False) -> ForeignModel:
+    """The model in a checkpoint of neuronx-distributed.
+
+    Args:
+        config_file: its Hugging Face `config.json`, or the folder.
+        allow_drift: whether the first of several replicas is taken although others differ.
 
     Raises:
-        ConfigError: it is none, of another model than Llama or GPT-NeoX, incomplete, or contradicts itself: everything
-        that is wrong; or its files are not safe to open.
+        ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
+        everything that is wrong; or its files are not safe to open.
     """
     described = config_file / "config.json" if config_file.is_dir() else config_file
     if not described.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     config = read_model(Root.of(described))
-    if not isinstance(config, LlamaConfig | GPTNeoXConfig):
-        raise ConfigError(f"the model in {described} ({config.family}) must be llama or gpt_neox")
+    if not isinstance(config, LlamaConfig | GPTNeoXConfig | BertConfig):
+        raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
     ranks = _ranks(source)
     tensor, pipeline = (max(rank[i] for rank in ranks) + 1 for i in (0, 1))
     require_ranks(str(source), set(ranks), tensor, pipeline, lambda t, p: f"tp_rank_{t:02d}_pp_rank_{p:02d}")
     spelled = spelling(config.family)
     states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
-    shards = Shards(str(source), tensor)
+    shards = Shards(str(source), tensor, allow_drift)
     for stage in range(pipeline):
         place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
         shards.add([states[rank, stage] for rank in range(tensor)], place)
@@ -77,11 +84,12 @@ def open_neuronx(source: Path, config_file: Path) -> ForeignModel:
             shards.require_tied(name, copy)
     shapes = canonical_shapes(config)
     tensors = dict(_fused(shards, config)) if isinstance(config, LlamaConfig) else {}
-    for name in shapes:
+    for name, shape in shapes.items():
         if name not in tensors:
-            tensors[name] = _tensor(shards, name, config.vocab_size)
+            tensors[name] = _tensor(shards, name, shape)
+    weights = shards.weights(shapes, tensors)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, shards.weights(shapes, tensors), layout, tokens=token_ids(Root.of(described)))
+    return ForeignModel(config, weights, layout, tokens=token_ids(Root.of(described)), notes=shards.notes)
 
 
 # ---- files
@@ -125,13 +133,9 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
         name = re.sub(r"^(module\.)+", "", str(key))
         if buffers.fullmatch(name):
             continue
-        if isinstance(value, pickled.Reference):
-            number = value.tid
-            if not isinstance(number, int) or number < 0:
-                raise ConfigError(f"{path} refers to a tensor by {number!r}, which must be a number")
-            value = pickled.load(path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt")
-        if isinstance(value, Tensor):
-            tensors[name] = value
+        tensor = pickled.followed(value, path)
+        if isinstance(tensor, Tensor):
+            tensors[name] = tensor
         else:
             problems.append(f"{path}: {name} must be a tensor")
     if problems:
@@ -142,15 +146,16 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
 # ---- the models
 
 
-def _tensor(shards: Shards, name: str, vocab_size: int) -> Stacked:
-    """A tensor that is not fused with others."""
+def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> Stacked:
+    """A tensor that is not fused with others; `shape`: of the whole model's, without rows of padding."""
     row_parallel = _ROW_PARALLEL.fullmatch(name)
-    if _NORM.fullmatch(name) or (row_parallel and row_parallel[1] == "bias"):
-        return shards.copies(name)
-    if row_parallel:
-        return shards.rows(name)
-    columns = shards.columns(name)
-    return columns.rows(0, vocab_size) if _VOCABULARY.fullmatch(name) else columns  # without rows of padding
+    first = next(iter(shards.tensors.get(name, ())), None)
+    is_whole = first is not None and len(first) >= shape[0] and first.shape[1:] == shape[1:]
+    if is_whole or _NORM.fullmatch(name) or (row_parallel and row_parallel[1] == "bias"):
+        tensor = shards.copies(name)
+    else:
+        tensor = shards.rows(name) if row_parallel else shards.columns(name)
+    return tensor.rows(0, shape[0]) if _VOCABULARY.fullmatch(name) else tensor
 
 
 def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]:
@@ -204,16 +209,12 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
         return nothing
     copies = slots // g
     # A slot is a key/value head that some rank holds. Copies of a head are g slots apart, or next to each other.
-    for heads in ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)]):
-        if _copies_agree(k, heads, d) and _copies_agree(v, heads, d):
-            break
-    else:
-        shards.problems.append(
-            f"{shards.where}: {attention}.qkv_proj must hold each of its {g} key/value heads {copies} times, "
-            "equal to the bit, and its copies differ: the replicas have drifted apart, or num_key_value_heads in "
-            "the config.json is another model's"
-        )
-        return nothing
+    orders = ([slot % g for slot in range(slots)], [slot // copies for slot in range(slots)])
+    drifts = [max(_drift(k, heads, d), _drift(v, heads, d)) for heads in orders]
+    drift, heads = min(zip(drifts, orders, strict=True), key=lambda found: found[0])
+    if drift:
+        fact = f"must hold each of its {g} key/value heads (num_key_value_heads) {copies} times, equal to the bit"
+        shards.note_drift(f"{attention}.qkv_proj", drift, fact)
     # All query heads of a slot attend to its head: ordered by the slots' heads, they are in the model's order.
     order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
     block = n // slots * d
@@ -223,7 +224,7 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
     return [q, k, v, o.t]
 
 
-def _copies_agree(kv: Stacked, heads: Sequence[int], size: int) -> bool:
-    """Whether the slots of `size` rows that have the same head in `heads` are equal."""
+def _drift(kv: Stacked, heads: Sequence[int], size: int) -> float:
+    """The largest difference of slots of `size` rows that have the same head in `heads`."""
     slots = [kv.read(slot * size, (slot + 1) * size) for slot in range(len(heads))]
-    return all(same_bits(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))
+    return max(difference(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))

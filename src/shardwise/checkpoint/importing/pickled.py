@@ -36,7 +36,7 @@ class StandIn:
 
 
 class Reference:
-    """torch_xla's reference to a tensor that has a file of its own.
+    """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own.
 
     Attributes:
         tid: the number of the tensor.
@@ -54,12 +54,13 @@ class Reference:
 _UNNEEDED = (
     "_codecs.encode", "_io.BytesIO", "builtins.getattr", "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar",
-    "numpy.ndarray", "numpy.dtype", "signal.Signals", "types.SimpleNamespace",
+    "numpy.ndarray", "numpy.dtype", "signal.Signals", "types.SimpleNamespace", "torch._C._VariableFunctionsClass",
 )  # fmt: skip
-_UNNEEDED_PACKAGES = ("megatron.", "transformer_engine.")
+_UNNEEDED_PACKAGES = ("megatron.", "transformer_engine.", "nemo.", "pytorch_lightning.", "torchmetrics.", "omegaconf.")
 _CLASSES: dict[str, type] = {
     "argparse.Namespace": argparse.Namespace,
     "torch_xla.utils.serialization.TensorReference": Reference,
+    "nemo.collections.nlp.parts.serialization.TensorReference": Reference,
     **dict.fromkeys(_UNNEEDED, StandIn),
 }
 
@@ -70,12 +71,12 @@ def load(path: Path) -> Any:
     Raises:
         ConfigError: it was not written by `torch.save`, cannot be read, or names what could run code.
     """
-    classes = dict(_CLASSES)
+    classes = _CLASSES
     try:
         mapped = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format, which cannot be mapped
         if mapped:
             named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-            classes |= {name: StandIn for name in named if name.startswith(_UNNEEDED_PACKAGES)}
+            classes = {name: StandIn for name in named if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
             if refused := sorted(set(named) - set(classes)):
                 raise ConfigError(
                     f"{path} is refused: beside tensors and plain values its pickle names {listing(refused)}, by which "
@@ -93,6 +94,19 @@ def load(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"{path} is truncated or no file of torch.save ({_sentence(error)})") from None
+
+
+def followed(value: Any, path: Path) -> Any:
+    """A value in what `load(path)` returned; of a reference, the tensor in the file that it stands for.
+
+    Raises:
+        ConfigError: the reference is none, or its file cannot be read.
+    """
+    if not isinstance(value, Reference):
+        return value
+    if not isinstance(value.tid, int) or value.tid < 0:
+        raise ConfigError(f"{path} refers to a tensor by {value.tid!r}, which must be a number")
+    return load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
 
 
 def _sentence(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -14,8 +15,10 @@ from shardwise.checkpoint_format.manifest import TensorEntry
 from shardwise.checkpoint_format.writing import STREAM_BYTES, StreamedWeight
 from shardwise.errors import ConfigError, listing
 from shardwise.storage.root import Buffer
+from shardwise.units import counted
 
 _SHOWN = 8
+_DRIFT = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -83,6 +86,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits), other.view(bits))
 
 
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference of two elements; infinite where two shapes are not the same."""
+    if same_bits(one, other):
+        return 0.0
+    return float((one.float() - other.float()).abs().max()) if one.shape == other.shape else math.inf
+
+
 def _differing(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> str:
     """The ranks whose tensors differ, such as `1, 3`."""
     pairs = zip(tensors, others, strict=True)
@@ -111,21 +121,26 @@ class Shards:
     """The tensors of all tensor-parallel ranks and pipeline stages.
 
     A method that finds a problem adds it to `problems` and returns a `Stacked` without parts instead of raising, so
-    that the user reads all problems at once.
+    that the user reads all problems at once. Replicas that differ are a problem unless drift is allowed: stochastic
+    rounding, for one, draws other bits on every rank.
 
     Attributes:
         where: names the source in messages.
         ranks: the tensor-parallel degree.
+        allow_drift: whether the first of several replicas is taken although others differ.
         tensors: name → its tensors, one for each tensor-parallel rank.
         problems: one line each.
     """
 
     where: str
     ranks: int
+    allow_drift: bool = False
     tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
     _missing: list[tuple[str, str]] = field(default_factory=list)
+    _drifted: list[tuple[str, str]] = field(default_factory=list)
+    _differences: dict[str, float] = field(default_factory=dict)
 
     def add(self, ranks: Sequence[Mapping[str, Tensor]], place: str) -> None:
         """Add one pipeline stage's tensors, by tensor-parallel rank; `place` names the stage in messages."""
@@ -136,19 +151,40 @@ class Shards:
                 )
                 continue
             parts = [tensors[name] for tensors in ranks]
-            if _differing(self.tensors.setdefault(name, parts), parts):
-                self.problems.append(f"{self.where}: {name} must be the same on every pipeline stage that has it")
+            same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
+            self._compare(name, self.tensors.setdefault(name, parts), parts, same)
 
     def require_tied(self, name: str, copy: str) -> None:
         """Note where a copy of a tied weight, if there is one, differs from it."""
         if not self.has(copy) or not self.has(name):
             return
         self._used.add(copy)
-        if ranks := _differing(self.tensors[name], self.tensors[copy]):
-            self.problems.append(
-                f"{self.where}: {copy} must equal {name}, the model has one weight for both: they differ on "
-                f"tensor-parallel rank {ranks}"
-            )
+        equal = f"must equal {name}, the model has one weight for both: they differ on tensor-parallel rank {{}}"
+        self._compare(copy, self.tensors[name], self.tensors[copy], equal)
+
+    def _compare(self, name: str, first: Sequence[Tensor], others: Sequence[Tensor], text: str) -> None:
+        """Note whether replicas differ, rank by rank; `text`: what the tensor must be, with a place for the ranks."""
+        if ranks := _differing(first, others):
+            drift = max(difference(one, other) for one, other in zip(first, others, strict=True))
+            self.note_drift(name, drift, text.format(ranks))
+
+    def note_drift(self, name: str, drift: float, fact: str) -> None:
+        """Note that replicas differ by so much; `fact`: what the tensor must be."""
+        if self.allow_drift and drift < math.inf:
+            self._differences[name] = drift
+        else:
+            self._drifted.append((name, fact))
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of replicas that differ."""
+        if not self._differences:
+            return []
+        most = max(self._differences, key=lambda name: self._differences[name])
+        return [
+            f"replicas of {counted(len(self._differences), 'tensor')} differ, at most by {self._differences[most]:.2g} "
+            f"({most}): the first ones are taken"
+        ]
 
     def require_floats(self) -> None:
         """Note tensors that cannot be a model's weights, and ranks that disagree on a shape; these are left out."""
@@ -191,11 +227,8 @@ class Shards:
     def copies(self, name: str) -> Stacked:
         """What every rank has whole: all copies must agree to the bit."""
         parts = self.parts(name)
-        if ranks := _differing(parts[:1] * len(parts), parts):
-            self.problems.append(
-                f"{self.where}: {name} must be the same on every tensor-parallel rank, and differs between rank 0 and "
-                f"rank {ranks}: the replicas have drifted apart, or are of different checkpoints"
-            )
+        same = "must be the same on every tensor-parallel rank, and differs between rank 0 and rank {}"
+        self._compare(name, parts[:1] * len(parts), parts, same)
         return Stacked(tuple(parts[:1]))
 
     def split(self, name: str, sizes: Sequence[int]) -> list[Stacked]:
@@ -220,6 +253,7 @@ class Shards:
         wanted = {name: shape for name, shape in shapes.items() if name not in tensors or tensors[name].parts}
         problems = [
             *self.problems,
+            *lines_of_layers(self.where, f": {{}} {{}}: {_DRIFT}", self._drifted),
             *lines_of_layers(self.where, " lacks {}", self._missing),
             *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
             *mismatches(self.where, wanted, {name: tensor.entry for name, tensor in tensors.items() if tensor.parts}),

@@ -1,9 +1,10 @@
 """Make a checkpoint of step 0 of weights from elsewhere: `checkpoint.load` starts from it, at any layout.
 
-SOURCE is a Hugging Face folder or hub id. With --from megatron it is a checkpoint folder of Megatron-LM in its `torch`
-format (GPT-2 and Llama models), with --from neuronx-distributed one of neuronx-distributed (Llama and GPT-NeoX
-models): the shards of all tensor- and pipeline-parallel ranks are combined. Pickled files are opened so that no code
-of theirs can run. Memory is bounded by some rows of a tensor.
+SOURCE is a Hugging Face folder or hub id. With --from it is the folder of a sharded checkpoint: megatron (Megatron-LM's
+`torch` format: GPT-2 and Llama models), neuronx-nemo-megatron (GPT and Llama models; FOLDER/NAME.ckpt if the ranks'
+folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT models). The shards of all tensor- and
+pipeline-parallel ranks are combined; the optimizer's state is left out. Pickled files are opened so that no code of
+theirs can run. Memory is bounded by some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from shardwise import hub
 from shardwise.checkpoint_format.places import reached
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
-from shardwise.errors import ConfigError, keys_renamed
+from shardwise.errors import ConfigError, keys_renamed, listing
 from shardwise.units import count, counted, size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.importing import ForeignModel
 
-_HUB, _MEGATRON, _NEURONX = "hugging-face", "megatron", "neuronx-distributed"
+_HUB, _MEGATRON, _NEMO, _NEURONX = "hugging-face", "megatron", "neuronx-nemo-megatron", "neuronx-distributed"
 _OPTIONS = {
     "config": ("--config", (_NEURONX,)),
     "revision": ("--revision", (_HUB,)),
-    "vocab_size": ("--vocab-size", (_MEGATRON,)),
-    "tokenizer": ("--tokenizer", (_MEGATRON, _NEURONX)),
+    "vocab_size": ("--vocab-size", (_MEGATRON, _NEMO)),
+    "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX)),
+    "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
 }
 
 
@@ -41,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a run's folder, or a folder of checkpoints: step-00000000 is made in it; a path or a URL",
     )
     parser.add_argument(
-        "--from", dest="kind", choices=(_HUB, _MEGATRON, _NEURONX), default=_HUB, help=f"default: {_HUB}"
+        "--from", dest="kind", choices=(_HUB, _MEGATRON, _NEMO, _NEURONX), default=_HUB, help=f"default: {_HUB}"
     )
     parser.add_argument("--revision", metavar="NAME", help="of a hub id: a branch, tag or commit")
     parser.add_argument(
@@ -51,12 +53,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         metavar="N",
         type=int,
-        help=f"{_MEGATRON}: tokens without the embedding's padding (default: what the checkpoint or --tokenizer tells)",
+        help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: what the checkpoint or "
+        "--tokenizer tells)",
     )
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
         help="shards: the model's tokenizer, a path or hub id as of data.tokenizer, to be copied along",
+    )
+    parser.add_argument(
+        "--allow-drift",
+        action="store_true",
+        default=None,
+        help="shards: take the first of several replicas where they differ, as stochastic rounding lets them (default: "
+        "refused)",
     )
     add_max_shard_size(parser)
 
@@ -79,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{done.folder}: {opened.config.family}, {count(opened.parameters)} parameters in {opened.dtype}{cut}; "
         f"{counted(done.files, 'file')}, {size(done.bytes)}"
     )
+    if arguments.kind != _HUB:
+        output.line("weights alone are imported: the state of the optimizer and of the schedule is left out")
     output.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
     return 0
 
@@ -87,7 +99,7 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
     kind = arguments.kind
     problems = [
         f"{option} ({getattr(arguments, name)}) must be left out with --from {kind}: it is for --from "
-        f"{' or '.join(kinds)}"
+        f"{listing(kinds, 'or')}"
         for name, (option, kinds) in _OPTIONS.items()
         if getattr(arguments, name) is not None and kind not in kinds
     ]
@@ -111,10 +123,12 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
         return importing.open_hugging_face(Root.of(folder))
     source = Path(arguments.source).expanduser()
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
-    if arguments.kind == _MEGATRON:
-        opened = importing.open_megatron(source, arguments.vocab_size or vocabulary)
+    drift = bool(arguments.allow_drift)
+    if arguments.kind == _NEURONX:
+        opened = importing.open_neuronx(source, arguments.config.expanduser(), allow_drift=drift)
     else:
-        opened = importing.open_neuronx(source, arguments.config.expanduser())
+        open_shards = importing.open_megatron if arguments.kind == _MEGATRON else importing.open_nemo
+        opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)
     if vocabulary is not None and vocabulary > opened.config.vocab_size:
         raise ConfigError(
             f"the vocabulary of --tokenizer ({vocabulary:,}) must be at most the model's ({opened.config.vocab_size:,})"

@@ -108,6 +108,11 @@ NAMES: dict[str, dict[str, str]] = {
         "qkv": "self_attention.linear_qkv", "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1",
         "fc2": "mlp.linear_fc2", "final": "final_layernorm",
     },
+    "nemo": {
+        "input": "input_layernorm", "post": "post_attention_layernorm", "qkv": "self_attention.query_key_value",
+        "query": "self_attention.query", "key_value": "self_attention.key_value", "proj": "self_attention.dense",
+        "fc1": "mlp.dense_h_to_4h", "fc2": "mlp.dense_4h_to_h", "final": "final_layernorm",
+    },
 }  # fmt: skip
 
 
@@ -168,7 +173,7 @@ def stage_states(
                 }
                 if ends:
                     block |= {named(style, role): tensor for role, tensor in source.final().items()}
-                build = core_model if style in ("core", "te") else legacy_model
+                build = {"core": core_model, "te": core_model, "nemo": nemo_model}.get(style, legacy_model)
                 key = "model" if virtual == 1 else f"model{chunk}"
                 states[rank, stage][key] = build(source, style, block, rank, tp, begins, ends)
     return states
@@ -187,6 +192,22 @@ def core_model(source: Source, style: str, block: State, rank: int, tp: int, beg
     if style == "te":
         state["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3, dtype=torch.uint8)
     return state
+
+
+def nemo_model(source: Source, style: str, block: State, rank: int, tp: int, begins: bool, ends: bool) -> State:
+    """Flat, as the `state_dict` of the module that PyTorch Lightning saves, with NeMo's list of buffers."""
+    inside, inv_freq = "model.language_model.", "self_attention.core_attention.rotary_emb.inv_freq"
+    state = {f"{inside}encoder.{name}": tensor for name, tensor in block.items()}
+    if begins:
+        state[f"{inside}embedding.word_embeddings.weight"] = source.word(tp)[rank]
+        if source.is_gpt2:
+            state[f"{inside}embedding.position_embeddings.weight"] = source.weights["transformer.wpe.weight"]
+    if ends and not source.tied:
+        state[f"{inside}output_layer.weight"] = source.head(tp)[rank]
+    if ends and source.tied and not begins:
+        state["model.word_embeddings.weight"] = source.word(tp)[rank]
+    buffers = [] if source.is_gpt2 else [f"{inside}encoder.layers.0.{inv_freq}"]
+    return state | {name: torch.ones(4) for name in buffers} | {"untrained_buffer_names": buffers}
 
 
 def legacy_model(source: Source, style: str, block: State, rank: int, tp: int, begins: bool, ends: bool) -> State:

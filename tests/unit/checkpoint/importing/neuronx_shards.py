@@ -2,21 +2,20 @@
 
 Layouts: examples/training/llama/modeling_llama_nxd.py, modules/qkv_linear.py, scripts/checkpoint_converter.py
 (`convert_full_state_to_tp`: copies of key/value heads and the order of query heads that goes with them),
-trainer/checkpoint.py (files).
+trainer/checkpoint.py (files); of BERT examples/training/tp_dp_bert_hf_pretrain, which cuts the attention, and
+test/integration/parallel_layers/test_bert_pretraining.py, which cuts the padded vocabulary too.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.unit.checkpoint.importing.checks import in_module
 
 State = dict[str, Tensor]
 STYLES = ("separate", "fused", "grouped", "grouped-fused")
@@ -64,6 +63,24 @@ def shards_of(weights: State, config: Any, style: str, tp: int, copies: int, adj
     return ranks
 
 
+def shards_of_bert(weights: State, tp: int, *, vocabulary_cut: bool) -> list[State]:
+    """Every rank's tensors. transformers of that time saved the positions too, and the decoder beside the embedding."""
+    ranks: list[State] = [{"bert.embeddings.position_ids": torch.arange(24)[None]} for _ in range(tp)]
+    for name, tensor in weights.items():
+        parts = [tensor] * tp
+        if ".attention.self." in name:
+            parts = list(tensor.chunk(tp))
+        elif name.endswith("attention.output.dense.weight"):
+            parts = list(tensor.chunk(tp, dim=1))
+        elif vocabulary_cut and re.search(r"word_embeddings|cls\.predictions\.(bias|decoder)", name):
+            padding = tensor.new_full((tp - len(tensor) % tp, *tensor.shape[1:]), 7.0)
+            padded = torch.cat([tensor, padding])
+            parts = [padded] * tp if name.endswith("bias") else list(padded.chunk(tp))
+        for rank, part in enumerate(parts):
+            ranks[rank][name] = part.contiguous().clone()
+    return ranks
+
+
 def replicated(q: Tensor, k: Tensor, v: Tensor, o: Tensor, config: Any, copies: int, adjacent: bool) -> list[Tensor]:
     """K and V with each head `copies` times, and the query heads, rows of q and columns of o, in the order for it."""
     d, kv = config.head_dim, config.num_key_value_heads
@@ -88,26 +105,13 @@ def by_stage(ranks: list[State], layers: int, pp: int) -> dict[tuple[int, int], 
     return states
 
 
-@contextmanager
-def torch_xla() -> Iterator[type]:
-    """The class that xser writes, in a module of its name, which is gone when the files are read."""
-    names = ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization")
+class TensorReference:
+    """As torch_xla has it."""
 
-    class TensorReference:
-        __slots__ = ["tid"]
+    __slots__ = ("tid",)
 
-        def __init__(self, tid: int) -> None:
-            self.tid = tid
-
-    TensorReference.__module__, TensorReference.__qualname__ = names[-1], "TensorReference"
-    modules = {name: types.ModuleType(name) for name in names}
-    modules[names[-1]].TensorReference = TensorReference  # type: ignore[attr-defined]
-    sys.modules |= modules
-    try:
-        yield TensorReference
-    finally:
-        for name in names:
-            del sys.modules[name]
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
 
 
 def save(state: State, path: Path, xser: bool, key: str | None) -> None:
@@ -117,11 +121,11 @@ def save(state: State, path: Path, xser: bool, key: str | None) -> None:
         return
     tensors = path.with_name(path.name + ".tensors")
     tensors.mkdir()
-    with torch_xla() as reference:
-        references = {}
-        for number, (name, tensor) in enumerate(state.items()):
-            torch.save(tensor, tensors / f"tensor_{number}.pt")
-            references[name] = reference(number)
+    references = {}
+    for number, (name, tensor) in enumerate(state.items()):
+        torch.save(tensor, tensors / f"tensor_{number}.pt")
+        references[name] = TensorReference(number)
+    with in_module("torch_xla.utils.serialization", TensorReference):
         torch.save({key: references} if key else references, path)
 
 
@@ -136,15 +140,19 @@ def write(
     adjacent: bool = False,
     xser: bool = False,
     old: bool = False,
+    vocabulary_cut: bool = False,
 ) -> Path:
-    """A whole checkpoint; `old`: as releases before 0.6 named files."""
+    """A whole checkpoint; `old`: as releases before 0.6, and BERT's script, named files."""
     weights = {name.replace("lm_head", "embed_out") if model.config.model_type == "gpt_neox" else name: tensor.detach()
                for name, tensor in model.state_dict().items()}  # fmt: skip
     if model.config.tie_word_embeddings:
         weights = {
             name: tensor for name, tensor in weights.items() if name not in ("lm_head.weight", "embed_out.weight")
         }
-    ranks = shards_of(weights, model.config, style, tp, copies, adjacent)
+    if model.config.model_type == "bert":
+        ranks = shards_of_bert(weights, tp, vocabulary_cut=vocabulary_cut)
+    else:
+        ranks = shards_of(weights, model.config, style, tp, copies, adjacent)
     for (rank, stage), state in by_stage(ranks, model.config.num_hidden_layers, pp).items():
         if not old:
             path = folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"

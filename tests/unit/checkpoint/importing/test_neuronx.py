@@ -1,4 +1,4 @@
-"""neuronx-distributed's checkpoints of Llama and GPT-NeoX, as each of its layouts has them."""
+"""neuronx-distributed's checkpoints of Llama, GPT-NeoX and BERT, as each of its layouts has them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shardwise.checkpoint.importing import open_neuronx
 from shardwise.errors import ConfigError
@@ -53,6 +54,13 @@ def test_gpt_neox(tmp_path: Path, case: str, tp: int) -> None:
     check(tmp_path, save(case, tmp_path / "saved", vocab_size=64), tp=tp)
 
 
+@pytest.mark.parametrize("vocabulary_cut", [False, True])
+@pytest.mark.parametrize(("tp", "xser", "old"), [(1, False, True), (2, False, True), (4, True, False)])
+def test_bert(tmp_path: Path, tp: int, xser: bool, old: bool, vocabulary_cut: bool) -> None:
+    """Its vocabulary of 61 is padded at each degree."""
+    check(tmp_path, save("bert", tmp_path / "saved"), tp=tp, xser=xser, old=old, vocabulary_cut=vocabulary_cut)
+
+
 # ---- what is refused
 
 
@@ -75,11 +83,48 @@ def problems(folder: Path) -> list[str]:
     return [each.replace(str(folder), "FOLDER") for each in caught.value.problems]
 
 
-def test_copies_of_heads_must_agree(shards: Path) -> None:
-    rewrite(shards, 3, lambda state: state["model.layers.1.self_attn.qkv_proj.weight_k"].add_(1))
+def test_copies_of_heads_must_agree_unless_drift_is_allowed(shards: Path) -> None:
+    rewrite(shards, 3, lambda state: state["model.layers.1.self_attn.qkv_proj.weight_k"].add_(0.25))
     (found,) = problems(shards)
-    assert found.startswith(
-        "FOLDER: model.layers.1.self_attn.qkv_proj must hold each of its 2 key/value heads 2 times, equal to the bit"
+    assert found == (
+        "FOLDER: model.layers.1.self_attn.qkv_proj must hold each of its 2 key/value heads (num_key_value_heads) 2 "
+        "times, equal to the bit: replicas have drifted apart (--allow-drift takes the first ones), or are of "
+        "different checkpoints"
+    )
+    opened = open_neuronx(shards, shards.parent / "saved", allow_drift=True)
+    (note,) = opened.notes
+    assert note == (
+        "replicas of 1 tensor differ, at most by 0.25 (model.layers.1.self_attn.qkv_proj): the first ones are taken"
+    )
+    read = {weight.name: b"".join(map(bytes, weight.read())) for weight in opened.weights}
+    wanted = load_file(shards.parent / "saved/model.safetensors")
+    assert all(read[name] == tensor.numpy().tobytes() for name, tensor in wanted.items())
+
+
+def test_bert_shards_of_unequal_vocabulary(tmp_path: Path) -> None:
+    folder = write(save("bert", tmp_path / "saved"), tmp_path / "step_100", tp=2, vocabulary_cut=True)
+    names = [f"{part}.weight" for part in ("bert.embeddings.word_embeddings", "cls.predictions.decoder")]
+    rewrite(folder, 1, lambda state: state.update({name: state[name][:-1].clone() for name in names}))
+    assert problems(folder) == [
+        f"FOLDER: shape of {name} must be the same on every tensor-parallel rank: it is [31, 32], [30, 32]"
+        for name in names
+    ]
+
+
+def test_bert_of_a_smaller_vocabulary_than_its_config(tmp_path: Path) -> None:
+    folder = write(save("bert", tmp_path / "other", vocab_size=57), tmp_path / "step_100", tp=2, vocabulary_cut=True)
+    save("bert", tmp_path / "saved")
+    assert problems(folder) == ["FOLDER: shape of bert.embeddings.word_embeddings.weight [58, 32] must be [61, 32]"]
+
+
+def test_bert_decoder_must_be_the_embedding(tmp_path: Path) -> None:
+    folder = write(save("bert", tmp_path / "saved"), tmp_path / "step_100", tp=2)
+    rewrite(folder, 1, lambda state: state["cls.predictions.decoder.weight"].add_(1))
+    (found,) = problems(folder)
+    assert found == (
+        "FOLDER: cls.predictions.decoder.weight must equal bert.embeddings.word_embeddings.weight, the model has one "
+        "weight for both: they differ on tensor-parallel rank 1: replicas have drifted apart (--allow-drift takes the "
+        "first ones), or are of different checkpoints"
     )
 
 
@@ -135,7 +180,7 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "run/dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt").touch()
     assert "is of a model with experts" in problems(tmp_path / "run")[0]
     save("gpt", tmp_path / "gpt")
-    with pytest.raises(ConfigError, match="must be llama or gpt_neox"):
+    with pytest.raises(ConfigError, match="must be llama, gpt_neox or bert"):
         open_neuronx(tmp_path / "run", tmp_path / "gpt")
     with pytest.raises(ConfigError, match=r"--config .* must be a Hugging Face config.json or its folder"):
         open_neuronx(tmp_path / "run", tmp_path / "nothing")
