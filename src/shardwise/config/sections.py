@@ -106,7 +106,8 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "lamb"] = Field(default="adamw", description="the update rule")
     lr: float = Field(gt=0, description="peak learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup to lr")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup; the last of them has lr")
+    constant_steps: int = Field(default=0, ge=0, description="the last steps of the run, after the decay, have min_lr")
     schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="the two averaging factors")
@@ -132,6 +133,11 @@ class OptimizerConfig(Section):
         problems = []
         if self.min_lr > self.lr:
             problems.append(f"optimizer.min_lr ({self.min_lr}) must be at most optimizer.lr ({self.lr})")
+        if self.constant_steps and self.schedule == "constant":
+            problems.append(
+                f"optimizer.constant_steps ({self.constant_steps}) must be 0 with optimizer.schedule constant, which "
+                "never decays to optimizer.min_lr: choose cosine or linear"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
         if self.name == "lamb" and not self.weight_decay:

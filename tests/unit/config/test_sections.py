@@ -91,6 +91,13 @@ def test_rope_scaling_mistakes_are_told_at_once() -> None:
     assert len(caught.value.problems) == 3
 
 
+def test_constant_steps_need_a_decay_before_them() -> None:
+    keys = ["optimizer.constant_steps=5", "optimizer.schedule=constant"]
+    with pytest.raises(ConfigError, match=r"optimizer.constant_steps \(5\) must be 0 with optimizer.schedule constant"):
+        load_config("llama2-tiny", keys)
+    assert load_config("llama2-tiny", keys[:1]).optimizer.constant_steps == 5
+
+
 def test_lamb_has_its_own_epsilon_and_needs_decay() -> None:
     assert load_config("llama2-tiny").optimizer.eps == 1e-8
     assert load_config("llama2-tiny", ["optimizer.name=lamb"]).optimizer.eps == 1e-6
