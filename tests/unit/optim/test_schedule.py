@@ -142,7 +142,7 @@ def test_the_documented_table_is_true() -> None:
         "`linear`": rates(make("linear", min_lr=0.0, **run)),
         "`get_linear_schedule_with_warmup`": rates_of_transformers("linear", **run),
         "`cosine`, `constant_steps=20`": rates(make("cosine", min_lr=0.0, constant=20, **run)),
-        "NeMo's `CosineAnnealing`, `constant_steps=20`": rates_of_nemo(constant=20, **run),
+        "NeMo's, `constant_steps=20`": rates_of_nemo(constant=20, **run),
     }
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     header = re.search(r"^\| rate of step \|(.*)\|$", text, re.MULTILINE)
