@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.config.base import Section, reject
 from shardwise.config.data import DataConfig
 from shardwise.config.model import AnyModel
+from shardwise.errors import ConfigError
 from shardwise.redaction import has_query, redacted
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -23,6 +25,7 @@ SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
+_BATCH_RULE = re.compile(r"([1-9]\d*) per ([1-9]\d*) ranks")
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
 # contain a slash, as the secret keys of S3 do.
 _PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
@@ -83,7 +86,11 @@ class TrainConfig(Section):
         ge=0,
         description="global batches that are skipped right after checkpoint.resume=STEP, to avoid a loss spike",
     )
-    global_batch: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
+    global_batch: int = Field(
+        gt=0,
+        description="sequences per optimizer step, over all ranks; or N per M ranks, which becomes a number when a new "
+        "run starts, and stays that when it is resumed on other ranks",
+    )
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
@@ -98,6 +105,24 @@ class TrainConfig(Section):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
+    _batch_rule: tuple[int, int] | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_batch_rule(cls, values: Any, validate: Callable[[Any], TrainConfig]) -> TrainConfig:
+        """Read `N per M ranks`: the global batch is N, until `Config.with_batch_for` knows the number of ranks."""
+        given = values.get("global_batch") if isinstance(values, dict) else None
+        match = _BATCH_RULE.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            return validate(values)
+        section = validate({**values, "global_batch": int(match[1])})
+        section._batch_rule = int(match[1]), int(match[2])
+        return section
+
+    @property
+    def batch_rule(self) -> tuple[int, int] | None:
+        """(N, M) where the recipe gives the global batch as `N per M ranks`."""
+        return self._batch_rule
 
 
 class OptimizerConfig(Section):
@@ -294,3 +319,23 @@ class Config(Section):
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
+
+    def with_batch_for(self, ranks: int) -> Config:
+        """This configuration with the global batch that its rule gives for a number of ranks.
+
+        Raises:
+            ConfigError: that is no whole number.
+        """
+        if self.train.batch_rule is None:
+            return self
+        sequences, per = self.train.batch_rule
+        if sequences * ranks % per:
+            raise ConfigError(
+                f"train.global_batch ({sequences} per {per} ranks) must be a whole number on {ranks} ranks "
+                f"({sequences * ranks / per:g}): set train.global_batch to a number"
+            )
+        return self.with_batch(sequences * ranks // per)
+
+    def with_batch(self, global_batch: int) -> Config:
+        """This configuration with another global batch."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})

@@ -40,6 +40,8 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
     """
     join()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
+    if config.train.batch_rule is not None:  # rank 0 alone is sure to see the folder, and the batch that is in it
+        config = config.with_batch(comm.broadcast_object(config.train.global_batch, mesh.world))
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
     with _explained(config, layout, mesh, progress):
         here = open_run(config, layout, mesh, progress, run_path, recipe)
