@@ -44,8 +44,8 @@ neuronx-nemo-megatron has it.
 - `transformers` begins with an update of rate 0. Its step s + 1, in a run of one step more, has the rate that step s \
 has here. Without warmup, all rates are the same.
 - NeMo's warmup reaches the peak one step later than its `warmup_steps` says. If `optimizer.warmup_steps` is larger by \
-1, all rates are the same, with and without `constant_steps`. Without warmup, they are the same as it is. In NVIDIA's \
-own NeMo, `constant_steps` let the warmup begin with an update of rate 0, as in `transformers`.""",
+1, all rates are the same, with and without `constant_steps`. Without warmup, they are the same as it is. In \
+NVIDIA's own NeMo, a run with `constant_steps` begins with an update of rate 0, as in `transformers`.""",
 }
 
 

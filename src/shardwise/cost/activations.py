@@ -295,8 +295,8 @@ def _mlp_gradients(case: Case) -> int:
         last += (0 if layout.sequence else x) - case.mask_elements
     if model.norm_place == "output":
         last += 0 if layout.sequence else x
-    keeps_input = model.gated or (model.activation == "relu" and not case.inner_mask_elements)
-    most = max(last, 2 * feed) if keeps_input else last
+    needs_two = model.gated or (model.activation == "relu" and not case.inner_mask_elements)
+    most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":
         return x + most
     norm = 4 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else 0
@@ -317,7 +317,7 @@ def _core_gradients(case: Case) -> int:
 
 
 def _mask_hashing(case: Case) -> tuple[int, int]:
-    """Bytes that hashing a layout-invariant mask needs: of the probabilities, and of the MLP and what is added to x.
+    """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
 
     A mask is hashed chunk by chunk. For each element of a chunk there are three 64-bit integers at a time, and one more
     that all samples of the micro-batch share: the element's number within its sample.
