@@ -111,12 +111,12 @@ def _schedule_problems(config: Config) -> list[str]:
             f"model.max_position_embeddings ({limit}){unless}"
         )
     optimizer, lower = config.optimizer, "lower it, or keep train.steps and end early with train.stop_after"
-    most_constant = train.steps - max(1, optimizer.warmup_steps)
+    most_constant = max(0, train.steps - max(1, optimizer.warmup_steps))
     if optimizer.warmup_steps > train.steps:
         problems.append(
             f"optimizer.warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({train.steps}): {lower}"
         )
-    elif optimizer.constant_steps > most_constant:
+    if optimizer.constant_steps > most_constant:
         problems.append(
             f"optimizer.constant_steps ({optimizer.constant_steps}) must be at most {most_constant}: the warmup of "
             f"{optimizer.warmup_steps} steps and a step at optimizer.lr come before them in train.steps "
