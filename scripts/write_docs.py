@@ -24,6 +24,28 @@ NOTES = {
     "model": """\
 `model.config=PATH` reads a Hugging Face `config.json`, or the folder that holds one, in place of the recipe's model; \
 `model.*` keys given with it change single values. A field that no family here supports is an error that names it.""",
+    "optimizer": """\
+No step has a learning rate of 0. Step s of the warmup has `lr · s / warmup_steps`, so its last step has `lr`; without \
+warmup, step 1 has it. The decay would reach `min_lr` one step after the run's last. With `constant_steps`, step \
+`train.steps - constant_steps + 1` is the first with `min_lr`, and all later ones have it too. The table has rates of \
+100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0: here, in `transformers`, and in NeMo as \
+neuronx-nemo-megatron has it.
+
+| rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
+|---|---|---|---|---|---|---|---|---|
+| `cosine` | 0.1000 | 0.2000 | 1.0000 | 0.9997 | 0.1257 | 0.1145 | 0.0012 | 0.0003 |
+| `get_cosine_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
+| NeMo's `CosineAnnealing` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
+| `linear` | 0.1000 | 0.2000 | 1.0000 | 0.9890 | 0.2308 | 0.2198 | 0.0220 | 0.0110 |
+| `get_linear_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.2333 | 0.2222 | 0.0222 | 0.0111 |
+| `cosine`, `constant_steps=20` | 0.1000 | 0.2000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
+| NeMo's, `constant_steps=20` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
+
+- `transformers` begins with an update of rate 0. Its step s + 1, in a run of one step more, has the rate that step s \
+has here. Without warmup, all rates are the same.
+- NeMo's warmup reaches the peak one step later than its `warmup_steps` says. If `optimizer.warmup_steps` is larger by \
+1, all rates are the same, with and without `constant_steps`. Without warmup, they are the same as it is. In \
+NVIDIA's own NeMo, a run with `constant_steps` begins with an update of rate 0, as in `transformers`.""",
 }
 
 

@@ -51,12 +51,14 @@ def write_checkpoint(
     *,
     ranks: int = 1,
     shards: int = 1,
+    fields: Mapping[str, Any] = MODEL_CONFIG,
     **changed: Any,
 ) -> Root:
     """Write `step-…` into a folder of checkpoints and return it.
 
     Args:
         ranks: that hold equal runs of all optimizer states, end to end. shards: files of the model's weights.
+        fields: of its `config.json`.
         changed: fields of the manifest.
     """
     root = checkpoints if isinstance(checkpoints, Root) else Root.of(checkpoints)
@@ -91,7 +93,7 @@ def write_checkpoint(
     slices = _slices({state: named for state, named in tensors.items() if state != "model"}, ranks)
     for rank, parts in enumerate(slices):
         write(f"optimizer/rank-{rank:05}.safetensors", parts)
-    config = json.dumps({"model_type": "llama", **MODEL_CONFIG}).encode()
+    config = json.dumps({"model_type": "llama", **fields}).encode()
     writer = ChunkedWriter(folder / "config.json", len(config), "config.json")
     writer.write(config)
     files.append(writer.close())

@@ -72,7 +72,7 @@ _NEOX = _keys(
     tie_word_embeddings=False,
     hidden_dropout=0.0,
     attention_dropout=0.0,
-)
+) | {"train.seed": 12349, "optimizer.eps": 1e-8}
 _GPT2 = _keys(
     "model",
     activation_function="gelu_new",
@@ -85,8 +85,12 @@ _GPT2 = _keys(
 _GPT3 = {
     **_GPT2,
     "model.activation_function": "gelu",
+    "model.ffn_dropout": 0.1,
     "parallel.vocab_multiple": 128,
     "optimizer.min_lr": 1e-5,
+    "optimizer.constant_steps": 80_000,
+    "checkpoint.every_minutes": 60,
+    "train.seed": 1234,
 }
 _BERT = _keys(
     "model",
@@ -96,7 +100,7 @@ _BERT = _keys(
     hidden_dropout_prob=0.1,
     attention_probs_dropout_prob=0.1,
     tie_word_embeddings=True,
-)
+) | {"train.seed": 12349, "optimizer.eps": 1e-6}
 
 PUBLISHED = {
     "llama2-7b": Published(
@@ -109,6 +113,8 @@ PUBLISHED = {
             **_layout(8, True, 1),
             **_batch(256, 1, 4096),
             **_rate(2e-5, 2000, 10000, "linear", (0.9, 0.999)),
+            "optimizer.eps": 1e-6,
+            "train.seed": 12349,
             "train.recompute": "selective",
         },
     ),
@@ -247,7 +253,7 @@ PUBLISHED = {
             **_layout(32, True, 1, pipeline=8),
             **_batch(256, 1, 2048),
             **_rate(5e-5, 750, 300000, "cosine", (0.9, 0.95)),
-            "train.recompute": "selective",
+            "train.recompute": "full",  # the script's selective is for bfloat16 state
         },
     ),
 }

@@ -10,6 +10,7 @@ import pytest
 
 from scripts.quickstart_layout import overrides
 from shardwise.config import Config, OwnConfig, check_layout, load_config
+from shardwise.cost import expected_memory
 from shardwise.plan import parameter_count
 from shardwise.plan.parameters import vocabulary_rows
 from tests.arch.published import PUBLISHED
@@ -132,6 +133,27 @@ def test_gpt3_pads_its_vocabulary_as_megatron_does(recipe: str, rows: int, padde
     parallel = load_config(recipe).parallel
     assert vocabulary_rows(50257, parallel.tensor, parallel.vocab_multiple) == rows
     assert rows * parallel.tensor == padded
+
+
+GPT3 = ("gpt3-23b", "gpt3-46b", "gpt3-175b")
+
+
+@pytest.mark.parametrize("recipe", GPT3)
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_gpt3_fits_the_published_devices(recipe: str, accelerator: bool) -> None:
+    """16 GiB for each rank, and 2 GiB of it for what the estimate leaves out: Python, torch, the device's context."""
+    config, world = load_config(recipe), PUBLISHED[recipe].world
+    memory = expected_memory(config, check_layout(config, world), accelerator)
+    assert memory is not None
+    assert memory.total < 14 * 2**30, f"{recipe} needs {memory.total / 2**30:.1f} GiB on a rank"
+
+
+@pytest.mark.parametrize("recipe", GPT3)
+@pytest.mark.parametrize("nodes", [8, 16, 32])
+def test_gpt3_has_32_sequences_for_each_node(recipe: str, nodes: int) -> None:
+    config = load_config(recipe).with_batch_for(32 * nodes)
+    assert config.train.global_batch == 32 * nodes
+    assert check_layout(config, 32 * nodes).accumulation(config.train) == config.parallel.ranks
 
 
 def test_gpt3_tiny_runs_on_eight_ranks() -> None:

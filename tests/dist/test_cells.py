@@ -51,6 +51,7 @@ OTHER_PRECISIONS = small(
 SPECIAL = small(
     Cell("gpt", schedule="1f1b", pipeline=4, layers=8, stages=(3, 1, 2, 2)),
     Cell("gpt", schedule="interleaved", pipeline=2, tensor=2, sequence=True, vocab_multiple=16),
+    Cell("gpt", tensor=2, sequence=True, recompute="full", dropout=True),
 )
 """What a few cells show as well as many."""
 LIKE_LLAMA = small(

@@ -46,7 +46,7 @@ def config_of(schedule: str, cell: Cell) -> Config:
     return make_config(
         model=MODEL
         | {"tie_word_embeddings": tying == "tied"}
-        | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), probability),
+        | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"), probability),
         parallel=pipelined,
         train={"recompute": recompute, "micro_batch": 1 if pipelined else 2, "global_batch": 8, **mode},
     )

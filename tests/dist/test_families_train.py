@@ -21,8 +21,8 @@ SIZES: dict[str, Any] = {
 }
 DROPOUT: dict[str, dict[str, float]] = {
     **{family: {"attention_dropout": 0.1} for family in ("llama", "qwen3", "olmo2")},
-    "gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
-    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "ffn_dropout": 0.1},
+    "gpt_neox": {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1},
     "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {

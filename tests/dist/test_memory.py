@@ -44,8 +44,8 @@ FACTS: dict[str, dict[str, Any]] = {
 """Families whose blocks hold other things than Llama's."""
 DROPOUT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", *FACTS), ("attention_dropout",)),
-    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
-    "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
+    "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests.e2e.command import miniature, shardwise, within
 from tests.hugging_face import VOCABULARY, open_folder, save
 from tests.loopback_s3 import BUCKET, serve, user_of
+from tests.stored import write_checkpoint
 from tests.unit.checkpoint.importing import megatron_shards, nemo_shards, neuronx_shards
 
 
@@ -45,6 +46,14 @@ def test_a_run_is_exported(trained: Path) -> None:
     assert any(not torch.equal(tensor, stored[name].float()) for name, tensor in masters.items())
     assert len(list((trained / "precise").glob("model-*.safetensors"))) > 1
     open_folder(trained / "precise")
+
+
+def test_an_export_tells_of_dropout_that_transformers_lacks(tmp_path: Path) -> None:
+    for name, fields, told in (("dropped", {"ffn_dropout": 0.2}, True), ("plain", {"ffn_dropout": 0.0}, False)):
+        folder = write_checkpoint(tmp_path / name, fields=fields)
+        said = within("checkpoint", "export", folder.local(), tmp_path / f"{name}-out", at=tmp_path).succeeded().out
+        assert ("config.json keeps ffn_dropout (0.2), which shardwise reads and transformers ignores" in said) == told
+        assert json.loads((tmp_path / f"{name}-out/config.json").read_text())["ffn_dropout"] == fields["ffn_dropout"]
 
 
 def test_exports_that_are_refused(trained: Path, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 from shardwise.checkpoint_format.casting import FLOATING, FLOATS, cast, overflows
 from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest
@@ -113,18 +114,29 @@ class Export:
                 )
             yield cast(values, entry.dtype, target).tobytes()
 
-    def _beside(self, dtype: str) -> dict[str, bytes]:
-        """The other files of the model; `config.json` names the format of the weights."""
+    @cached_property
+    def described(self) -> dict[str, Any]:
+        """The fields of the checkpoint's `config.json`.
+
+        Raises:
+            ConfigError: there is none. DamageError: it is damaged.
+        """
         entries = {entry.path: entry for entry in self._manifest.files}
         if CONFIG not in entries:
             raise ConfigError(f"{self._folder} must have a {CONFIG}: it has {listing(sorted(entries)[:6])}")
-        kept = [path for path in entries if "/" not in path and not path.endswith(".safetensors") and path != INDEX]
-        files = {path: read_whole(self._folder, entries[path]) for path in kept}
         try:
-            described = json.loads(files.pop(CONFIG))
+            described = json.loads(read_whole(self._folder, entries[CONFIG]))
             if not isinstance(described, dict):
                 raise ValueError("it is no JSON object")
         except (ValueError, RecursionError) as error:
             raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
-        named = [field for field in _DTYPE_FIELDS if field in described] or ["torch_dtype"]
-        return {**files, CONFIG: to_json({**described, **dict.fromkeys(named, dtype)})}
+        return described
+
+    def _beside(self, dtype: str) -> dict[str, bytes]:
+        """The other files of the model; `config.json` names the format of the weights."""
+        named = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
+        files = {CONFIG: to_json({**self.described, **dict.fromkeys(named, dtype)})}
+        for entry in self._manifest.files:
+            if "/" not in entry.path and not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
+                files[entry.path] = read_whole(self._folder, entry)
+        return files

@@ -21,6 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
 from shardwise.launch.environment import is_launched, joined
+from shardwise.runlog import RunDirectory
 
 _ANY_TOKENIZER = 512
 """Vocabulary into which a byte-level tokenizer that is trained on built-in data always fits."""
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         place = enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
+    config = _with_batch(config, world, run_path)
     layout = check_layout(config, world, is_new=run_path is None)
     if isinstance(config.model, OwnConfig):
         from shardwise.models import check_own
@@ -117,6 +119,18 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
             fix = "lower one of them, or start it on several nodes by torchrun"
         raise ConfigError(f"{keys} must be at most the number of accelerators ({count}): {fix}")
     return count // degree * degree
+
+
+def _with_batch(config: Config, world: int, run_path: Path | None) -> Config:
+    """`config` with a number where its batch is a rule: that which an earlier run in the folder began with, if any."""
+    if config.train.batch_rule is None:
+        return config
+    from shardwise.checkpoint_format.earlier_run import earlier_run
+
+    earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
+    if earlier is None:
+        return config.with_batch_for(world)
+    return config.with_batch(earlier.config["train"]["global_batch"])
 
 
 def _launch(recipe: str, overrides: list[str], world: int, run_path: Path) -> int:

@@ -110,10 +110,17 @@ def _schedule_problems(config: Config) -> list[str]:
             f"train.sequence_length ({train.sequence_length}) must be at most "
             f"model.max_position_embeddings ({limit}){unless}"
         )
-    if config.optimizer.warmup_steps > train.steps:
+    optimizer, lower = config.optimizer, "lower it, or keep train.steps and end early with train.stop_after"
+    most_constant = max(0, train.steps - max(1, optimizer.warmup_steps))
+    if optimizer.warmup_steps > train.steps:
         problems.append(
-            f"optimizer.warmup_steps ({config.optimizer.warmup_steps}) must be at most train.steps ({train.steps}): "
-            "lower it, or keep train.steps and end early with train.stop_after"
+            f"optimizer.warmup_steps ({optimizer.warmup_steps}) must be at most train.steps ({train.steps}): {lower}"
+        )
+    if optimizer.constant_steps > most_constant:
+        problems.append(
+            f"optimizer.constant_steps ({optimizer.constant_steps}) must be at most {most_constant}: the warmup of "
+            f"{optimizer.warmup_steps} steps and a step at optimizer.lr come before them in train.steps "
+            f"({train.steps}): {lower}"
         )
     if train.eval_every and config.data.split_weights[1] == 0:
         problems.append(

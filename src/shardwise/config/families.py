@@ -39,6 +39,10 @@ RopeScaling: TypeAlias = Annotated[
 ]
 RotaryBase: TypeAlias = Annotated[float, Field(gt=0, description="base of the rotary frequencies")]
 Tied: TypeAlias = Annotated[bool, Field(description="one weight for the embedding and the output head")]
+_FeedForwardDropout: TypeAlias = Annotated[
+    float,
+    Field(ge=0, lt=1, description="dropout after the activation of the feed-forward layer, as in NeMo's GPT"),
+]
 _LearnedPositions: TypeAlias = Annotated[int, Field(gt=0, description="learned positions: the longest sequence")]
 _NormEpsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the variance in LayerNorm")]
 
@@ -54,8 +58,7 @@ class TransformerConfig(Section):
     derived: ClassVar[tuple[str, ...]] = ()
     """Keys for which null means the default, as in Hugging Face's files."""
     keys: ClassVar[dict[str, str]] = {}
-    """The family's key for each of `activation`, `norm_eps` and the three kinds of dropout; kinds it lacks are absent.
-    """
+    """The family's key for each of `activation`, `norm_eps` and the kinds of dropout; kinds it lacks are absent."""
 
     norm_kind: ClassVar[NormKind] = "layer_norm"
     norm_place: ClassVar[NormPlace] = "input"
@@ -157,13 +160,18 @@ class TransformerConfig(Section):
         """Dropout of the attention probabilities."""
         return self._dropout("attention_dropout")
 
+    @property
+    def ffn_dropout_p(self) -> float:
+        """Dropout between the activation of the MLP and its second matrix."""
+        return self._dropout("ffn_dropout")
+
     def _dropout(self, kind: str) -> float:
         return float(getattr(self, self.keys[kind])) if kind in self.keys else 0.0
 
     @property
     def has_dropout(self) -> bool:
         """Whether training drops anything."""
-        return max(self.embedding_dropout_p, self.hidden_dropout_p, self.attention_dropout_p) > 0
+        return any(self._dropout(kind) for kind in self.keys if kind.endswith("_dropout"))
 
 
 class MultiHeadConfig(TransformerConfig):
@@ -219,6 +227,7 @@ class GPTConfig(MultiHeadConfig):
         "embedding_dropout": "embd_pdrop",
         "hidden_dropout": "resid_pdrop",
         "attention_dropout": "attn_pdrop",
+        "ffn_dropout": "ffn_dropout",
     }
 
     family: Literal["gpt"] = Field(description="the architecture")
@@ -234,6 +243,7 @@ class GPTConfig(MultiHeadConfig):
     embd_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of the embeddings")
     resid_pdrop: float = Field(default=0.1, ge=0, lt=1, description="dropout of what attention and MLP add")
     attn_pdrop: ProbabilityDropout = 0.1
+    ffn_dropout: _FeedForwardDropout = 0.0
 
 
 class GPTNeoXConfig(MultiHeadConfig):
@@ -252,6 +262,7 @@ class GPTNeoXConfig(MultiHeadConfig):
         "embedding_dropout": "hidden_dropout",
         "hidden_dropout": "hidden_dropout",
         "attention_dropout": "attention_dropout",
+        "ffn_dropout": "ffn_dropout",
     }
 
     family: Literal["gpt_neox"] = Field(description="the architecture")
@@ -269,6 +280,7 @@ class GPTNeoXConfig(MultiHeadConfig):
     attention_bias: AttentionBias = True
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of embeddings, attention and MLP")
     attention_dropout: ProbabilityDropout = 0.0
+    ffn_dropout: _FeedForwardDropout = 0.0
 
     def _problems(self) -> list[str]:
         if self.hidden_size % self.num_attention_heads or (self.rotary_dim and self.rotary_dim % 2 == 0):

@@ -121,6 +121,8 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"architectures": [form.architecture], "model_type": kind}
     fields |= {name: getattr(model, key) for key, (name, _) in form.fields.items()}
     fields |= dict.fromkeys(form.absent)
+    if not model.ffn_dropout_p:
+        fields.pop("ffn_dropout", None)  # only shardwise reads this field
     if isinstance(model, GPTConfig) and model.intermediate_size == 4 * model.hidden_size:
         fields["n_inner"] = None
     if not form.writes_derived_heads and model.head_dim * model.num_attention_heads == model.hidden_size:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.config.base import Section, reject
 from shardwise.config.data import DataConfig
 from shardwise.config.model import AnyModel
+from shardwise.errors import ConfigError
 from shardwise.redaction import has_query, redacted
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -24,6 +26,7 @@ SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
+_BATCH_RULE = re.compile(r"([1-9]\d*) per ([1-9]\d*) ranks")
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
 # contain a slash, as the secret keys of S3 do.
 _PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
@@ -84,7 +87,11 @@ class TrainConfig(Section):
         ge=0,
         description="global batches that are skipped right after checkpoint.resume=STEP, to avoid a loss spike",
     )
-    global_batch: int = Field(gt=0, description="sequences per optimizer step, over all ranks")
+    global_batch: int = Field(
+        gt=0,
+        description="sequences per optimizer step, over all ranks; or N per M ranks, which becomes a number when a new "
+        "run starts, and stays that when it is resumed on other ranks",
+    )
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
@@ -99,6 +106,24 @@ class TrainConfig(Section):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
+    _batch_rule: tuple[int, int] | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_batch_rule(cls, values: Any, validate: Callable[[Any], TrainConfig]) -> TrainConfig:
+        """Read `N per M ranks`: the global batch is N, until `Config.with_batch_for` knows the number of ranks."""
+        given = values.get("global_batch") if isinstance(values, dict) else None
+        match = _BATCH_RULE.fullmatch(given) if isinstance(given, str) else None
+        if match is None:
+            return validate(values)
+        section = validate({**values, "global_batch": int(match[1])})
+        section._batch_rule = int(match[1]), int(match[2])
+        return section
+
+    @property
+    def batch_rule(self) -> tuple[int, int] | None:
+        """(N, M) where the recipe gives the global batch as `N per M ranks`."""
+        return self._batch_rule
 
 
 class OptimizerConfig(Section):
@@ -107,7 +132,8 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "lamb"] = Field(default="adamw", description="the update rule")
     lr: float = Field(gt=0, description="peak learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup to lr")
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warmup; the last of them has lr")
+    constant_steps: int = Field(default=0, ge=0, description="the last steps of the run, after the decay, have min_lr")
     schedule: Literal["linear", "cosine", "constant"] = Field(default="cosine", description="decay after the warmup")
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="the two averaging factors")
@@ -133,6 +159,11 @@ class OptimizerConfig(Section):
         problems = []
         if self.min_lr > self.lr:
             problems.append(f"optimizer.min_lr ({self.min_lr}) must be at most optimizer.lr ({self.lr})")
+        if self.constant_steps and self.schedule == "constant":
+            problems.append(
+                f"optimizer.constant_steps ({self.constant_steps}) must be 0 with optimizer.schedule constant, which "
+                "never decays to optimizer.min_lr: choose cosine or linear"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
         if self.name == "lamb" and not self.weight_decay:
@@ -312,3 +343,23 @@ class Config(Section):
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
+
+    def with_batch_for(self, ranks: int) -> Config:
+        """This configuration with the global batch that its rule gives for a number of ranks.
+
+        Raises:
+            ConfigError: that is no whole number.
+        """
+        if self.train.batch_rule is None:
+            return self
+        sequences, per = self.train.batch_rule
+        if sequences * ranks % per:
+            raise ConfigError(
+                f"train.global_batch ({sequences} per {per} ranks) must be a whole number on {ranks} ranks "
+                f"({sequences * ranks / per:g}): set train.global_batch to a number"
+            )
+        return self.with_batch(sequences * ranks // per)
+
+    def with_batch(self, global_batch: int) -> Config:
+        """This configuration with another global batch."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"global_batch": global_batch})})

@@ -72,7 +72,7 @@ class DropoutMasks:
 
 
 def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
-    """What the masks cost of attention probabilities, of both outputs that a block adds to x, and of the embedding.
+    """What the masks cost: of attention probabilities, inside the MLP, of what is added to x, and of the embedding.
 
     With recompute, the masks of the probabilities are held for one block only and are hashed twice; with full
     recompute, all masks of a block.
@@ -81,7 +81,7 @@ def invariant_masks(case: Case, in_flight: int = 1) -> DropoutMasks:
     """
     model, recompute, layers = case.model, case.config.train.recompute, case.layers
     core = case.probabilities if model.attention_dropout_p else 0
-    hidden = 2 * case.mask_elements
+    hidden = 2 * case.mask_elements + case.inner_mask_elements
     embedding = case.x_elements if case.has_first and model.embedding_dropout_p else 0
     core_again, hidden_again = recompute != "none", recompute == "full"
     held_layers = in_flight * layers // len(case.stages)
@@ -142,20 +142,21 @@ def block_activations(case: Case, layer: int) -> BlockActivations:
     | core      | q, k and v, and what the core saves beside them      | see `_core`       |
     | MLP       | input of the first layer, gathered or not            | T·H               |
     |           | gated: gate and up, silu(gate), silu(gate)·up        | 4·T·F/t           |
-    |           | else: input and output of the activation             | 2·T·F/t           |
+    |           | else: input of the activation, and input of the last | 2·T·F/t           |
+    |           | mask of dropout between the two, one byte each       | T·F/t             |
     | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
     |           | mask of dropout on what is added to x, one byte each | T·H/s             |
 
     If norms come first, x is the input of the first norm. If they come last (BERT, OLMo 2), x is the input of QKV,
     unless it had to be gathered. Both norms of a parallel residual have the same input, which counts once. ReLU saves
-    only its output.
+    its output in place of its input: without dropout behind it, that is the last layer's input.
     """
     model, local, a, x = case.model, case.local, case.a, case.x_bytes
     feed = a * case.tokens * local.intermediate
     attention = case.gathered_bytes + a * case.tokens * local.query + case.mask_elements + _head_norms(case)
     core_input, core_input_saved, core = _core(case, copied=model.rotates(layer) or model.query_key_norm is not None)
-    mlp = case.gathered_bytes + (4 if model.gated else 2) * feed + case.mask_elements
-    if model.activation == "relu":
+    mlp = case.gathered_bytes + (4 if model.gated else 2) * feed + case.inner_mask_elements + case.mask_elements
+    if model.activation == "relu" and not case.inner_mask_elements:
         mlp -= feed
     if model.norm_place == "input":
         saves_input = model.norm_kind == "layer_norm" or case.accelerator or a == _FLOAT32
@@ -280,7 +281,7 @@ def _mlp_gradients(case: Case) -> int:
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
     gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
-    At silu(gate)·up of a gated MLP, and at ReLU: two gradients, [2·T·F/t].
+    At silu(gate)·up of a gated MLP, and at ReLU that no dropout follows: two gradients, [2·T·F/t].
 
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
@@ -294,7 +295,8 @@ def _mlp_gradients(case: Case) -> int:
         last += (0 if layout.sequence else x) - case.mask_elements
     if model.norm_place == "output":
         last += 0 if layout.sequence else x
-    most = max(last, 2 * feed) if model.gated or model.activation == "relu" else last
+    needs_two = model.gated or (model.activation == "relu" and not case.inner_mask_elements)
+    most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":
         return x + most
     norm = 4 * _FLOAT32 * case.x_elements if _norms_by_operations(case) else 0
@@ -315,7 +317,7 @@ def _core_gradients(case: Case) -> int:
 
 
 def _mask_hashing(case: Case) -> tuple[int, int]:
-    """Bytes that hashing a layout-invariant mask needs: of the probabilities, and of what is added to x.
+    """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
 
     A mask is hashed chunk by chunk. For each element of a chunk there are three 64-bit integers at a time, and one more
     that all samples of the micro-batch share: the element's number within its sample.
@@ -323,6 +325,7 @@ def _mask_hashing(case: Case) -> tuple[int, int]:
     if case.config.train.dropout_mode != "invariant":
         return 0, 0
     core = case.probabilities if case.model.attention_dropout_p else 0
-    chunks = (min(core, MASK_CHUNK_ELEMENTS), min(case.mask_elements, MASK_CHUNK_ELEMENTS))
+    hidden = max(case.mask_elements, case.inner_mask_elements)
+    chunks = (min(core, MASK_CHUNK_ELEMENTS), min(hidden, MASK_CHUNK_ELEMENTS))
     of_core, of_hidden = (_INT64 * (3 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
     return of_core, of_hidden

@@ -152,6 +152,11 @@ class Case:
         return self.x_elements if self.drops_hidden else 0
 
     @property
+    def inner_mask_elements(self) -> int:
+        """T·F/t: elements of a dropout mask inside the MLP, one byte each; 0 without dropout there."""
+        return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
+
+    @property
     def attends_step_by_step(self) -> bool:
         """Whether attention computes and keeps its probabilities, because no fused kernel does their dropout."""
         invariant = self.config.train.dropout_mode == "invariant"

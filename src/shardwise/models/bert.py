@@ -72,13 +72,13 @@ class BertBlock(nn.Module):
         self.attention = Attention(config, layer, make, qkv, f"{name}.attention.output.dense")
         self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
         self.attention_norm = make.norm(config, f"{name}.attention.output.LayerNorm")
-        self.mlp = MLP(config, make, (f"{name}.intermediate.dense", f"{name}.output.dense"))
+        self.mlp = MLP(config, layer, make, (f"{name}.intermediate.dense", f"{name}.output.dense"))
         self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
         self.mlp_norm = make.norm(config, f"{name}.output.LayerNorm")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self.attention_norm(x + self.attention_dropout(self.attention(x, context), context.dropout))
-        out: Tensor = self.mlp_norm(x + self.mlp_dropout(self.mlp(x), context.dropout))
+        out: Tensor = self.mlp_norm(x + self.mlp_dropout(self.mlp(x, context), context.dropout))
         return out
 
 

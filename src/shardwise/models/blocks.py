@@ -40,7 +40,7 @@ from shardwise.plan.stage import Stage
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
 
-ATTENTION, AFTER_ATTENTION, AFTER_MLP = range(3)
+ATTENTION, AFTER_ATTENTION, AFTER_MLP, INSIDE_MLP = range(4)
 """Sites of dropout in a block. The embedding is a layer of its own, before the first."""
 EMBEDDING = -1
 
@@ -199,11 +199,12 @@ class Context:
 
 
 class MLP(nn.Module):
-    """`down(act(up(x)))`. names: canonical layers of up and down."""
+    """`down(dropout(act(up(x))))`. names: canonical layers of up and down."""
 
     def __init__(
         self,
         config: FamilyConfig,
+        layer: int,
         make: Maker,
         names: tuple[str, str],
         *,
@@ -221,6 +222,9 @@ class MLP(nn.Module):
             **options,
         )
         self.act = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(
+            config.ffn_dropout_p, layer=layer, site=INSIDE_MLP, group=make.group, input_is_parallel=True
+        )
         down_options = LinearOptions(**{**options, "init": down_init}) if down_init is not None else options
         self.down = RowParallelLinear(
             config.intermediate_size,
@@ -231,12 +235,13 @@ class MLP(nn.Module):
             **down_options,
         )
 
-    def inner(self, x: Tensor) -> Tensor:
+    def inner(self, x: Tensor, context: Context) -> Tensor:
         """What the second projection takes: `[S, B, F/g]`."""
-        return self.act(self.up(x))
+        inner: Tensor = self.dropout(self.act(self.up(x)), context.dropout)
+        return inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.inner(x))
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        out: Tensor = self.down(self.inner(x, context))
         return out
 
 

@@ -32,12 +32,14 @@ class GPTBlock(nn.Module):
         self.attn = Attention(config, layer, make, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)
         self.attn_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
         self.ln_2 = make.norm(config, f"{name}.ln_2")
-        self.mlp = MLP(config, make, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled)
+        self.mlp = MLP(
+            config, layer, make, (f"{name}.mlp.c_fc", f"{name}.mlp.c_proj"), transposed=True, down_init=scaled
+        )
         self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.attn_dropout(self.attn(self.ln_1(x), context), context.dropout)
-        out: Tensor = x + self.mlp_dropout(self.mlp(self.ln_2(x)), context.dropout)
+        out: Tensor = x + self.mlp_dropout(self.mlp(self.ln_2(x), context), context.dropout)
         return out
 
 

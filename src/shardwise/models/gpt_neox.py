@@ -27,7 +27,8 @@ class InterleavedAttention(Attention):
 class GPTNeoXBlock(nn.Module):
     """`x + attention(ln_1(x)) + mlp(ln_2(x))` with a parallel residual, else one after the other as in GPT-2.
 
-    With a parallel residual and no dropout, one collective sums the outputs of both row-parallel layers.
+    With a parallel residual whose parts have no dropout of their own, one collective sums the outputs of both
+    row-parallel layers.
     """
 
     def __init__(self, config: GPTNeoXConfig, layer: int, rotary: Rotary, make: Maker) -> None:
@@ -50,7 +51,7 @@ class GPTNeoXBlock(nn.Module):
         )
         self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm")
         self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
-        self.mlp = MLP(config, make, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
+        self.mlp = MLP(config, layer, make, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
         self.mlp_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -58,14 +59,14 @@ class GPTNeoXBlock(nn.Module):
             return x + self._attention_and_mlp(x, context)
         attended = self.attention_dropout(self.attention(self.input_layernorm(x), context), context.dropout)
         before_mlp = x if self.parallel else x + attended
-        added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(before_mlp)), context.dropout)
+        added = self.mlp_dropout(self.mlp(self.post_attention_layernorm(before_mlp), context), context.dropout)
         out: Tensor = x + attended + added
         return out
 
     def _attention_and_mlp(self, x: Tensor, context: Context) -> Tensor:
         attention, mlp = self.attention, self.mlp
         attended = attention.out.multiply(attention.inner(self.input_layernorm(x), context))
-        partial = attended + mlp.down.multiply(mlp.inner(self.post_attention_layernorm(x)))
+        partial = attended + mlp.down.multiply(mlp.inner(self.post_attention_layernorm(x), context))
         y = attention.out.finish(partial)
         return y + mlp.down.bias if mlp.down.bias is not None else y
 

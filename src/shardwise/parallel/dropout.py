@@ -53,18 +53,20 @@ class DropoutKey:
         """Inside, torch's generator of the device begins at a state of this place's own (`fast` mode)."""
         return devices.seeded(device, self.number(self.first_sample, layer, site, shard))
 
-    def keep(self, rows: Tensor, width: int, p: float, layer: int, site: int) -> Tensor:
+    def keep(self, rows: Tensor, width: int, p: float, layer: int, site: int, columns: range | None = None) -> Tensor:
         """Which elements stay (`invariant` mode), each with probability 1 - p: booleans `[R, B, width]`.
 
-        Element j of row `rows[i]` of a sample has the number `rows[i] · width + j` there.
+        Element j of row `rows[i]` of a sample has the number `rows[i] · width + j` there. With `columns`, only these of
+        each row are drawn.
         """
+        columns = columns or range(width)
         place = torch.tensor(self.number(layer, site), device=rows.device)
         stream_B1 = mixed(self.samples_B ^ place).unsqueeze(1)
         # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
-        column = torch.arange(width, device=rows.device)
-        keep = torch.empty((len(rows), len(self.samples_B), width), dtype=torch.bool, device=rows.device)
-        chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * width))
+        column = torch.arange(columns.start, columns.stop, device=rows.device)
+        keep = torch.empty((len(rows), len(self.samples_B), len(columns)), dtype=torch.bool, device=rows.device)
+        chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * len(columns)))
         for start in range(0, len(rows), chunk):
             elements = rows[start : start + chunk].view(-1, 1, 1) * width + column
             torch.ge(mixed(stream_B1 + elements * INCREMENT), threshold, out=keep[start : start + chunk])
@@ -72,26 +74,38 @@ class DropoutKey:
 
 
 class Dropout(nn.Module):
-    """`y = x · keep / (1 - p)` on an activation `[S, B, H]`, or `[S/g, B, H]` with sequence parallelism.
+    """`y = x · keep / (1 - p)` on an activation `[S, B, H]`, or a rank's part of it, `[S/g, B, H]` or `[S, B, H/g]`.
 
     Without a key, as in evaluation, y is x.
 
     Args:
         p: the probability that an element becomes 0.
         layer, site: its place in the model.
-        group: the ranks that share the sequence.
-        sequence_parallel_enabled: whether they do.
+        group: the ranks that share the activation.
+        sequence_parallel_enabled: whether each has a part of the sequence.
+        input_is_parallel: whether each has a part of the width, as a row-parallel layer's input.
     """
 
     def __init__(
-        self, p: float, *, layer: int, site: int, group: Ranks | None = None, sequence_parallel_enabled: bool = False
+        self,
+        p: float,
+        *,
+        layer: int,
+        site: int,
+        group: Ranks | None = None,
+        sequence_parallel_enabled: bool = False,
+        input_is_parallel: bool = False,
     ) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"the dropout probability ({p}) must be in [0, 1]")
         self.p, self.layer, self.site = p, layer, site
-        group = sharing_group(type(self).__name__, group, needed=sequence_parallel_enabled)
-        self._shard = group.rank if sequence_parallel_enabled else 0
+        if sequence_parallel_enabled and input_is_parallel:
+            raise ValueError("sequence_parallel_enabled and input_is_parallel must not both be true: one dim is cut")
+        is_cut = sequence_parallel_enabled or input_is_parallel
+        group = sharing_group(type(self).__name__, group, needed=is_cut)
+        self._shard = group.rank if is_cut else 0
+        self._width_shards = group.size if input_is_parallel else 1
 
     def forward(self, x: Tensor, key: DropoutKey | None) -> Tensor:
         if key is None or not self.p:
@@ -100,9 +114,12 @@ class Dropout(nn.Module):
             with key.seeded(x.device, self.layer, self.site, self._shard):
                 dropped: Tensor = torch.native_dropout(x, self.p, True)[0]
             return dropped
-        first = self._shard * x.shape[0]
-        positions = torch.arange(first, first + x.shape[0], device=x.device)
-        return scaled(x, key.keep(positions, x.shape[-1], self.p, self.layer, self.site), self.p)
+        rows, width = x.shape[0], x.shape[-1]
+        row, column = (0, self._shard * width) if self._width_shards > 1 else (self._shard * rows, 0)
+        positions = torch.arange(row, row + rows, device=x.device)
+        columns = range(column, column + width)
+        keep = key.keep(positions, width * self._width_shards, self.p, self.layer, self.site, columns)
+        return scaled(x, keep, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, layer={self.layer}, site={self.site}"

@@ -40,6 +40,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
     """
     join()
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
+    config = _with_one_batch(config, mesh)
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
     with _explained(config, layout, mesh, progress):
         here = open_run(config, layout, mesh, progress, run_path, recipe)
@@ -59,6 +60,16 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
     leave()
+
+
+def _with_one_batch(config: Config, mesh: Mesh) -> Config:
+    """`config` with rank 0's global batch, where the recipe has a rule for it.
+
+    A run that is resumed keeps the number in its folder, which other machines may not see.
+    """
+    if config.train.batch_rule is None:
+        return config
+    return config.with_batch(comm.broadcast_object(config.train.global_batch, mesh.world))
 
 
 @contextmanager

@@ -244,7 +244,7 @@ def test_another_vocabulary_disagrees_in_config_and_shapes(tmp_path: Path) -> No
 
 def test_what_weights_do_not_mean_may_differ(tmp_path: Path) -> None:
     save("gpt", tmp_path)
-    free = {"resid_pdrop": 0.0, "embd_pdrop": 0.3, "attn_pdrop": 0.2, "initializer_range": 0.1}
+    free = {"resid_pdrop": 0.0, "embd_pdrop": 0.3, "attn_pdrop": 0.2, "ffn_dropout": 0.1, "initializer_range": 0.1}
     assert_equal(load(tmp_path, **free, activation_function="gelu_pytorch_tanh"), load(tmp_path))
     save("llama", tmp_path / "llama")
     assert_equal(load(tmp_path / "llama", max_position_embeddings=4096), load(tmp_path / "llama"))

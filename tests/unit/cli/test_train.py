@@ -183,6 +183,17 @@ def test_a_run_goes_on_in_its_folder(started: list[tuple[list[str], int, Path]])
     assert requested(run) is None, "a request to the earlier run must not stop this one"
 
 
+def test_a_run_keeps_the_batch_that_it_began_with(capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe's rule counts the ranks of a new run; on other ranks, the run goes on with its number."""
+    stored("old", "llama2-tiny", "train.global_batch=8")
+    rule = ["llama2-tiny", "train.global_batch=4 per 1 ranks", "train.micro_batch=1", "--nproc", "4", "--dry-run"]
+    for arguments, batch in ((["--run-dir", "old"], 8), (["--run-dir", "new"], 16), ([], 16)):
+        assert main(["train", *rule, *arguments]) == 0
+        out = capsys.readouterr().out
+        assert f"  global_batch: {batch}\n" in out
+        assert f"× 4 DP = {batch} global batch" in out
+
+
 @pytest.mark.parametrize("machine", [("cpu", 0), ("nvidia", 1)])
 def test_a_finished_run_says_so(
     machine: tuple[str, int],

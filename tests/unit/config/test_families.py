@@ -62,16 +62,19 @@ def test_all_families_answer_the_same_questions(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "dropout"),
     [
-        ("llama", {"attention_dropout": 0.3}, (0.0, 0.0, 0.3)),
-        ("gpt", {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}, (0.1, 0.2, 0.3)),
-        ("gpt_neox", {"hidden_dropout": 0.2, "attention_dropout": 0.3}, (0.2, 0.2, 0.3)),
-        ("bert", {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}, (0.2, 0.2, 0.3)),
+        ("llama", {"attention_dropout": 0.3}, (0.0, 0.0, 0.3, 0.0)),
+        ("gpt", {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}, (0.1, 0.2, 0.3, 0.0)),
+        ("gpt", {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "ffn_dropout": 0.4}, (0.0, 0.0, 0.0, 0.4)),
+        ("gpt_neox", {"hidden_dropout": 0.2, "attention_dropout": 0.3}, (0.2, 0.2, 0.3, 0.0)),
+        ("gpt_neox", {"ffn_dropout": 0.4}, (0.0, 0.0, 0.0, 0.4)),
+        ("bert", {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}, (0.2, 0.2, 0.3, 0.0)),
     ],
 )
 def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: tuple[float, ...]) -> None:
     model = model_of(family, **changes)
     assert not isinstance(model, OwnConfig)
-    assert (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p) == dropout
+    sites = (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p, model.ffn_dropout_p)
+    assert sites == dropout
     assert model.has_dropout
     assert not model_of(family, **dict.fromkeys(changes, 0)).has_dropout
 

@@ -128,6 +128,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attn_pdrop=0.3,
         tie_word_embeddings=False,
     ),
+    "gpt2, with dropout that only shardwise has": GPT2Config(**SMALL, ffn_dropout=0.4),
     "gpt_neox": GPTNeoXConfig(),
     "gpt_neox, serial, without attention biases": GPTNeoXConfig(
         **SMALL,
@@ -137,6 +138,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_bias=False,
         hidden_dropout=0.1,
         attention_dropout=0.2,
+        ffn_dropout=0.3,
         layer_norm_eps=1e-6,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},

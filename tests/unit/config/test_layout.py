@@ -64,6 +64,12 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
         ),
         (1, ["checkpoint.resume=20"], "checkpoint.resume (20) must be less than train.steps (20): name an earlier"),
         (1, ["optimizer.warmup_steps=21"], "optimizer.warmup_steps (21) must be at most train.steps (20)"),
+        (1, ["optimizer.constant_steps=19"], "optimizer.constant_steps (19) must be at most 18: the warmup of 2 steps"),
+        (
+            1,
+            ["optimizer.warmup_steps=0", "optimizer.constant_steps=20"],
+            "optimizer.constant_steps (20) must be at most 19: the warmup of 0 steps and a step at optimizer.lr come",
+        ),
         (1, ["train.eval_every=5", "data.split=1,0"], "data.split ('1,0') must leave an evaluation part"),
     ],
 )

@@ -91,6 +91,26 @@ def test_rope_scaling_mistakes_are_told_at_once() -> None:
     assert len(caught.value.problems) == 3
 
 
+def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
+    config = load_config("llama2-tiny", ["train.global_batch=8 per 32 ranks"])
+    assert config.train.global_batch == 8, "before the number of ranks is known, it is that of the rule"
+    assert config.with_batch_for(64).train.global_batch == 16
+    assert config.with_batch(4).train.global_batch == 4
+    with pytest.raises(ConfigError, match=r"\(8 per 32 ranks\) must be a whole number on 3 ranks \(0.75\): set"):
+        config.with_batch_for(3)
+    assert load_config("gpt3-23b", ["train.global_batch=8"]).with_batch_for(64).train.global_batch == 8
+    for wrong in ("8 per node", "0 per 32 ranks", "8 per 0 ranks"):
+        with pytest.raises(ConfigError, match=r"train.global_batch \('.*'\) must be a whole number"):
+            load_config("llama2-tiny", [f"train.global_batch={wrong}"])
+
+
+def test_constant_steps_need_a_decay_before_them() -> None:
+    keys = ["optimizer.constant_steps=5", "optimizer.schedule=constant"]
+    with pytest.raises(ConfigError, match=r"optimizer.constant_steps \(5\) must be 0 with optimizer.schedule constant"):
+        load_config("llama2-tiny", keys)
+    assert load_config("llama2-tiny", keys[:1]).optimizer.constant_steps == 5
+
+
 def test_lamb_has_its_own_epsilon_and_needs_decay() -> None:
     assert load_config("llama2-tiny").optimizer.eps == 1e-8
     assert load_config("llama2-tiny", ["optimizer.name=lamb"]).optimizer.eps == 1e-6

@@ -43,8 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 DROPOUT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "olmo2", "smollm3"), ("attention_dropout",)),
-    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop"),
-    "gpt_neox": ("hidden_dropout", "attention_dropout"),
+    "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
+    "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
 

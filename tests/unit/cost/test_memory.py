@@ -181,7 +181,7 @@ def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
         for p, mode in ((0.1, "fast"), (0.1, "invariant"), (0.0, "fast"))
     )
     tokens, heads, length = 128, 4, 64
-    masks = 2 * tokens * HIDDEN
+    masks = tokens * (2 * HIDDEN + SIZES["intermediate_size"])
     assert fast - none == LAYERS * masks
     probabilities = tokens * heads * length * (4 + 1 + 4)
     log_sum_exp = 4 * tokens * heads
@@ -251,14 +251,15 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
 def test_masks_cost_what_they_hash_and_hold() -> None:
     masks = invariant_dropout(config("gpt", p=0.1, dropout_mode="invariant"), Layout(1))
     assert masks is not None
-    tokens, probabilities, hidden = 128, 128 * 4 * 64, 128 * HIDDEN
+    probabilities, hidden = 128 * 4 * 64, 128 * HIDDEN
+    of_block = 2 * hidden + 128 * SIZES["intermediate_size"]
     assert masks.attends_step_by_step
-    assert masks.elements_hashed == 4 * (LAYERS * (probabilities + 2 * hidden) + hidden)  # four micro-batches
-    assert masks.bytes_held == LAYERS * (9 * probabilities + 2 * hidden) + tokens * HIDDEN
+    assert masks.elements_hashed == 4 * (LAYERS * (probabilities + of_block) + hidden)  # four micro-batches
+    assert masks.bytes_held == LAYERS * (9 * probabilities + of_block) + hidden
     again = invariant_dropout(config("gpt", p=0.1, dropout_mode="invariant", recompute="full"), Layout(1))
     assert again is not None
-    assert again.elements_hashed == 4 * (2 * LAYERS * (probabilities + 2 * hidden) + hidden)
-    assert again.bytes_held == 9 * probabilities + 2 * hidden + hidden
+    assert again.elements_hashed == 4 * (2 * LAYERS * (probabilities + of_block) + hidden)
+    assert again.bytes_held == 9 * probabilities + of_block + hidden
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,26 @@
 """The learning rate as a function of the step."""
 
 import math
+import re
 
 import pytest
+import torch
+import transformers
 
 from shardwise.config import Config, config_from
 from shardwise.optim import learning_rate
+from tests.arch.source import ROOT
 
 
 def make(
-    schedule: str, *, warmup: int = 4, steps: int = 20, min_lr: float = 1e-5, stop_after: int | None = None
+    schedule: str,
+    *,
+    warmup: int = 4,
+    steps: int = 20,
+    min_lr: float = 1e-5,
+    constant: int = 0,
+    lr: float = 1e-3,
+    stop_after: int | None = None,
 ) -> Config:
     return config_from(
         {
@@ -22,9 +33,48 @@ def make(
                 "num_attention_heads": 4,
             },
             "train": {"steps": steps, "global_batch": 1, "sequence_length": 8, "stop_after": stop_after},
-            "optimizer": {"lr": 1e-3, "min_lr": min_lr, "warmup_steps": warmup, "schedule": schedule},
+            "optimizer": {
+                "lr": lr,
+                "min_lr": min_lr,
+                "warmup_steps": warmup,
+                "constant_steps": constant,
+                "schedule": schedule,
+            },
         }
     )
+
+
+def rates(config: Config) -> list[float]:
+    """Of all steps of the run."""
+    return [learning_rate(config, step) for step in range(1, config.train.steps + 1)]
+
+
+def rates_of_transformers(schedule: str, *, warmup: int, steps: int, lr: float) -> list[float]:
+    """Of all updates of a run that calls `scheduler.step()` after each."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    scheduler = getattr(transformers, f"get_{schedule}_schedule_with_warmup")(optimizer, warmup, steps)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def rates_of_nemo(*, warmup: int, steps: int, lr: float, min_lr: float = 0.0, constant: int = 0) -> list[float]:
+    """Of all updates: `CosineAnnealing` of neuronx-nemo-megatron.
+
+    Update i, from 0, has lr (i + 1) / (warmup + 1) up to i = warmup, then a cosine which ends at i = steps - constant.
+    """
+    decay = steps - warmup - constant
+    found = []
+    for i in range(steps):
+        if warmup and i <= warmup:
+            found.append(lr * (i + 1) / (warmup + 1))
+        else:
+            cosine = math.cos(math.pi * min(i - warmup, decay) / decay)
+            found.append(min_lr + (lr - min_lr) * (1 + cosine) / 2)
+    return found
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
@@ -33,19 +83,74 @@ def test_warmup_rises_from_the_first_step_to_the_peak(schedule: str) -> None:
     assert [learning_rate(config, step) for step in range(1, 5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
 
 
-@pytest.mark.parametrize(("schedule", "middle"), [("linear", 5.05e-4), ("cosine", 5.05e-4), ("constant", 1e-3)])
-def test_decay_ends_at_the_minimum(schedule: str, middle: float) -> None:
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_decay_would_reach_the_minimum_one_step_after_the_last(schedule: str) -> None:
     config = make(schedule)
-    assert learning_rate(config, 12) == pytest.approx(middle)
-    assert learning_rate(config, 20) == pytest.approx(1e-3 if schedule == "constant" else 1e-5)
-    rates = [learning_rate(config, step) for step in range(4, 21)]
-    assert rates == sorted(rates, reverse=True)
+    assert learning_rate(config, 21) == pytest.approx(1e-5)
+    assert learning_rate(config, 20) > 1.001e-5, "the last step is one of the decay"
+    assert learning_rate(make(schedule, steps=19), 12) == pytest.approx(5.05e-4), "halfway from step 4 to step 20"
+    assert rates(config)[3:] == sorted(rates(config)[3:], reverse=True)
+    assert min(rates(make(schedule, min_lr=0.0))) > 0, "an update is wasted"
+
+
+def test_constant_does_not_decay() -> None:
+    assert rates(make("constant"))[3:] == pytest.approx([1e-3] * 17)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_last_constant_steps_have_the_minimum(schedule: str) -> None:
+    found = rates(make(schedule, constant=5))
+    assert found[15:] == pytest.approx([1e-5] * 5)
+    assert found[14] > 1.001e-5, "step 15 of 20 is one of the decay"
+    assert found[:15] == pytest.approx(rates(make(schedule, steps=15)))
 
 
 def test_cosine_is_a_cosine() -> None:
     config = make("cosine", warmup=0, min_lr=0.0)
-    wanted = [5e-4 * (1 + math.cos(math.pi * step / 20)) for step in range(1, 21)]
-    assert [learning_rate(config, step) for step in range(1, 21)] == pytest.approx(wanted)
+    assert rates(config) == pytest.approx([5e-4 * (1 + math.cos(math.pi * step / 20)) for step in range(20)])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [1, 7])
+def test_transformers_is_one_update_behind(schedule: str, warmup: int) -> None:
+    """Its first update has a rate of 0. The others, in a run of one more, are the steps here."""
+    theirs = rates_of_transformers(schedule, warmup=warmup, steps=21, lr=1e-3)
+    assert theirs[0] == 0
+    assert rates(make(schedule, warmup=warmup, min_lr=0.0)) == pytest.approx(theirs[1:])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_without_warmup_transformers_is_the_same(schedule: str) -> None:
+    theirs = rates_of_transformers(schedule, warmup=0, steps=20, lr=1e-3)
+    assert rates(make(schedule, warmup=0, min_lr=0.0)) == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("constant", [0, 6])
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+def test_nemo_warms_up_for_one_step_more(warmup: int, constant: int) -> None:
+    theirs = rates_of_nemo(warmup=warmup, steps=20, lr=1e-3, min_lr=1e-5, constant=constant)
+    assert rates(make("cosine", warmup=warmup + 1, constant=constant)) == pytest.approx(theirs)
+
+
+def test_the_documented_table_is_true() -> None:
+    """Each row of rates in docs/configuration.md, of 100 steps with 10 of warmup, lr 1 and min_lr 0."""
+    run = {"warmup": 10, "steps": 100, "lr": 1.0}
+    wanted = {
+        "`cosine`": rates(make("cosine", min_lr=0.0, **run)),
+        "`get_cosine_schedule_with_warmup`": rates_of_transformers("cosine", **run),
+        "NeMo's `CosineAnnealing`": rates_of_nemo(**run),
+        "`linear`": rates(make("linear", min_lr=0.0, **run)),
+        "`get_linear_schedule_with_warmup`": rates_of_transformers("linear", **run),
+        "`cosine`, `constant_steps=20`": rates(make("cosine", min_lr=0.0, constant=20, **run)),
+        "NeMo's, `constant_steps=20`": rates_of_nemo(constant=20, **run),
+    }
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    header = re.search(r"^\| rate of step \|(.*)\|$", text, re.MULTILINE)
+    assert header is not None
+    steps = [int(cell) for cell in header[1].split("|")]
+    for name, found in wanted.items():
+        row = f"| {name} | " + " | ".join(f"{found[step - 1]:.4f}" for step in steps) + " |"
+        assert row in text, f"docs/configuration.md, which scripts/write_docs.py writes, must have the row\n{row}"
 
 
 def test_stopping_early_does_not_bend_the_schedule() -> None:
@@ -55,6 +160,5 @@ def test_stopping_early_does_not_bend_the_schedule() -> None:
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_all_steps_may_be_warmup(schedule: str) -> None:
-    config = make(schedule, warmup=20)
-    assert learning_rate(config, 20) == pytest.approx(1e-3)
-    assert learning_rate(make(schedule, warmup=0, steps=1, min_lr=0.0), 1) >= 0.0
+    assert learning_rate(make(schedule, warmup=20), 20) == pytest.approx(1e-3)
+    assert learning_rate(make(schedule, warmup=0, steps=1, min_lr=0.0), 1) == pytest.approx(1e-3)

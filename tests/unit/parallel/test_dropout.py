@@ -73,6 +73,18 @@ def test_fast_masks_differ_between_shards_of_the_sequence_and_agree_between_copi
     assert abs(float((shards[0] == shards[1]).float().mean()) - 0.5) < 0.1
 
 
+def test_parts_of_the_width_are_parts_of_one_mask_or_differ() -> None:
+    """As the input of a row-parallel layer is cut: `invariant` masks are columns of the whole, `fast` ones differ."""
+    whole = masked(Dropout(0.5, layer=0, site=3), key("invariant"))
+    cut = [Dropout(0.5, layer=0, site=3, group=pretend_group(r, 4), input_is_parallel=True) for r in range(4)]
+    columns = [masked(layer, key("invariant"), width=H // 4) for layer in cut]
+    assert torch.equal(torch.cat(columns, dim=-1), whole)
+    fast = [masked(layer, key(), width=H // 4) for layer in cut]
+    assert abs(float((fast[0] == fast[1]).float().mean()) - 0.5) < 0.2, "two ranks draw related masks"
+    with pytest.raises(ValueError, match="must not both be true: one dim is cut"):
+        Dropout(0.5, layer=0, site=3, sequence_parallel_enabled=True, input_is_parallel=True)
+
+
 def test_invariant_masks_are_parts_of_one_mask() -> None:
     """By sequence shards, and by samples: what a rank or a micro-batch draws is its part of the whole."""
     whole = masked(Dropout(0.5, layer=0, site=1), key("invariant"))

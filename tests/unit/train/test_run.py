@@ -1,12 +1,12 @@
-"""As what an error ends a run."""
+"""As what an error ends a run, and what its ranks agree on."""
 
 import pytest
 
-from shardwise.config import Layout
+from shardwise.config import Layout, load_config
 from shardwise.errors import ConfigError, DataError, LostPeerError, RunError
 from shardwise.mesh import Mesh
 from shardwise.train.record import Progress
-from shardwise.train.run import _explained
+from shardwise.train.run import _explained, _with_one_batch
 from tests.dist.training import make_config
 
 
@@ -30,3 +30,13 @@ def test_what_a_library_says_of_a_lost_rank_is_a_sentence() -> None:
     found = ends(RuntimeError("[…gloo/transport/tcp/pair.cc:537] … GLHF!"), Progress(phase="forward and backward"))
     assert isinstance(found, LostPeerError)
     assert str(found) == "rank 0 lost the connection to another rank during forward and backward"
+
+
+def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine than the run's folder, a resumed run's number is not known."""
+    monkeypatch.setattr("shardwise.comm.broadcast_object", lambda value, group: 12)
+    mesh = Mesh(device="cpu")
+    assert (
+        _with_one_batch(load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"]), mesh).train.global_batch == 12
+    )
+    assert _with_one_batch(load_config("llama2-tiny"), mesh).train.global_batch == 8

@@ -119,6 +119,7 @@ def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool)
             "embd_pdrop": hidden_dropout,
             "resid_pdrop": hidden_dropout,
             "attn_pdrop": args.get("attention_dropout", 0.1),
+            "ffn_dropout": args.get("ffn_dropout", 0.0),
         }
         return section, []
     given = listing(f"{name} ({value})" for name, value in zip(_KIND, kind, strict=True))

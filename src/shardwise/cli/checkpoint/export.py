@@ -60,6 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"{done.folder}: step {export.step:,}, {counted(len(export.weights), 'tensor')} in {formats}{source}; "
         f"{counted(done.files, 'file')}, {size(export.nbytes)} of weights"
     )
+    if p := export.described.get("ffn_dropout"):
+        output.line(
+            f"config.json keeps ffn_dropout ({p}), which shardwise reads and transformers ignores: a training there "
+            "has no dropout inside the feed-forward layer"
+        )
     return 0
 
 
