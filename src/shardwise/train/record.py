@@ -11,6 +11,8 @@ from shardwise.pipeline import StepTiming
 
 WINDOW_STEPS = 10
 """Steps over which throughput is averaged."""
+SMOOTHED_STEPS = 20
+"""Steps over which the loss of a line of progress is averaged."""
 
 
 @dataclass

@@ -2,16 +2,19 @@
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
 ranks/rank-NNNN.jsonl. A terminal shows progress as one line that is redrawn. Elsewhere, and always in rank 0's log,
-progress is about twenty lines per run.
+progress is a line every `log.every` steps; without that key about twenty lines per run.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from statistics import fmean
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -30,7 +33,7 @@ from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
-from shardwise.train.record import StepRecord, Throughput, end_of_run
+from shardwise.train.record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
 from shardwise.train.summary import start_rows
 
 if TYPE_CHECKING:
@@ -83,18 +86,20 @@ class Reporter:
             plain = Console(file=self._log, force_terminal=False, color_system=None, highlight=False)
             self._consoles = [Console(file=stream or sys.stdout, highlight=False), plain]
         self._progress: list[ProgressLine] = []
+        self._recent_losses = deque[float](maxlen=SMOOTHED_STEPS)
         self._last: StepRecord | None = None
         self._evaluation: dict[str, float] = {}
         self._started = time.perf_counter()
         self._seconds_before: float | None = 0.0
         self._stopped = False
 
-    def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
+    def start(self, *, loaded: str | None = None, steps_before: int = 0, epochs: str = "") -> None:
         """Print the summary and begin the progress line.
 
         Args:
             loaded: the folder of the weights; None where they were drawn.
             steps_before: steps done by earlier runs of this training.
+            epochs: how often the training reads its data, for the user.
         """
         self._started = time.perf_counter()
         self._before, self._end = steps_before, end_of_run(self.config, steps_before)
@@ -122,13 +127,19 @@ class Reporter:
             parameters=self.parameters,
             memory=self.memory,
             steps=(steps_before, self._end),
+            epochs=epochs,
             run_path=self.run.path,
         )
+        self._recent_losses.extend(self._losses_until(steps_before))
+        every_update = self.config.log.every is not None
         for console in self._consoles:
             _print_summary(console, rows)
             if self.layout.pipeline > 1:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
-            self._progress.append(ProgressLine(console, steps_before, self._end, self._started))
+            line = ProgressLine(console, steps_before, self._end, self._started, every_update=every_update)
+            self._progress.append(line)
+        if self._tensorboard is not None:
+            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
         steps = self.config.log.trace_steps
         if steps is not None and not self._traced(self._end):
             end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
@@ -170,11 +181,12 @@ class Reporter:
 
     def is_logged(self, step: int) -> bool:
         """Whether files and progress show this step; the same on every rank."""
-        return step % self.config.log.every == 0 or step == self._end
+        return step % (self.config.log.every or 1) == 0 or step == self._end
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
         self._throughput.add(record.seconds)
+        self._recent_losses.append(record.loss)
         self._last = record
         steps = self.config.log.trace_steps
         if steps is not None and record.step == steps[-1]:
@@ -202,10 +214,11 @@ class Reporter:
         self._metrics.write(
             {"event": "step", "step": record.step, **values, **counts, **rates, **seconds, **peak, **bubble}
         )
-        self._scalars("train", record.step, {**values, **rates, **bubble, **seconds})
+        self._scalars("train", record.step, {**values, **counts, **rates, **bubble, **seconds})
         now = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)
+            mean_loss, tokens_per_second = fmean(self._recent_losses), rates["tokens_per_second"] or 0.0
+            progress.update(record, mean_loss, self._throughput.step_seconds, tokens_per_second, now)
 
     def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
         """Record the evaluation made after `step` steps, with the loss of each objective where there are several."""
@@ -321,6 +334,14 @@ class Reporter:
     def _seconds_until(self, step: int) -> float | None:
         """Seconds of training up to the checkpoint of `step`, as recorded; steps that were lost do not count."""
         return self._recorded("checkpoint", step).get("time_to_train_seconds") if step else 0.0
+
+    def _losses_until(self, step: int) -> Iterable[float]:
+        """The losses of the last steps up to `step`, as recorded; of steps that were taken again, the last ones."""
+        if not step:
+            return ()
+        steps = range(step - SMOOTHED_STEPS + 1, step + 1)
+        recorded = {event["step"]: float(event["loss"]) for event in self.run.events("step") if event["step"] in steps}
+        return (recorded[step] for step in steps if step in recorded)
 
     def _results(self, now: float) -> dict[str, Any]:
         last, throughput, evaluation = self._last, self._throughput, self._evaluation
