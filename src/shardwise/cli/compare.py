@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tolerance", metavar="X", type=float, default=0.01, help="the greatest difference allowed (default: 0.01)"
     )
     parser.add_argument(
-        "--loss", metavar="NAME", help="the column, key or scalar with the loss (default: as programs usually call it)"
+        "--loss", metavar="NAME", help="the column, key or scalar of B with the loss (default: one of the usual names)"
     )
     parser.add_argument(
         "--shift", metavar="N", type=int, default=0, help="add N to the steps of B: 1 where B counts them from 0"
@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 0.01 for 1 %")
     if plot is not None and plot.suffix not in _FORMATS:
         raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
-    a, b = (read_curve(path, arguments.loss) for path in paths)
-    b = {step + arguments.shift: loss for step, loss in b.items()}
+    a = read_curve(paths[0])
+    b = {step + arguments.shift: loss for step, loss in read_curve(paths[1], arguments.loss).items()}
     differences = {step: _difference(loss, b[step]) for step, loss in a.items() if step in b}
     if not differences:
         raise ConfigError(f"A and B must have steps in common: {paths[0]} has {_steps(a)}; {paths[1]} has {_steps(b)}")

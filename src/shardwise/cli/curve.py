@@ -49,9 +49,13 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
     except (UnicodeDecodeError, csv.Error):
         raise ConfigError(f"{path} must be text, and it is binary") from None
     chosen = next((loss for loss in wanted if loss in curves), None)
+    if not names:
+        raise ConfigError(f"{path} must hold a loss curve, and it has no values")
     if chosen is None:
-        has = f"it has {listing(names, most=10)}: name one of them by --loss" if names else "it has no step"
-        raise ConfigError(f"{path} must have a loss, called {listing(wanted, 'or')}; {has}")
+        raise ConfigError(
+            f"{path} must call its loss {listing(wanted, 'or')}, and it has {listing(names, most=10)}: for B, --loss "
+            "says another name"
+        )
     return {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
 
 
@@ -116,10 +120,9 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
             if line.strip():
                 yield json.loads(line)
         except ValueError as error:
-            if not is_run:  # a crash may cut a line of a run short
-                raise ConfigError(
-                    f"{path} must be JSON, or JSON in each line: line {number:,} is not ({error})"
-                ) from None
+            if is_run:  # a crash may have cut the line short
+                continue
+            raise ConfigError(f"{path} must be JSON, or have JSON in each line: line {number:,}: {error}") from None
 
 
 def _of_columns(value: Mapping[str, Any]) -> _Rows:
