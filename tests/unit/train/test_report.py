@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_summary_names_every_quantity(tmp_path: Path) -> None:
     made, stream = reporter(tmp_path)
     with made:
-        made.start()
+        made.start(epochs="1.60 epochs of 500 samples")
     text = stream.getvalue()
     for expected in (
         f"({parameter_count(config().model):,})",
-        "800 × 32 tokens = 25,600 tokens",
+        "800 × 32 tokens = 25,600 tokens, 1.60 epochs of 500 samples\n",
         "2 micro batch × 2 accumulation × 2 DP = 8 global batch",
         "TP 2 + sequence × PP 1 × DP 2 = 4 ranks, ZeRO-1",
         "cpu, float32",
@@ -207,15 +208,37 @@ def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
     assert events.Scalars("train/bubble")[0].value == 0.375
 
 
-def test_log_every_thins_files_but_keeps_the_last_step(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path, config(every=30))
+@pytest.mark.parametrize(("every", "steps"), [(30, [30, 60, 90, 100]), (1, [*range(1, 101)])])
+def test_log_every_is_the_distance_of_lines_and_records(tmp_path: Path, every: int, steps: list[int]) -> None:
+    made, stream = reporter(tmp_path, config(every=every, tensorboard=False))
     with made:
         made.start()
         for step in range(1, 101):
             made.step(record(step))
     for name in ("metrics.jsonl", "ranks/rank-0000.jsonl"):
-        steps = [line["step"] for line in lines(tmp_path / "run" / name) if line.get("event", "step") == "step"]
-        assert steps == [30, 60, 90, 100]
+        events = lines(tmp_path / "run" / name)
+        assert [event["step"] for event in events if event.get("event", "step") == "step"] == steps, name
+    for text in (stream.getvalue(), (tmp_path / "run/logs/rank-0000.log").read_text()):
+        assert [int(line[5:8]) for line in text.splitlines() if line.startswith("step ")] == steps
+
+
+def test_a_line_has_the_mean_loss_of_the_last_twenty_steps(tmp_path: Path) -> None:
+    """As of a run that was never stopped: also if steps were lost, taken again or undone."""
+    chosen = config(every=1, tensorboard=False)
+
+    def part(before: int, end: int, shift: float) -> dict[int, str]:
+        made, stream = reporter(tmp_path, chosen)
+        with made:
+            made.start(steps_before=before)
+            for step in range(before + 1, end + 1):
+                made.step(record(step, loss=step + shift))
+        told = re.findall(r"^step +(\d+)/.*  loss .*  20-step mean ([\d.]+)  lr ", stream.getvalue(), re.MULTILINE)
+        return {int(step): mean for step, mean in told}
+
+    first = part(0, 40, 0.0)
+    assert [first[step] for step in (1, 2, 20, 21, 40)] == ["1.0000", "1.5000", "10.5000", "11.5000", "30.5000"]
+    assert part(30, 34, 100.0)[31] == f"{(sum(range(12, 31)) + 131) / 20:.4f}"
+    assert part(32, 33, 0.0) == {33: f"{(sum(range(14, 34)) + 200) / 20:.4f}"}
 
 
 def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
@@ -417,17 +440,29 @@ def test_tensorboard_scalars(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/lr", "train/grad_norm", "train/param_norm", "train/tokens_per_second",
-        "train/samples_per_second", "train/step_seconds", "eval/loss", "eval/perplexity",
+        "train/samples_per_second", "train/step_seconds", "train/samples", "train/tokens", "eval/loss",
+        "eval/perplexity",
     }  # fmt: skip
+    assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
     assert events.Scalars("train/tokens_per_second")[0].value == 512.0
 
 
+def test_the_start_says_how_to_open_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made, stream = reporter(Path("my runs"))
+    with made:
+        made.start()
+    assert f"\nTensorBoard: tensorboard --logdir '{tmp_path}/my runs/run/tensorboard'\n" in stream.getvalue()
+
+
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path, config(tensorboard=False))
+    made, stream = reporter(tmp_path, config(tensorboard=False))
     with made:
         made.start()
         made.step(record(1))
     assert not (tmp_path / "run/tensorboard").exists()
+    assert "tensorboard --logdir" not in stream.getvalue()
 
 
 def test_throughput_is_a_mean_over_the_last_ten_steps() -> None:

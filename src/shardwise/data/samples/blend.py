@@ -9,6 +9,7 @@ import numpy as np
 
 from shardwise.data.samples.batch import Batch, Batches, joined, shown_epochs
 from shardwise.data.samples.sampler import IntArray
+from shardwise.units import counted
 
 _BLOCK = 100_000
 
@@ -80,10 +81,8 @@ class BlendedBatches(Batches):
     def epochs(self, samples: int) -> str:
         drawn = [int(self.pattern.before(source, np.array([samples]))[0]) for source in range(len(self._sizes))]
         each = sorted(count / size for count, size in zip(drawn, self._sizes, strict=True))
-        return (
-            f"{shown_epochs(each[0])} to {shown_epochs(each[-1])} epochs of {len(each)} data sets, which have "
-            f"{self.num_samples:,} samples"
-        )
+        of = f"{counted(len(each), 'data set')} with {self.num_samples:,} samples"
+        return f"{shown_epochs(each[0])} to {shown_epochs(each[-1])} epochs of {of}"
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
         sources = self.pattern.sources(np.arange(consumed, consumed + count))
