@@ -43,17 +43,15 @@ class ProgressLine:
             self._display = Live(self, console=console, refresh_per_second=2)
             self._display.start()
 
-    def update(
-        self, record: StepRecord, mean_loss: float, step_seconds: float, tokens_per_second: float, now: float
-    ) -> None:
-        """Show a finished step, with the recent means of its loss, duration and throughput."""
+    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
+        """Show a finished step, with the recent means of its duration and throughput."""
         self._record, self._step_seconds, self._tokens_per_second = record, step_seconds, tokens_per_second
         if self._display is not None:
             return
         overdue = now - self._printed_at >= _LONGEST_SILENCE
         if self._every_update or record.step >= self._next_line or record.step == self._end or overdue:
             progress, (loss, *numbers) = self._parts(now)
-            smoothed = f"{SMOOTHED_STEPS}-step mean {mean_loss:.4f}"
+            smoothed = f"{SMOOTHED_STEPS}-step mean {record.mean_loss:.4f}"
             self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
             self._printed_at = now
             every = max(1, (self._end - self._first) // _LINES_PER_RUN)

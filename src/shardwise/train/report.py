@@ -10,11 +10,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from statistics import fmean
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -33,7 +31,7 @@ from shardwise.redaction import redacted
 from shardwise.runlog import JsonLines, RunDirectory
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
-from shardwise.train.record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
+from shardwise.train.record import StepRecord, Throughput, end_of_run
 from shardwise.train.summary import start_rows
 
 if TYPE_CHECKING:
@@ -86,7 +84,6 @@ class Reporter:
             plain = Console(file=self._log, force_terminal=False, color_system=None, highlight=False)
             self._consoles = [Console(file=stream or sys.stdout, highlight=False), plain]
         self._progress: list[ProgressLine] = []
-        self._recent_losses = deque[float](maxlen=SMOOTHED_STEPS)
         self._last: StepRecord | None = None
         self._evaluation: dict[str, float] = {}
         self._started = time.perf_counter()
@@ -130,7 +127,6 @@ class Reporter:
             epochs=epochs,
             run_path=self.run.path,
         )
-        self._recent_losses.extend(self._losses_until(steps_before))
         every_update = self.config.log.every is not None
         for console in self._consoles:
             _print_summary(console, rows)
@@ -186,7 +182,6 @@ class Reporter:
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
         self._throughput.add(record.seconds)
-        self._recent_losses.append(record.loss)
         self._last = record
         steps = self.config.log.trace_steps
         if steps is not None and record.step == steps[-1]:
@@ -217,8 +212,7 @@ class Reporter:
         self._scalars("train", record.step, {**values, **counts, **rates, **bubble, **seconds})
         now = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            mean_loss, tokens_per_second = fmean(self._recent_losses), rates["tokens_per_second"] or 0.0
-            progress.update(record, mean_loss, self._throughput.step_seconds, tokens_per_second, now)
+            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)
 
     def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
         """Record the evaluation made after `step` steps, with the loss of each objective where there are several."""
@@ -334,14 +328,6 @@ class Reporter:
     def _seconds_until(self, step: int) -> float | None:
         """Seconds of training up to the checkpoint of `step`, as recorded; steps that were lost do not count."""
         return self._recorded("checkpoint", step).get("time_to_train_seconds") if step else 0.0
-
-    def _losses_until(self, step: int) -> Iterable[float]:
-        """The losses of the last steps up to `step`, as recorded; of steps that were taken again, the last ones."""
-        if not step:
-            return ()
-        steps = range(step - SMOOTHED_STEPS + 1, step + 1)
-        recorded = {event["step"]: float(event["loss"]) for event in self.run.events("step") if event["step"] in steps}
-        return (recorded[step] for step in steps if step in recorded)
 
     def _results(self, now: float) -> dict[str, Any]:
         last, throughput, evaluation = self._last, self._throughput, self._evaluation
