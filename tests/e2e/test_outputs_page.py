@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+from shardwise.cli.curve import LOSSES
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
 
@@ -13,6 +14,10 @@ PAGE = (ROOT / "docs" / "outputs.md").read_text(encoding="utf-8")
 def shape(line: str) -> str:
     """A line without its numbers, and without the folder of runs."""
     return re.sub(r"\S*/runs/", "runs/", re.sub(r"[\d,.]+(e-\d+)?( (s|ms|k|M)\b)?", "#", line))
+
+
+def test_the_page_names_what_a_loss_may_be_called() -> None:
+    assert [name for name in LOSSES if f"`{name}`" not in PAGE.replace("\n", " ")] == []
 
 
 def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:

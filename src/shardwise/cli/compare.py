@@ -25,7 +25,6 @@ from shardwise.units import counted
 _FORMATS = (".png", ".svg")
 # Okabe and Ito's blue, vermilion and green, which colour-blind eyes tell apart; a grey for lines that only help.
 _COLORS, _GREEN, _GREY = ("#0072b2", "#d55e00"), "#009e73", "#77797d"
-_FEW = 60
 _STYLE: dict[str, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -131,4 +130,4 @@ def _draw(
 
 def _marker(curve: Mapping[int, float]) -> str:
     """Dots where steps are few: of a single step a line shows nothing."""
-    return "." if len(curve) < _FEW else ""
+    return "." if len(curve) < 60 else ""
