@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from shardwise.cli import output
 from shardwise.errors import ConfigError, listing
 from shardwise.files import reason_of
 from shardwise.units import counted
@@ -46,23 +47,28 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
                     curves.setdefault(loss, {})[_whole(step, f"{path}: the step of row {number:,}")] = fields[loss]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
-    except (UnicodeDecodeError, csv.Error):
-        raise ConfigError(f"{path} must be text, and it is binary") from None
+    except (UnicodeDecodeError, csv.Error, RecursionError):
+        raise ConfigError(f"{path} must be text or JSON with numbers") from None
     chosen = next((loss for loss in wanted if loss in curves), None)
     if not names:
         raise ConfigError(f"{path} must hold a loss curve, and it has no values")
     if chosen is None:
+        has = listing(map(_shown, names), most=10)
         raise ConfigError(
-            f"{path} must call its loss {listing(wanted, 'or')}, and it has {listing(names, most=10)}: for B, --loss "
-            "says another name"
+            f"{path} must call its loss {listing(wanted, 'or')}, and it has {has}: for B, --loss says another name"
         )
     return {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text from the file, for a message."""
+    return output.printable(text[:40])
 
 
 def _finite(value: object, what: str) -> float:
     text = str(value)
     if not (_is_number(text) and math.isfinite(float(text))):
-        raise ConfigError(f"{what} ({text:.40}) must be a finite number")
+        raise ConfigError(f"{what} ({_shown(text)}) must be a finite number")
     return float(text)
 
 
@@ -104,8 +110,8 @@ def _of_json(path: Path, text: str) -> _Rows:
         value = json.loads(text)
     except ValueError:
         value = _of_lines(path, text)
-    if isinstance(value, Mapping):
-        value = value.get("log_history", value)  # of the trainer_state.json of transformers
+    if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
+        value = value["log_history"]  # of the trainer_state.json of transformers
     for entry in _of_columns(value) if isinstance(value, Mapping) else value:
         numbers = entry if isinstance(entry, list) else [entry]
         row = entry if isinstance(entry, Mapping) else dict(zip(_UNNAMED.get(len(numbers), ()), numbers, strict=False))
