@@ -25,7 +25,7 @@ _Rows = Iterable[Mapping[str, Any]]
 
 
 def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
-    """The loss of each step, in their order; where a step occurs twice, the last one counts.
+    """The loss of each step, in their order; where a step occurs twice, the last one counts, and none that was undone.
 
     Args:
         path: a run's folder, a file, or TensorBoard's events.
@@ -41,10 +41,15 @@ def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
         for number, row in enumerate(_rows(path), 1):
             fields = {str(key).strip().lower(): value for key, value in row.items()}
             names |= dict.fromkeys(fields)
-            step = next((fields[key] for key in _STEPS if key in fields), number)
-            for loss in wanted:
-                if fields.get(loss) not in (None, ""):
-                    curves.setdefault(loss, {})[_whole(step, f"{path}: the step of row {number:,}")] = fields[loss]
+            losses = {loss: fields[loss] for loss in wanted if fields.get(loss) not in (None, "")}
+            if not losses and fields.get("event") != "resume":  # an evaluation, or another scalar
+                continue
+            at = next((fields[key] for key in _STEPS if key in fields), number)
+            step = _whole(at, f"{path}: the step of row {number:,}")
+            if fields.get("event") == "resume":  # the steps after this one were undone
+                curves = {loss: {at: curve[at] for at in curve if at <= step} for loss, curve in curves.items()}
+            for loss, value in losses.items():
+                curves.setdefault(loss, {})[step] = value
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except (UnicodeDecodeError, csv.Error, RecursionError):
@@ -115,7 +120,7 @@ def _of_json(path: Path, text: str) -> _Rows:
     for entry in _of_columns(value) if isinstance(value, Mapping) else value:
         numbers = entry if isinstance(entry, list) else [entry]
         row = entry if isinstance(entry, Mapping) else dict(zip(_UNNAMED.get(len(numbers), ()), numbers, strict=False))
-        if row.get("event", "step") == "step":
+        if row.get("event", "step") in ("step", "resume"):
             yield row
 
 

@@ -58,6 +58,7 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
         ("list.json", "[4.0, 3.0, 2.0]"),
         ("pairs.json", "[[1, 4.0], [2, 3.0], [3, 2.0]]"),
         ("columns.json", '{"steps": 3, "loss": [4.0, 3.0, 2.0], "grad_norm": [1.0]}'),
+        ("uneven.json", '{"step": [1, 2, 3], "loss": [4.0, 3.0, 2.0], "time": [7, 8, 9, 10]}'),
         ("by_step.json", '{"1": 4.0, "2": 3.0, "3": 2.0}'),
         (
             "megatron.json",
@@ -79,7 +80,7 @@ def test_each_form_of_a_curve(name: str, text: str) -> None:
 
 
 def test_a_resumed_run_counts_as_it_went_on() -> None:
-    first = [{"event": "step", "step": step, "loss": 9.0} for step in (2, 3)]
+    first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4)]
     folder = run("resumed", *first, {"event": "resume", "step": 1}, *EVENTS)
     assert read_curve(folder) == read_curve(folder / "metrics.jsonl") == LOSSES
 
