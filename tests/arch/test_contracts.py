@@ -25,6 +25,7 @@ TORCH_FREE = (
     "data",
 )
 
+CURVE = str(ROOT / "tests/golden/curves/llama2-tiny.json")
 RUN_MAIN = """
 import sys
 from shardwise.cli import main
@@ -75,6 +76,7 @@ def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
         ["recipes", "quickstart"],
         ["checkpoint", "inspect", "--help"],
         ["train", "llama2-tiny", "--dry-run"],
+        ["compare", CURVE, CURVE],
     ],
     ids=" ".join,
 )

@@ -1,8 +1,10 @@
 """A run that goes on after its newest checkpoints were damaged, with another batch, and past some data."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -93,6 +95,15 @@ def test_a_checkpoint_with_damage_that_its_training_does_not_meet_is_saved_again
     manifest = Manifest.read(mended.folder)
     assert (manifest.step, manifest.samples, manifest.position) == (6, 36, 36)
     assert "went_back" not in manifest.schedule
+
+
+def test_the_mean_loss_is_that_of_the_steps_that_count(gone: Gone) -> None:
+    """Also in the first line after a resume; the loss of the first step 4, which was undone, is not among them."""
+    losses = [event["loss"] for event in metrics(gone.run, "step")]
+    del losses[3]
+    log = (gone.run / "logs/rank-0000.log").read_text()
+    told = dict(re.findall(r"^step +(\d)/\d  .*  20-step mean ([\d.]+)  ", log, re.MULTILINE))
+    assert told == {str(step): f"{fmean(losses[:step]):.4f}" for step in range(1, 9)}
 
 
 def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:

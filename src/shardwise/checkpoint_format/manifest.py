@@ -74,7 +74,7 @@ class Manifest:
         tokens: tokens that were trained on.
         config: as it was resolved.
         layout: degrees of parallelism of the run that wrote it.
-        schedule: state of the learning rate's schedule.
+        schedule: state of the learning rate's schedule, and the losses of the last steps, whose mean is shown.
         data: identity of the data, and the run's id.
         rng: state of the random number generators.
         versions: of the programs that wrote it.

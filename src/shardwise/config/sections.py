@@ -295,7 +295,12 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """What a run reports."""
 
-    every: int = Field(default=1, gt=0, description="steps between progress and metrics lines")
+    every: int | None = Field(
+        default=None,
+        gt=0,
+        description="steps between records in metrics.jsonl, ranks/ and TensorBoard, and between lines of progress "
+        "where there is no terminal; null = a record of each step, and about 20 lines a run; the last step has both",
+    )
     drift_every: int = Field(
         default=100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
     )

@@ -12,27 +12,28 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise import units
-from shardwise.train.record import StepRecord
+from shardwise.train.record import SMOOTHED_STEPS, StepRecord
 
 _LINES_PER_RUN = 20
 _LONGEST_SILENCE = 300.0
-"""Seconds after which a line is printed in any case."""
+"""Seconds after which a line is printed even if it is one more than these."""
 _BAR_MINIMUM, _BAR_MAXIMUM = 10, 40
 """Characters of the progress bar; where fewer are free there is none."""
 _GAP = "  "
 
 
 class ProgressLine:
-    """Progress on one console: a line that is redrawn in place on a terminal, about twenty lines per run elsewhere.
+    """Progress on one console: a line that is redrawn in place on a terminal, a line now and then elsewhere.
 
     Args:
+        every_update: print a line at each `update` where there is no terminal, not only about twenty in a run.
         first: steps done before the run.
         end: the run's last step.
         now: `time.perf_counter` at the start of the run.
     """
 
-    def __init__(self, console: Console, first: int, end: int, now: float) -> None:
-        self._console, self._first, self._end = console, first, end
+    def __init__(self, console: Console, first: int, end: int, now: float, *, every_update: bool) -> None:
+        self._console, self._first, self._end, self._every_update = console, first, end, every_update
         self._started = self._printed_at = now
         self._next_line = first + 1
         self._record: StepRecord | None = None
@@ -48,9 +49,10 @@ class ProgressLine:
         if self._display is not None:
             return
         overdue = now - self._printed_at >= _LONGEST_SILENCE
-        if record.step >= self._next_line or record.step == self._end or overdue:
-            progress, numbers = self._parts(now)
-            self._console.print(Text(_GAP.join([*progress, *numbers])), soft_wrap=True)
+        if self._every_update or record.step >= self._next_line or record.step == self._end or overdue:
+            progress, (loss, *numbers) = self._parts(now)
+            smoothed = f"{SMOOTHED_STEPS}-step mean {record.mean_loss:.4f}"
+            self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
             self._printed_at = now
             every = max(1, (self._end - self._first) // _LINES_PER_RUN)
             self._next_line = self._first + ((record.step - self._first) // every + 1) * every

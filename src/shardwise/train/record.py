@@ -11,6 +11,8 @@ from shardwise.pipeline import StepTiming
 
 WINDOW_STEPS = 10
 """Steps over which throughput is averaged."""
+SMOOTHED_STEPS = 20
+"""Steps over which a line of progress averages the loss."""
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Progress:
         before: how many of them earlier runs did.
         samples, tokens: trained on.
         position: in the order of the data; ahead of `samples` where batches were left out.
+        losses: of the last steps, at most `SMOOTHED_STEPS`.
         phase: what the run does now.
     """
 
@@ -30,6 +33,7 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     position: int = 0
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
 
@@ -46,6 +50,7 @@ class StepRecord:
     Attributes:
         step: its number, from 1, over the whole training.
         loss: of the global batch, before the update.
+        mean_loss: of this step and the ones before, `SMOOTHED_STEPS` in all; of fewer where the training is younger.
         lr: learning rate of the update.
         grad_norm: of the whole model, before clipping.
         param_norm: of the whole model, before the update.
@@ -59,6 +64,7 @@ class StepRecord:
 
     step: int
     loss: float
+    mean_loss: float
     lr: float
     grad_norm: float
     param_norm: float

@@ -2,11 +2,12 @@
 
 Rank 0 prints and writes the shared files (metrics.jsonl, tensorboard/, results.json); every rank writes its own
 ranks/rank-NNNN.jsonl. A terminal shows progress as one line that is redrawn. Elsewhere, and always in rank 0's log,
-progress is about twenty lines per run.
+progress is a line every `log.every` steps; without that key about twenty lines per run.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -89,12 +90,13 @@ class Reporter:
         self._seconds_before: float | None = 0.0
         self._stopped = False
 
-    def start(self, *, loaded: str | None = None, steps_before: int = 0) -> None:
+    def start(self, *, loaded: str | None = None, steps_before: int = 0, epochs: str = "") -> None:
         """Print the summary and begin the progress line.
 
         Args:
             loaded: the folder of the weights; None where they were drawn.
             steps_before: steps done by earlier runs of this training.
+            epochs: how often the training reads its data, for the user.
         """
         self._started = time.perf_counter()
         self._before, self._end = steps_before, end_of_run(self.config, steps_before)
@@ -122,13 +124,18 @@ class Reporter:
             parameters=self.parameters,
             memory=self.memory,
             steps=(steps_before, self._end),
+            epochs=epochs,
             run_path=self.run.path,
         )
+        every_update = self.config.log.every is not None
         for console in self._consoles:
             _print_summary(console, rows)
             if self.layout.pipeline > 1:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
-            self._progress.append(ProgressLine(console, steps_before, self._end, self._started))
+            line = ProgressLine(console, steps_before, self._end, self._started, every_update=every_update)
+            self._progress.append(line)
+        if self._tensorboard is not None:
+            self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
         steps = self.config.log.trace_steps
         if steps is not None and not self._traced(self._end):
             end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
@@ -170,7 +177,7 @@ class Reporter:
 
     def is_logged(self, step: int) -> bool:
         """Whether files and progress show this step; the same on every rank."""
-        return step % self.config.log.every == 0 or step == self._end
+        return step % (self.config.log.every or 1) == 0 or step == self._end
 
     def step(self, record: StepRecord) -> None:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
@@ -202,7 +209,7 @@ class Reporter:
         self._metrics.write(
             {"event": "step", "step": record.step, **values, **counts, **rates, **seconds, **peak, **bubble}
         )
-        self._scalars("train", record.step, {**values, **rates, **bubble, **seconds})
+        self._scalars("train", record.step, {**values, **counts, **rates, **bubble, **seconds})
         now = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
             progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)

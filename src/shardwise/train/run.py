@@ -102,7 +102,11 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter) -> Resumed | None:
         require_same_data(resumed.manifest, run.data)
         if isinstance(trainer.batches, StreamBatches):
             trainer.batches.restore(resumed.manifest.rng[STREAM])
-    reporter.start(loaded=None if run.weights is None else str(run.weights), steps_before=run.progress.step)
+    reporter.start(
+        loaded=None if run.weights is None else str(run.weights),
+        steps_before=run.progress.step,
+        epochs=trainer.batches.epochs(run.config.train.steps * run.config.train.global_batch),
+    )
     reporter.message(f"data: {run.data.summary}")
     for note in run.folder.notes:
         reporter.warning(note)

@@ -123,6 +123,7 @@ class Checkpoints:
                 "name": config.optimizer.schedule,
                 "steps": config.train.steps,
                 "lr": learning_rate(config, max(progress.step, 1)),
+                "recent_losses": list(progress.losses),
                 **self.went_back,
             },
             # All random numbers are functions of these, the step and the sample. The only other state is where a

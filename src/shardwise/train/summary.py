@@ -247,6 +247,7 @@ def start_rows(
     parameters: int,
     memory: Mapping[str, int],
     steps: tuple[int, int],
+    epochs: str,
     run_path: Path,
 ) -> _Rows:
     """What a run prints at its start.
@@ -255,9 +256,11 @@ def start_rows(
         parameters: their number in the whole model.
         memory: expected bytes by kind on the rank that needs most; of a model of the user's own without activations.
         steps: those done by earlier runs, and the last one of this run.
+        epochs: how often the training reads its data; empty if that is not told.
     """
     train, (before, end) = config.train, steps
     samples = train.steps * train.global_batch
+    tokens = samples * train.sequence_length
     begin = f", {before:,} of them done" if before else ""
     stop = "" if end == train.steps else f", this run stops at {end:,}"
     sequence = " + sequence" if layout.sequence else ""
@@ -272,7 +275,7 @@ def start_rows(
     rows = [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
         ("steps", f"{train.steps:,}{begin}{stop}"),
-        ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {samples * train.sequence_length:,} tokens"),
+        ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {tokens:,} tokens{epochs and f', {epochs}'}"),
         ("batch", _batch(config, layout)),
         (
             "layout",

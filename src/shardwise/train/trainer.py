@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
@@ -144,9 +145,11 @@ class Trainer:
         self.progress.position += train.global_batch
         self.progress.samples += train.global_batch
         self.progress.tokens += train.global_batch * train.sequence_length
+        self.progress.losses.append(loss)
         return StepRecord(
             step=step,
             loss=loss,
+            mean_loss=fmean(self.progress.losses),
             lr=lr,
             grad_norm=gradient_norm,
             param_norm=parameter_norm,

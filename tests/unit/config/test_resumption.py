@@ -37,7 +37,7 @@ def test_what_may_change_is_told_a_line_each() -> None:
         "precision.mode float32 → mixed",
         "data.workers 1 → 3",
         "checkpoint.keep 3 → null",
-        "log.every 1 → 10",
+        "log.every null → 10",
     ]
 
 

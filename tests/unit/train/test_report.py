@@ -54,6 +54,7 @@ def record(step: int, **changes: Any) -> StepRecord:
     values = {
         "step": step,
         "loss": 1 / 3,
+        "mean_loss": 0.5,
         "lr": 1e-3,
         "grad_norm": 0.5,
         "param_norm": 10.0,
@@ -99,11 +100,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_summary_names_every_quantity(tmp_path: Path) -> None:
     made, stream = reporter(tmp_path)
     with made:
-        made.start()
+        made.start(epochs="1.60 epochs of 500 samples")
     text = stream.getvalue()
     for expected in (
         f"({parameter_count(config().model):,})",
-        "800 × 32 tokens = 25,600 tokens",
+        "800 × 32 tokens = 25,600 tokens, 1.60 epochs of 500 samples\n",
         "2 micro batch × 2 accumulation × 2 DP = 8 global batch",
         "TP 2 + sequence × PP 1 × DP 2 = 4 ranks, ZeRO-1",
         "cpu, float32",
@@ -207,15 +208,18 @@ def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
     assert events.Scalars("train/bubble")[0].value == 0.375
 
 
-def test_log_every_thins_files_but_keeps_the_last_step(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path, config(every=30))
+@pytest.mark.parametrize(("every", "steps"), [(30, [30, 60, 90, 100]), (1, [*range(1, 101)])])
+def test_log_every_is_the_distance_of_lines_and_records(tmp_path: Path, every: int, steps: list[int]) -> None:
+    made, stream = reporter(tmp_path, config(every=every, tensorboard=False))
     with made:
         made.start()
         for step in range(1, 101):
             made.step(record(step))
     for name in ("metrics.jsonl", "ranks/rank-0000.jsonl"):
-        steps = [line["step"] for line in lines(tmp_path / "run" / name) if line.get("event", "step") == "step"]
-        assert steps == [30, 60, 90, 100]
+        events = lines(tmp_path / "run" / name)
+        assert [event["step"] for event in events if event.get("event", "step") == "step"] == steps, name
+    for text in (stream.getvalue(), (tmp_path / "run/logs/rank-0000.log").read_text()):
+        assert [int(line[5:8]) for line in text.splitlines() if line.startswith("step ")] == steps
 
 
 def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
@@ -227,7 +231,14 @@ def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     printed = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
     assert [line.split("/")[0] for line in printed] == [f"step {step:>3}" for step in (1, *range(5, 101, 5))]
     assert "\x1b" not in stream.getvalue()
-    for expected in ("100/100", "done", "500 ms/step", "loss 0.3333", "lr 1.00e-03", "512 tokens/s", "800 samples"):
+    for expected in (
+        "100/100",
+        "done",
+        "500 ms/step",
+        "loss 0.3333  20-step mean 0.5000  lr 1.00e-03",
+        "512 tokens/s",
+        "800 samples",
+    ):
         assert expected in printed[-1]
 
 
@@ -417,17 +428,29 @@ def test_tensorboard_scalars(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/lr", "train/grad_norm", "train/param_norm", "train/tokens_per_second",
-        "train/samples_per_second", "train/step_seconds", "eval/loss", "eval/perplexity",
+        "train/samples_per_second", "train/step_seconds", "train/samples", "train/tokens", "eval/loss",
+        "eval/perplexity",
     }  # fmt: skip
+    assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
     assert events.Scalars("train/tokens_per_second")[0].value == 512.0
 
 
+def test_the_start_says_how_to_open_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made, stream = reporter(Path("my runs"))
+    with made:
+        made.start()
+    assert f"\nTensorBoard: tensorboard --logdir '{tmp_path}/my runs/run/tensorboard'\n" in stream.getvalue()
+
+
 def test_tensorboard_can_be_left_out(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path, config(tensorboard=False))
+    made, stream = reporter(tmp_path, config(tensorboard=False))
     with made:
         made.start()
         made.step(record(1))
     assert not (tmp_path / "run/tensorboard").exists()
+    assert "tensorboard --logdir" not in stream.getvalue()
 
 
 def test_throughput_is_a_mean_over_the_last_ten_steps() -> None:

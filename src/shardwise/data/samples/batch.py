@@ -81,6 +81,10 @@ class Batches(ABC):
         """Samples of one epoch."""
         return self.sampler.num_samples
 
+    def epochs(self, samples: int) -> str:
+        """How often a run of this many samples reads the data, for the user."""
+        return f"{shown_epochs(samples / self.num_samples)} epochs of {self.num_samples:,} samples"
+
     @abstractmethod
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         """The batch of the samples `indices` [B] as they are in `epochs` [B]; index -1 is a sample that counts nothing.
@@ -138,6 +142,11 @@ class Batches(ABC):
             indices = np.where(samples < real, self.evaluated(np.minimum(samples, real - 1)), -1)
             # Epoch 0 each time: every evaluation sees the same samples.
             yield self.collate(indices, np.zeros_like(samples), samples)
+
+
+def shown_epochs(number: float) -> str:
+    """Epochs with two decimals; a small fraction of one with its first digit: `0.0004`."""
+    return f"{number:,.2f}" if number >= 0.01 else f"{number:.1g}"
 
 
 def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwise.data.samples.batch import Batch, Batches, joined
+from shardwise.data.samples.batch import Batch, Batches, joined, shown_epochs
 from shardwise.data.samples.sampler import IntArray
+from shardwise.units import counted
 
 _BLOCK = 100_000
 
@@ -76,6 +77,12 @@ class BlendedBatches(Batches):
     def num_samples(self) -> int:
         """All samples of all sources."""
         return int(self._begins[-1])
+
+    def epochs(self, samples: int) -> str:
+        drawn = [int(self.pattern.before(source, np.array([samples]))[0]) for source in range(len(self._sizes))]
+        each = sorted(count / size for count, size in zip(drawn, self._sizes, strict=True))
+        of = f"{counted(len(each), 'data set')} with {self.num_samples:,} samples"
+        return f"{shown_epochs(each[0])} to {shown_epochs(each[-1])} epochs of {of}"
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
         sources = self.pattern.sources(np.arange(consumed, consumed + count))

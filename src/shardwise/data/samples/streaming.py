@@ -209,6 +209,9 @@ class StreamBatches(Batches):
         """Unlimited: the number of an epoch is known only after it was read."""
         return sys.maxsize
 
+    def epochs(self, samples: int) -> str:
+        return "of a stream, whose length is not known"
+
     def blank(self, micro_batch: int) -> Batch:
         return self._stream.cut(np.zeros(2, dtype=np.int32), 0).blank(micro_batch)
 

@@ -130,6 +130,11 @@ def test_an_evaluation_has_each_sample_once(data: st.DataObject) -> None:
     assert [source for source, _ in real[:alike]] == pattern[:alike].tolist()
 
 
+def test_epochs_are_told_of_the_data_set_that_is_read_least_and_most() -> None:
+    blend = blended([0.7, 0.3], [14, 600])
+    assert blend.epochs(1000) == "0.50 to 50.00 epochs of 2 data sets with 614 samples"
+
+
 def test_batches_are_put_together_of_whole_samples() -> None:
     first, second = (TokenBatches(np.arange(low, low + 65, dtype=np.int32), 16, seed=1) for low in (0, 1000))
     blend = BlendedBatches([0.5, 0.5], [first, second])

@@ -74,6 +74,11 @@ def test_mixing_is_the_same_for_arrays_and_integers() -> None:
     assert mix(np.array(values, dtype=np.uint64)).tolist() == [mix_integer(value) for value in values]
 
 
+@pytest.mark.parametrize(("samples", "epochs"), [(1, "0.003"), (150, "0.50"), (300, "1.00"), (450_000, "1,500.00")])
+def test_a_run_tells_how_often_it_reads_the_data(samples: int, epochs: str) -> None:
+    assert TokenBatches(np.arange(601, dtype=np.int32), 2, seed=3).epochs(samples) == f"{epochs} epochs of 300 samples"
+
+
 @settings(unhurried, max_examples=60)
 @given(data=st.data())
 def test_any_layout_reads_the_same_global_batches(data: st.DataObject) -> None:

@@ -124,6 +124,7 @@ def test_every_document_once_an_epoch_in_another_order(kind: str, tokenizer: Pat
 
 def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
     batches = opened(config(whole, tokenizer, buffer=1000), tmp_path)
+    assert batches.epochs(100) == "of a stream, whose length is not known"
     block = batches._stream.block(StreamPosition())
     assert block.samples is not None
     tokens = block.samples.tokens

@@ -1,0 +1,176 @@
+"""Loss curves to compare, of runs and of other programs: each is read as rows of named values."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli import output
+from shardwise.errors import ConfigError, listing
+from shardwise.files import reason_of
+from shardwise.units import counted
+
+LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
+"""What a curve's loss may be called; the first of these that a curve has is read."""
+_STEPS = ("step", "global_step", "iteration")
+_UNNAMED = {1: ("loss",), 2: ("step", "loss"), 3: ("time", "step", "loss")}
+"""What the columns are that have no names, by their number; TensorBoard exports three."""
+
+_Rows = Iterable[Mapping[str, Any]]
+
+
+def read_curve(path: Path, name: str | None = None) -> dict[int, float]:
+    """The loss of each step, in their order; where a step occurs twice, the last one counts, and none that was undone.
+
+    Args:
+        path: a run's folder, a file, or TensorBoard's events.
+        name: what the loss is called; None: one of `LOSSES`.
+
+    Raises:
+        ConfigError: there is no curve, or a loss of it is no finite number.
+    """
+    wanted = LOSSES if name is None else (name.strip().lower(),)
+    curves: dict[str, dict[int, object]] = {}
+    names: dict[str, None] = {}
+    try:
+        for number, row in enumerate(_rows(path), 1):
+            fields = {str(key).strip().lower(): value for key, value in row.items()}
+            names |= dict.fromkeys(fields)
+            losses = {loss: fields[loss] for loss in wanted if fields.get(loss) not in (None, "")}
+            if not losses and fields.get("event") != "resume":  # an evaluation, or another scalar
+                continue
+            at = next((fields[key] for key in _STEPS if key in fields), number)
+            step = _whole(at, f"{path}: the step of row {number:,}")
+            if fields.get("event") == "resume":  # the steps after this one were undone
+                curves = {loss: {at: curve[at] for at in curve if at <= step} for loss, curve in curves.items()}
+            for loss, value in losses.items():
+                curves.setdefault(loss, {})[step] = value
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
+    except (UnicodeDecodeError, csv.Error, RecursionError):
+        raise ConfigError(f"{path} must be text or JSON with numbers") from None
+    chosen = next((loss for loss in wanted if loss in curves), None)
+    if not names:
+        raise ConfigError(f"{path} must hold a loss curve, and it has no values")
+    if chosen is None:
+        has = listing(map(_shown, names), most=10)
+        raise ConfigError(
+            f"{path} must call its loss {listing(wanted, 'or')}, and it has {has}: for B, --loss says another name"
+        )
+    return {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text from the file, for a message."""
+    return output.printable(text[:40])
+
+
+def _finite(value: object, what: str) -> float:
+    text = str(value)
+    if not (_is_number(text) and math.isfinite(float(text))):
+        raise ConfigError(f"{what} ({_shown(text)}) must be a finite number")
+    return float(text)
+
+
+def _whole(value: object, what: str) -> int:
+    number = _finite(value, what)
+    if not number.is_integer():
+        raise ConfigError(f"{what} ({value}) must be a whole number")
+    return int(number)
+
+
+def _rows(path: Path) -> _Rows:
+    if not path.exists():
+        raise ConfigError(f"there is no {path}: name a run's folder or a file with a loss curve")
+    if path.is_dir() and (path / "metrics.jsonl").exists():
+        path /= "metrics.jsonl"
+    if any(path.glob("*tfevents*")) if path.is_dir() else "tfevents" in path.name:
+        return _scalars(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} must be a run's folder, which has metrics.jsonl, or hold TensorBoard's event files")
+    text = path.read_text(encoding="utf-8-sig")
+    return _of_json(path, text) if text.lstrip()[:1] in ("[", "{") else _of_table(path, text)
+
+
+def _scalars(path: Path) -> _Rows:
+    # Imported here, which takes two seconds.
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+        SCALARS,
+        EventAccumulator,
+    )
+
+    events = EventAccumulator(str(path), size_guidance={SCALARS: 0}).Reload()
+    for tag in events.Tags()[SCALARS]:
+        yield from ({"step": event.step, tag: event.value} for event in events.Scalars(tag))
+
+
+def _of_json(path: Path, text: str) -> _Rows:
+    """Rows of one JSON value, or of a JSON object in each line, of which a run's metrics.jsonl has other events too."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = _of_lines(path, text)
+    if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
+        value = value["log_history"]  # of the trainer_state.json of transformers
+    for entry in _of_columns(value) if isinstance(value, Mapping) else value:
+        numbers = entry if isinstance(entry, list) else [entry]
+        row = entry if isinstance(entry, Mapping) else dict(zip(_UNNAMED.get(len(numbers), ()), numbers, strict=False))
+        if row.get("event", "step") in ("step", "resume"):
+            yield row
+
+
+def _of_lines(path: Path, text: str) -> Iterator[Any]:
+    is_run = text.startswith('{"event": ')
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            if line.strip():
+                yield json.loads(line)
+        except ValueError as error:
+            if is_run:  # a crash may have cut the line short
+                continue
+            raise ConfigError(f"{path} must be JSON, or have JSON in each line: line {number:,}: {error}") from None
+
+
+def _of_columns(value: Mapping[str, Any]) -> _Rows:
+    """Rows of an object with a list for each name, or a value for each step as in Megatron-LM's golden values."""
+    columns = {name: entry for name, entry in value.items() if isinstance(entry, list)}
+    if columns:
+        return (dict(zip(columns, entries, strict=True)) for entries in zip_longest(*columns.values()))
+    by_step = {name: entry.get("values", entry) for name, entry in value.items() if isinstance(entry, Mapping)}
+    if value and all(name.isdigit() for name in value):
+        by_step = {"loss": value}
+    rows: list[Mapping[str, Any]] = [
+        {"step": step, name: number}
+        for name, steps in by_step.items()
+        if isinstance(steps, Mapping)
+        for step, number in steps.items()
+    ]
+    return rows or [value]
+
+
+def _of_table(path: Path, text: str) -> _Rows:
+    """Rows of lines with commas, semicolons, tabs or spaces between values; the first line may name them."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    mark = next((mark for mark in ",;\t" if lines and mark in lines[0]), None)
+    table = [line.split() for line in lines] if mark is None else list(csv.reader(lines, delimiter=mark))
+    names: Sequence[str] = _UNNAMED.get(len(table[0]), ()) if table else ()
+    if table and not _is_number(table[0][0]):
+        names = table.pop(0)
+    for number, cells in enumerate(table, 1):
+        if len(cells) != len(names):
+            needs = f"{counted(len(names), 'value')}, as its first row has" if names else "a loss, or a step and a loss"
+            raise ConfigError(f"{path}: row {number:,} ({counted(len(cells), 'value')}) must have {needs}")
+        yield dict(zip(names, cells, strict=True))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,228 @@
+"""`shardwise compare`: which curves it reads, what it says of two, and its exit codes."""
+
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from shardwise.cli import main
+from shardwise.cli.curve import read_curve
+
+LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
+EVENTS = [{"event": "start"}, *({"event": "step", "step": step, "loss": loss} for step, loss in LOSSES.items())]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def lines(*values: Any) -> str:
+    return "".join(f"{json.dumps(value)}\n" for value in values)
+
+
+def run(name: str, *events: Any, end: str = "") -> Path:
+    folder = Path(name)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(lines(*events) + end)
+    return folder
+
+
+def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
+    writer = EventFileWriter(folder)
+    for tag, curve in tags.items():
+        for step, value in curve.items():
+            writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("golden_steploss.txt", "4.0\n3.0\n\n2.0\n"),
+        ("commented.txt", "# of the run before\n1 4\n2 3\n3 2\n"),
+        ("table.csv", "Step,Loss,lr\n1,4.0,0.1\n2,3.0,\n3,2.0,0.3\n"),
+        ("windows.csv", "\ufeffstep;loss\r\n1;4\r\n2;3\r\n3;2\r\n"),
+        ("exported.csv", "Wall time,Step,Value\n17.5,1,4\n18.5,2,3\n19.5,3,2\n"),
+        ("exported.json", "[[17.5, 1, 4.0], [18.5, 2, 3.0], [19.5, 3, 2.0]]"),
+        ("nemo.tsv", "global_step\treduced_train_loss\n1.0\t4\n2.0\t3\n3.0\t2\n"),
+        ("blank.csv", 'step,"eval/loss",train/loss\n1,,4\n1,9,\n2,,3\n3,,2\n'),
+        ("twice.txt", "1 7\n2 8\n1 4\n2 3\n3 2\n"),
+        ("list.json", "[4.0, 3.0, 2.0]"),
+        ("pairs.json", "[[1, 4.0], [2, 3.0], [3, 2.0]]"),
+        ("columns.json", '{"steps": 3, "loss": [4.0, 3.0, 2.0], "grad_norm": [1.0]}'),
+        ("uneven.json", '{"step": [1, 2, 3], "loss": [4.0, 3.0, 2.0], "time": [7, 8, 9, 10]}'),
+        ("by_step.json", '{"1": 4.0, "2": 3.0, "3": 2.0}'),
+        (
+            "megatron.json",
+            '{"lm loss": {"end_step": 3, "values": {"1": 4, "2": 3, "3": 2}}, "time": {}}',
+        ),
+        (
+            "trainer_state.json",
+            '{"log_history": [{"step": 1, "loss": 4.0}, {"step": 1, "eval_loss": 9}, {"step": 2, "loss": 3.0}, '
+            '{"step": 3, "loss": 2.0}, {"step": 3, "train_loss": 3.5}]}',
+        ),
+        ("losses.jsonl", lines({"loss": 4}, {"loss": 3}, {"loss": 2})),
+        ("golden.jsonl", lines(*EVENTS, {"event": "eval", "step": 3, "loss": 9.0})),
+        ("killed.jsonl", lines(*EVENTS) + '{"event": "step", "st'),
+    ],
+)
+def test_each_form_of_a_curve(name: str, text: str) -> None:
+    Path(name).write_text(text)
+    assert read_curve(Path(name)) == LOSSES
+
+
+def test_a_resumed_run_counts_as_it_went_on() -> None:
+    first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4)]
+    folder = run("resumed", *first, {"event": "resume", "step": 1}, *EVENTS)
+    assert read_curve(folder) == read_curve(folder / "metrics.jsonl") == LOSSES
+
+
+def test_tensorboards_events() -> None:
+    for step, loss in LOSSES.items():  # as a run that was started three times
+        scalars("events", {"lr": {step: 0.5}, "step loss": {step: loss}, "validation": {step: 8.0}})
+    assert read_curve(Path("events")) == LOSSES
+    assert read_curve(sorted(Path("events").iterdir())[0]) == {1: 4.0}
+    assert read_curve(Path("events"), "Validation") == dict.fromkeys(LOSSES, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("none", None, "there is no none: name a run's folder or a file with a loss curve"),
+        ("folder", {}, "folder must be a run's folder, which has metrics.jsonl, or hold TensorBoard's event files"),
+        ("young", {"metrics.jsonl": ""}, "young must hold a loss curve, and it has no values"),
+        ("empty.txt", "# 1\n", "empty.txt must hold a loss curve, and it has no values"),
+        ("a.tfevents.1", struct.pack("<QI", 7, 1) + b"damaged", "a.tfevents.1 must hold a loss curve"),
+        ("words.txt", "some words\nof text\n", "words.txt must call its loss loss, train/loss, "),
+        ("a.jsonl", '{"step": 1}\n{"step": 2}\n', "lm loss or value, and it has step: for B, --loss says another name"),
+        ("nan.txt", "1.0\nnan\n", "nan.txt: the loss of step 2 (nan) must be a finite number"),
+        ("inf.json", "[1.0, Infinity]", "inf.json: the loss of step 2 (inf) must be a finite number"),
+        ("true.json", "[true]", "true.json: the loss of step 1 (True) must be a finite number"),
+        ("half.txt", "1 4\n2.5 3\n", "half.txt: the step of row 2 (2.5) must be a whole number"),
+        ("unknown.txt", "1 4\nnan 3\n", "unknown.txt: the step of row 2 (nan) must be a finite number"),
+        ("wide.txt", "1 2 3 4\n", "wide.txt: row 1 (4 values) must have a loss, or a step and a loss"),
+        ("torn.csv", "step,loss\n1,2\n2\n", "torn.csv: row 2 (1 value) must have 2 values, as its first row has"),
+        ("torn.json", '{"loss": [1, 2', "torn.json must be JSON, or have JSON in each line: line 1: Expecting"),
+        (
+            "torn.jsonl",
+            '{"loss": 1}\n{"loss"\n',
+            "torn.jsonl must be JSON, or have JSON in each line: line 2: ",
+        ),
+        ("deep.json", '{"loss": {"a": {"b": 1}}}', "deep.json: the step of row 1 (a) must be a finite number"),
+        ("binary", b"\x89PNG\xff\xfe", "binary must be text or JSON with numbers"),
+        ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
+        ("nested.json", "[" * 100_000, "nested.json must be text or JSON with numbers"),
+        ("history.json", '{"log_history": 5}', "history.json must call its loss loss, "),
+        (
+            "later.txt",
+            "5 1\n6 1\n",
+            "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2",
+        ),
+    ],
+)
+def test_what_is_no_curve_is_refused_in_a_sentence(
+    name: str, content: str | bytes | dict[str, str] | None, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", *EVENTS)
+    if isinstance(content, dict):
+        Path(name).mkdir()
+        for file, text in content.items():
+            Path(name, file).write_text(text)
+    elif content is not None:
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main(["compare", "run", name]) == 2
+    said = capsys.readouterr()
+    assert problem in said.err
+    assert len(said.err.splitlines()) == 1, f"more than a sentence: {said.err}"
+    assert not said.out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--tolerance", "nan"], "--tolerance (nan) must be a number from 0, such as 0.01 for 1 %"),
+        (["--tolerance", "-0.1"], "--tolerance (-0.1) must be a number from 0"),
+        (["--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
+        (["--plot", "nowhere/plot.svg"], "--plot (nowhere/plot.svg) cannot be written: No such file or directory"),
+        (["--loss", "lm"], "must call its loss lm, and it has event, step and loss"),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", *EVENTS)
+    assert main(["compare", "run", "run", *options]) == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("golden", "options", "code", "largest", "result"),
+    [
+        ("4\n3\n2\n", [], 0, "0 at step 1: loss 4 in A, 4 in B", "within the tolerance (0.01)"),
+        ("4\n2.98\n2\n", [], 0, "0.00671 at step 2: loss 3 in A, 2.98 in B", "within the tolerance (0.01)"),
+        ("4\n3.2\n2.5\n7\n", [], 1, "0.2 at step 3: loss 2 in A, 2.5 in B", "at 2 steps, first at step 2"),
+        ("4\n3\n-2\n", ["--tolerance", "2"], 0, "2 at step 3: loss 2 in A, -2 in B", "within the tolerance (2)"),
+        ("4\n3\n0\n", [], 1, "inf at step 3: loss 2 in A, 0 in B", "at 1 step, first at step 3"),
+        ("4\n3\n2.1\n", ["--tolerance", "0"], 1, "0.0476 at step 3", "beyond the tolerance (0) at 1 step"),
+        ("0 4\n1 3\n2 2\n", ["--shift", "1"], 0, "0 at step 1", "within"),
+        ("step mine\n1 4\n3 2.01", ["--loss", "mine"], 0, "0.00498 at step 3: loss 2 in A, 2.01 in B", "within"),
+    ],
+)  # fmt: skip
+def test_the_largest_difference_is_told(
+    golden: str, options: list[str], code: int, largest: str, result: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", *EVENTS)
+    Path("golden.txt").write_text(golden)
+    assert main(["compare", "run", "golden.txt", *options]) == code
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["A"] == "run: 3 steps, 1 to 3"
+    assert largest in rows["largest"]
+    assert result in rows["result"]
+
+
+def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", *EVENTS)
+    Path("golden.csv").write_text("step,loss\n0,9\n2,3\n4,9\n")
+    assert main(["compare", "run", "golden.csv", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "a": "run",
+        "b": "golden.csv",
+        "steps": 1,
+        "largest": {"difference": 0.0, "step": 2, "a": 3.0, "b": 3.0},
+        "tolerance": 0.01,
+        "beyond": [],
+        "within": True,
+    }
+
+
+def test_a_plot_shows_both_curves_and_their_difference() -> None:
+    run("run", *EVENTS)
+    Path("golden.txt").write_text("4\n3.2\n2.5\n7\n")
+    for plot in ("plot.png", "plot.svg", "again.svg"):
+        assert main(["compare", "run", "golden.txt", "--plot", plot]) == 1, "a plot must not change the exit code"
+    assert matplotlib.image.imread("plot.png").shape[:2] == (900, 1200)
+    drawn = Path("plot.svg").read_text()
+    for text in ("A: run", "B: golden.txt", "largest: 0.2 at step 3", "tolerance: 0.01", "training loss", "step"):
+        assert f"<!-- {text} -->" in drawn, f"the plot lacks {text!r}"
+    assert drawn == Path("again.svg").read_text(), "equal curves must give equal files"
+    assert main(["compare", "run", "run", "--plot", "same.svg"]) == 0, "there is no logarithm of no difference"
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", *EVENTS)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["compare", "run", "run", "--plot", "plot.svg"]) == 2
+    assert "pip install 'shardwise[plot]'" in capsys.readouterr().err
+
+
+def test_a_loss_of_two_names_is_read_by_the_usual_one() -> None:
+    Path("two.csv").write_text("step,value,loss\n1,9,4\n2,9,3\n3,9,2\n")
+    assert read_curve(Path("two.csv")) == LOSSES
