@@ -11,6 +11,7 @@ layout, with or without ZeRO and at any bucket size, and copies of a tensor stay
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ from shardwise.optim.lamb import LAMB
 from shardwise.optim.norms import ElementRun, chunk_elements
 from shardwise.optim.update import MakeNorms, Update, options_of
 from shardwise.placement import Piece
-from shardwise.random_bits import INCREMENT, hashed, mixed
+from shardwise.random_bits import INCREMENT_32, hashed, scramble_, wrapped
 
 Pieces = dict[nn.Parameter, tuple[Piece, ...]]
 MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
@@ -51,18 +52,23 @@ def require_bfloat16(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> 
         raise ValueError("rounding='stochastic' rounds to bfloat16: no parameter may be torch.float64")
 
 
-def rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 numbers as bfloat16, rounded up in magnitude where the bits that are cut off, plus `bits`, carry.
+def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = True) -> None:
+    """Round float32 numbers to bfloat16: up in magnitude where the bits that are cut off, plus `bits`, carry.
 
     Args:
-        x: float32.
-        bits: int32 numbers of the same shape, uniform in [0, 2^16).
+        target: bfloat16.
+        x: float32, of the same shape; it is used up.
+        bits: int32 numbers, uniform in [0, 2^16).
+        keeps_nan: False may turn a NaN into a number, in half the time.
     """
     number = x.view(torch.int32)
-    # The largest numbers may carry into infinity, as they should, but a NaN may not carry into the sign.
-    magnitude = (number & 0x7FFFFFFF).clamp_(max=0x7FFF0000).add_(bits)
-    sign = (number >> 31).bitwise_and_(-0x8000)
-    return magnitude.bitwise_right_shift_(_BITS).bitwise_or_(sign).to(torch.int16).view(torch.bfloat16)
+    if keeps_nan:
+        # The largest numbers may carry into infinity, as they should, but a NaN may not carry into the sign.
+        sign = (number >> 31).bitwise_and_(-0x8000)
+        number.bitwise_and_(0x7FFFFFFF).clamp_(max=0x7FFF0000).add_(bits).bitwise_right_shift_(_BITS).bitwise_or_(sign)
+    else:
+        number.add_(bits).bitwise_right_shift_(_BITS)
+    target.view(torch.int16).copy_(number)
 
 
 def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
@@ -121,6 +127,8 @@ class _Block:
 class RandomBits:
     """16 random bits for each element of a bucket's owned part and for each tensor of its state.
 
+    Two tensors share a 32-bit word: element i of a canonical tensor has `scramble(hash + i · INCREMENT_32)`.
+
     Args:
         pieces: of each parameter, with full names.
         seed: of the run.
@@ -137,20 +145,25 @@ class RandomBits:
             self._blocks[run] = list(self._find_blocks(run))
         device = run.bucket.values.device
         if device not in self._ramps:
-            self._ramps[device] = torch.arange(chunk_elements(run.bucket), device=device) * INCREMENT
-        ramp, states = self._ramps[device], torch.zeros(run.length, dtype=torch.int64, device=device)
+            ramp = torch.arange(chunk_elements(run.bucket), dtype=torch.int32, device=device)
+            self._ramps[device] = ramp * INCREMENT_32
+        ramp, words = self._ramps[device], torch.zeros(run.length, dtype=torch.int32, device=device)
         for block in self._blocks[run]:
-            state: Tensor | int = _wrap(hashed(self._seed, step, block.name) + block.first * INCREMENT)
-            for size, stride in zip(block.sizes, block.strides, strict=True):
-                along = ramp[:size] if stride == 1 else ramp[:size] * stride
-                state = along + (state.unsqueeze(-1) if isinstance(state, Tensor) else state)
-            assert isinstance(state, Tensor)
-            states[block.start : block.start + state.numel()] = state.flatten()
-        for number in range(count):
-            lane = number % (64 // _BITS)
-            if lane == 0:
-                states = mixed(states)
-            yield (states >> (lane * _BITS)).to(torch.int32) & (2**_BITS - 1)
+            number: Tensor | int = wrapped(hashed(self._seed, step, block.name) + block.first * INCREMENT_32, 32)
+            along = [
+                ramp[:size] if stride == 1 else ramp[:size] * wrapped(stride, 32)
+                for size, stride in zip(block.sizes, block.strides, strict=True)
+            ]
+            for numbers in along[:-1]:
+                number = (numbers + number).unsqueeze(-1)
+            out = words[block.start : block.start + math.prod(block.sizes)].view(block.sizes)
+            torch.add(along[-1], number, out=out)
+        for half in range(count):
+            if half % 2 == 0:
+                scramble_(words, hashed(self._seed, step, half))
+                yield words & 0xFFFF
+            else:
+                yield (words >> _BITS).bitwise_and_(0xFFFF)
 
     def _find_blocks(self, run: ElementRun) -> Iterator[_Block]:
         bucket = run.bucket
@@ -161,11 +174,6 @@ class RandomBits:
             pieces = self._pieces[bucket.parameters[index]]
             for piece, box, start in bucket.owned_boxes(index, pieces, slice(run.start, run.end)):
                 yield _Block.of(piece, box, start - run.start)
-
-
-def _wrap(number: int) -> int:
-    """The int64 that is equal to `number` modulo 2^64."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 class _Scratch:
@@ -193,8 +201,7 @@ class _Scratch:
         self.parameter.grad = run.gradient().float().mul_(factor)
         self.group.update(self._options)  # each run begins with the same ones
         self.optimizer.state[self.parameter] = {
-            name: _computed(run.of(value)) if _has_shape_of(master, value) else copy.deepcopy(value)
-            for name, value in before.items()
+            name: _copy(run.of(value) if _has_shape_of(master, value) else value) for name, value in before.items()
         }
 
     def store(self, run: ElementRun, bits: RandomBits, step: int) -> None:
@@ -207,14 +214,20 @@ class _Scratch:
             state[name] = torch.zeros_like(master, dtype=dtype)
         targets = [run.master(), *(run.of(state[name]) for name in elementwise)]
         values = [self.parameter.detach(), *elementwise.values()]
+        # A class that puts a NaN into its state puts one into the weight, too: that one alone has to be kept.
         for target, value, lane in zip(targets, values, bits.of(run, step, len(values)), strict=True):
-            target.copy_(rounded(value, lane) if value.is_floating_point() else value)
+            if value.is_floating_point():
+                round_into(target, value, lane, keeps_nan=value is values[0])
+            else:
+                target.copy_(value)
         state.update({name: value for name, value in new.items() if name not in elementwise})
 
 
-def _computed(stored: Tensor) -> Tensor:
-    """A copy of a part of the state, in float32 if it is rounded."""
-    return stored.float() if stored.is_floating_point() else stored.clone()
+def _copy(value: Any) -> Any:
+    """A copy of something in an optimizer's state, in float32 if it is rounded."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.float() if value.dtype == torch.bfloat16 else value.clone()
 
 
 def _has_shape_of(parameter: nn.Parameter, value: object) -> bool:

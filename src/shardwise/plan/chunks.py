@@ -14,7 +14,7 @@ LOSS_CHUNK_TOKENS = 256
 MASK_CHUNK_ELEMENTS = 2**20
 """Elements of a layout-invariant dropout mask that are hashed at once."""
 
-ROUNDING_CHUNK_ELEMENTS_CPU = 2**16
+ROUNDING_CHUNK_ELEMENTS_CPU = 2**17
 """Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches.
 
 A multiple of `plan.buckets.ALIGNMENT`: the CPU's vectorized kernels compute the last elements of an odd length in

@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,53 +18,62 @@ from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
 
 STOCHASTIC: dict[str, Any] = PLAIN | {"optimizer_dtype": torch.bfloat16, "rounding": "stochastic"}
 SEED = 5
+Words: TypeAlias = npt.NDArray[np.uint32]
 
 
-def splitmix(states: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Steele, Lea and Flood 2014, figure 17."""
-    with np.errstate(over="ignore"):
-        z = states + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+def lowbias32(x: Words, key: int) -> Words:
+    """Wellons 2018, with a key between the rounds."""
+    x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D) ^ np.uint32(key % 2**32)
+    x = (x ^ x >> np.uint32(15)) * np.uint32(0x846CA68B)
+    return x ^ x >> np.uint32(16)
 
 
-def expected_bits(name: str, step: int, count: int, elements: int) -> list[npt.NDArray[np.uint64]]:
-    digest = hashlib.blake2b(f"{SEED}/{step}/{name}".encode(), digest_size=8).digest()
-    key = np.uint64(int.from_bytes(digest, "little") >> 1)
-    with np.errstate(over="ignore"):
-        random = splitmix(key + np.arange(elements, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+def hashed(*parts: object) -> int:
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def expected_bits(name: str, step: int, count: int, elements: int) -> list[Words]:
+    key, increment = hashed(SEED, step, name), 0x9E3779B9
+    words = np.array([(key + i * increment) % 2**32 for i in range(elements)], dtype=np.uint32)
     lanes = []
     for number in range(count):
-        if number and number % 4 == 0:
-            random = splitmix(random)
-        lanes.append(random >> np.uint64(16 * (number % 4)) & np.uint64(0xFFFF))
+        if number % 2 == 0:
+            words = lowbias32(words, hashed(SEED, step, number))
+        lanes.append(words >> np.uint32(16 * (number % 2)) & np.uint32(0xFFFF))
     return lanes
 
 
-def expected(x: Tensor, bits: npt.NDArray[np.uint64]) -> Tensor:
-    upper = (x.contiguous().view(-1).numpy().view(np.uint32).astype(np.uint64) + bits) >> np.uint64(16)
+def expected(x: Tensor, bits: Words) -> Tensor:
+    upper = (x.contiguous().view(-1).numpy().view(np.uint32) + bits) >> np.uint32(16)
     return torch.from_numpy(upper.astype(np.uint16).view(np.int16)).view(torch.bfloat16).view(x.shape)
 
 
-def test_the_mean_of_many_roundings_is_the_number() -> None:
+def rounded(x: Tensor, bits: Tensor, *, keeps_nan: bool = True) -> Tensor:
+    found = torch.empty_like(x, dtype=torch.bfloat16)
+    rounding.round_into(found, x.clone(), bits, keeps_nan=keeps_nan)
+    return found
+
+
+@pytest.mark.parametrize("keeps_nan", [False, True])
+def test_the_mean_of_many_roundings_is_the_number(keeps_nan: bool) -> None:
     """With probability (x - a) / (b - a) upwards: 2^16 roundings with each of the possible bits are exactly that."""
     bits = torch.arange(2**16, dtype=torch.int32)
     for x in (1.0 + 2.0**-12, -3.000001, 1e-30, 6.0e-39):
-        found = rounding.rounded(torch.full((2**16,), x), bits)
+        found = rounded(torch.full((2**16,), x), bits, keeps_nan=keeps_nan)
         assert len(found.unique()) == 2, f"{x} is rounded to {found.unique()}"
         assert float(found.double().mean()) == float(torch.tensor(x)), f"the mean of {x}'s roundings"
 
 
 @pytest.mark.parametrize("x", [0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")])
 def test_what_bfloat16_holds_stays(x: float) -> None:
-    found = rounding.rounded(torch.full((3,), x), torch.tensor([0, 1, 2**16 - 1], dtype=torch.int32))
+    found = rounded(torch.full((3,), x), torch.tensor([0, 1, 2**16 - 1], dtype=torch.int32))
     assert torch.equal(found.view(torch.int16), torch.full((3,), x).bfloat16().view(torch.int16))
 
 
 def test_nan_stays_and_the_largest_numbers_may_become_infinite() -> None:
     payloads = torch.tensor([0x7FFFFFFF, 0x7FC00000, -1, 0x7F7FFFFF], dtype=torch.int32)
-    found = rounding.rounded(payloads.view(torch.float32), torch.full((4,), 2**16 - 1, dtype=torch.int32))
+    found = rounded(payloads.view(torch.float32), torch.full((4,), 2**16 - 1, dtype=torch.int32))
     assert found[:3].isnan().all()
     assert found[3] == float("inf")
 
@@ -132,7 +141,7 @@ def test_each_class_computes_in_float32_and_rounds_by_the_definition(
     assert optimizer.state_bytes()["masters"] == 0, "the parameters are their own masters"
 
 
-def test_more_than_four_tensors_have_bits_of_their_own() -> None:
+def test_further_tensors_have_bits_of_their_own() -> None:
     weight = nn.Linear(3, 2, bias=False).bfloat16()
     optimizer = ZeroRedundancyOptimizer(weight.parameters(), torch.optim.SGD, lr=1.0, **STOCHASTIC)
     bits = rounding.RandomBits(rounding.named_pieces(optimizer.param_groups, 0), SEED)
