@@ -36,7 +36,8 @@ _REFERENCE = re.compile(r"\$\{(?:model)?\.(\w+)\}")  # of a configuration to ano
 
 _SAME = (
     *SIZES, "ffn_hidden_size", "kv_channels", "init_method_std", "hidden_dropout", "attention_dropout",
-    "ffn_dropout", "layernorm_epsilon", "position_embedding_type", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "ffn_dropout", "layernorm_epsilon", "position_embedding_type", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
 )  # fmt: skip
 """Keys of the configuration that are Megatron-LM's arguments under the same name."""
 _RENAMED = {
