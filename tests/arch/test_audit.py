@@ -1,4 +1,4 @@
-"""The audit of the five tutorials: tests/arch/tutorials says of each term of a tutorial what it is here, or why nothing.
+"""The audit of the five tutorials: tests/arch/tutorials says what each term of a tutorial is here, or why nothing.
 
 A row is a term of the tutorial and its answer, which is checked:
 
@@ -28,7 +28,9 @@ import shardwise
 from tests.arch.source import PACKAGE, ROOT, config_fields
 
 TUTORIALS = ROOT.parent / "shared" / "seeds"
-AUDITS = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in sorted(Path(__file__).parent.glob("tutorials/*"))}
+AUDITS = {
+    path.stem: yaml.safe_load(path.read_text("utf-8")) for path in sorted(Path(__file__).parent.glob("tutorials/*"))
+}
 RULES = (
     r"(?<![\w-])(--[A-Za-z][\w-]*)",  # flags
     r"(?<![\w.])\+*([A-Za-z_][\w.]*)=(?!=)",  # variables, keys, arguments, fields of progress lines
@@ -99,13 +101,18 @@ def test_its_page_names_every_flag_and_variable(audit: dict[str, Any]) -> None:
 def test_every_answer_is_so(audit: dict[str, Any]) -> None:
     wrong = []
     for term, row in rows(audit).items():
-        assert row and set(row) <= {*CHECKS, "none", "why"}, f"{term}: {row}"
+        assert set(row) <= {*CHECKS, "none", "why"}, f"{term}: {row}"
+        assert set(row) - {"why"}, f"{term} has no answer"
         for kind, check in CHECKS.items():
             answers = row.get(kind, [])
             for answer in answers if isinstance(answers, list) else [answers]:
                 if not check(answer):
                     wrong.append(f"{term}: there is no {kind} {answer}")
-        wrong += [f"{term}: {row[kind]!r} is no reason" for kind in ("none", "why") if len(str(row.get(kind, "a b c")).split()) < 3]
+        wrong += [
+            f"{term}: {row[kind]!r} is no reason"
+            for kind in ("none", "why")
+            if len(str(row.get(kind, "a b c")).split()) < 3
+        ]
     assert not wrong, "\n".join(wrong)
 
 

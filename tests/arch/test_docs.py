@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from scripts.write_docs import PAGE, page
+from shardwise.config import load_config
 from shardwise.data import IndexedWriter
 from tests.arch.source import ROOT, config_fields
+from tests.arch.test_recipes import RECIPES
 from tests.e2e.command import shardwise
 from tests.unit.data import hdf5_shards
 
@@ -81,6 +83,33 @@ def test_make_targets_exist() -> None:
 
 def test_generated_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
+
+
+def test_the_index_lists_every_page_once_with_a_sentence() -> None:
+    docs = ROOT / "docs"
+    listed = re.findall(
+        r"^(?:- |\d\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
+    assert sorted(link for link in listed if not link.startswith("..")) == sorted(set(pages) - {"README.md"})
+    linked = set(re.findall(r"\]\(([^)]+)\)", README))
+    tutorials = {f"docs/{page}" for page in pages if page.startswith("tutorials/")}
+    assert {"docs/README.md"} | tutorials <= linked, "the README links the index and each tutorial"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda path: path.stem)
+def test_a_tutorial_says_where_its_data_and_names_are(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    assert any(link.startswith("../data.md#") for link in links)
+    assert "../porting.md" in links
+
+
+def test_the_number_of_recipes_is_right() -> None:
+    published = [name for name in RECIPES if not name.endswith("-tiny") and name != "quickstart"]
+    models = {str(load_config(name).model) for name in published}
+    families = {load_config(name).model.family for name in RECIPES if name.endswith("-tiny")}
+    assert len(families) == 4
+    assert f"all: {len(models)} published models in {len(published)} recipes, and tiny ones of four families" in README
 
 
 def test_links_lead_somewhere() -> None:
