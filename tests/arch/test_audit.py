@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 import shardwise
-from tests.arch.source import PACKAGE, ROOT, config_fields
+from tests.arch.source import PACKAGE, ROOT, config_fields, headings
 
 TUTORIALS = ROOT.parent / "shared" / "seeds"
 AUDITS = {
@@ -144,16 +144,7 @@ def package_text() -> str:
 
 def is_place(answer: str) -> bool:
     file, _, anchor = answer.partition("#")
-    if not (ROOT / file).exists():
-        return False
-    return not anchor or anchor in headings(file)
-
-
-@cache
-def headings(file: str) -> set[str]:
-    """Of a page, as links name them."""
-    found = re.findall(r"^#+ (.*)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    return (ROOT / file).exists() and (not anchor or anchor in headings(ROOT / file))
 
 
 CHECKS = {

@@ -8,7 +8,7 @@ import pytest
 
 from scripts.write_docs import PAGE, page
 from shardwise.config import load_config
-from tests.arch.source import ROOT, config_fields
+from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_recipes import RECIPES
 from tests.e2e.command import shardwise
 
@@ -88,10 +88,14 @@ def test_the_number_of_recipes_is_right() -> None:
 def test_links_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     links = [
-        (page, link)
-        for page in pages
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        (source, link, anchor)
+        for source in pages
+        for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", source.read_text(encoding="utf-8"))
     ]
-    assert links
-    missing = [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
+    assert len(links) > 50
+    missing = []
+    for source, link, anchor in links:
+        target = source.parent / link if link else source
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            missing.append(f"{source.relative_to(ROOT)}: {link}#{anchor}")
     assert not missing

@@ -32,6 +32,7 @@ PAGES = {
 }
 ELSEWHERE = {
     ("docs/checkpoints.md", ""): "tests/e2e/test_checkpoints_page.py::followed",
+    ("docs/outputs.md", ""): "tests/e2e/test_outputs_page.py::test_the_commands_print_what_the_page_shows",
     ("docs/own-model.md", ""): "tests/e2e/test_own_model.py::followed",
     ("docs/own-model.md", "Verify"): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
     ("docs/data.md", "Text files"): "tests/e2e/test_text_files.py::test_the_page_runs",
