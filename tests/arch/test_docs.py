@@ -9,6 +9,7 @@ import pytest
 from scripts.write_docs import PAGE, page
 from shardwise.config import load_config
 from tests.arch.source import ROOT, config_fields, headings
+from tests.arch.test_audit import is_command
 from tests.arch.test_recipes import RECIPES
 from tests.e2e.command import shardwise
 
@@ -83,6 +84,19 @@ def test_the_number_of_recipes_is_right() -> None:
     families = {load_config(name).model.family for name in RECIPES if name.endswith("-tiny")}
     assert len(families) == 4
     assert f"all: {len(models)} published models in {len(published)} recipes, and tiny ones of four families" in README
+
+
+def test_commands_in_the_text_exist() -> None:
+    """Those between backticks: there is help on the command, and it has the options."""
+    named = set()
+    for source in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        prose = re.sub(r"^```.*?^```", "", source.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`(shardwise [a-z][^`]*)`", prose):
+            words = re.split(r" [^a-z]", " ".join(code.split()))[0].split()
+            commands = [found for length in (3, 2) if is_command(found := " ".join(words[:length]))]
+            named.add(" ".join([*(commands[:1] or words), *re.findall(r" (--[a-z-]+)", code)]))
+    assert len(named) > 15
+    assert [each for each in sorted(named) if not is_command(each)] == []
 
 
 def test_links_lead_somewhere() -> None:

@@ -114,15 +114,8 @@ class Reader:
             nodes, ranks = 2, "2" if "llama2-7b" in given else "1"
             place = [f"--rdzv-backend={options.rdzv_backend}", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
         command = [script, *given] if script != "shardwise" else ["-m", script, *self._small(given)]
-        program = (
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            f"--nnodes={nodes}",
-            f"--nproc-per-node={ranks}",
-            *place,
-        )
-        agents = [start(*command, at=self.at, program=program) for _ in range(nodes)]
+        agent = ("-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}", *place)
+        agents = [start(*command, at=self.at, program=(sys.executable, *agent)) for _ in range(nodes)]
         return max((outcome(agent) for agent in agents), key=lambda done: done.code)
 
     def python(self, arguments: list[str]) -> Outcome:
@@ -166,9 +159,9 @@ class Reader:
         if not re.search(r"data\.(path|blend)=", " ".join(found)):
             found = [*(argument for argument in found if not argument.startswith("data.split=")), "data.dataset=tiny"]
         found += RECIPES[recipe]
-        return (
-            [*found, "train.sequence_length=128", "data.max_predictions=20"] if "data.path=shards" in found else found
-        )
+        if "data.path=shards" in found:  # which have samples of this size
+            found += ["train.sequence_length=128", "data.max_predictions=20"]
+        return found
 
     def _newest(self, arguments: list[str]) -> list[str]:
         """With the newest checkpoint of a run in place of the one that its last step would have."""
@@ -197,7 +190,7 @@ def serve(reader: Reader) -> Iterator[Path]:
             command = Path(folder, name)
             command.write_text(_SHELL_COMMAND.format(port=listener.getsockname()[1], name=name))
             command.chmod(0o755)
-        thread = threading.Thread(target=_answer, args=(listener, reader, Path(folder)))
+        thread = threading.Thread(target=_answer, args=(listener, reader, Path(folder)), daemon=True)
         thread.start()
         try:
             yield Path(folder)
@@ -215,7 +208,7 @@ def _answer(listener: socket.socket, reader: Reader, folder: Path) -> None:
         with connection, connection.makefile("rw") as stream:
             words: list[str] = []
             while not words or len(words) < int(words[0]) + 2:
-                words.append("".join(iter(lambda: stream.read(1), "\0")))
+                words.append("".join(iter(lambda: stream.read(1) or "\0", "\0")))
             try:
                 done = getattr(reader, words[1])(words[2:])
             except Exception:  # noqa: BLE001  bash shows it, and its caller fails

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from scripts import tutorial_bert, tutorial_zero1
-from scripts.tutorial_common import cut
+from scripts.tutorial_common import cut, random_trainer
 from scripts.tutorial_outputs import BLOCK
 from shardwise.config import load_config
+from shardwise.mesh import Mesh
 from tests.arch.source import ROOT, config_fields
 from tests.e2e.command import metrics
 from tests.e2e.test_pages import Block, assert_healthy, follow
@@ -135,6 +137,12 @@ def test_gpt3_3d(pages: Any) -> None:
 
 
 # ---- what the pages say
+
+
+@pytest.mark.parametrize("recipe", ["bert-tiny", "gpt2-xl-tiny"])
+def test_what_the_scripts_measure_trains(recipe: str) -> None:
+    trainer = random_trainer(load_config(recipe, ["train.global_batch=2"]), Mesh(device="cpu"))
+    assert trainer.step().loss == pytest.approx(math.log(509), rel=0.2)
 
 
 @pytest.mark.parametrize("script", [tutorial_bert, tutorial_zero1])
