@@ -1,6 +1,7 @@
 """The package as the architecture tests read it: files, syntax trees, imports, configuration keys."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,13 @@ def attribute_names(path: Path) -> set[str]:
 
 def place(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
+
+
+@cache
+def headings(page: Path) -> set[str]:
+    """Of a page of the documentation, as links name them."""
+    found = re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def models_of(annotation: object) -> list[type[pydantic.BaseModel]]:

@@ -1,18 +1,17 @@
-"""What the documentation says is so: its code runs, its commands are accepted, its keys and targets exist."""
+"""What the documentation says is so: its code runs, its keys, targets and links exist, its index is complete."""
 
 import re
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.write_docs import PAGE, page
-from shardwise.data import IndexedWriter
-from tests.arch.source import ROOT, config_fields
+from shardwise.config import load_config
+from tests.arch.source import ROOT, config_fields, headings
+from tests.arch.test_audit import is_command
+from tests.arch.test_recipes import RECIPES
 from tests.e2e.command import shardwise
-from tests.unit.data import hdf5_shards
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -25,12 +24,10 @@ def blocks(language: str) -> list[str]:
 SCRIPTS = {
     found[1]: block for block in blocks("python") if (found := re.match(r"# (\w+\.py); run it with: torchrun", block))
 }
-COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if "shardwise" in line]
 
 
 def test_there_is_something_to_check() -> None:
     assert {"zero1.py", "layers.py"} <= set(SCRIPTS)
-    assert len(COMMANDS) > 5
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -40,27 +37,6 @@ def test_readme_script_trains(name: str, tmp_path: Path) -> None:
     done = shardwise(name, at=tmp_path, program=program)
     assert done.code == 0, done.err
     assert "Warning" not in done.err
-
-
-def test_readme_commands_are_accepted(tmp_path: Path) -> None:
-    """In the order of the README, in one folder: some lines need what an earlier one wrote. Nothing is trained."""
-    (tmp_path / "corpus.jsonl").write_text('{"text": "some text of my own"}\n' * 1000, encoding="utf-8")
-    for prefix in ("wiki_text_document", "books_text_document"):
-        with IndexedWriter(tmp_path / prefix, 300) as writer:
-            writer.add([1, 2, 3], [3])
-    (tmp_path / "shards").mkdir()
-    hdf5_shards.write(tmp_path / "shards/wiki_training_0.hdf5", hdf5_shards.arrays(4, length=128, predictions=20))
-    for line in COMMANDS:
-        arguments = shlex.split(line, comments=True)
-        arguments = arguments[arguments.index("shardwise") + 1 :]
-        if arguments[0] == "train" and "--dry-run" not in arguments:
-            arguments.append("--dry-run")
-        script = Path(sys.executable).with_name("shardwise")
-        result = subprocess.run([script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        if arguments[0] == "checkpoint":  # the run is not there; docs/checkpoints.md is where these commands run
-            assert "there is nothing of that name" in result.stderr, f"{line}\n{result.stdout}{result.stderr}"
-            continue
-        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
 
 
 def test_readme_keys_exist() -> None:
@@ -83,13 +59,57 @@ def test_generated_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
 
 
+def test_the_index_lists_every_page_once_with_a_sentence() -> None:
+    docs = ROOT / "docs"
+    listed = re.findall(
+        r"^(?:- |\d\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
+    assert sorted(link for link in listed if not link.startswith("..")) == sorted(set(pages) - {"README.md"})
+    linked = set(re.findall(r"\]\(([^)]+)\)", README))
+    tutorials = {f"docs/{page}" for page in pages if page.startswith("tutorials/")}
+    assert {"docs/README.md"} | tutorials <= linked, "the README links the index and each tutorial"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda path: path.stem)
+def test_a_tutorial_says_where_its_data_and_names_are(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    assert any(link.startswith("../data.md#") for link in links)
+    assert "../porting.md" in links
+
+
+def test_the_number_of_recipes_is_right() -> None:
+    published = [name for name in RECIPES if not name.endswith("-tiny") and name != "quickstart"]
+    models = {str(load_config(name).model) for name in published}
+    families = {load_config(name).model.family for name in RECIPES if name.endswith("-tiny")}
+    assert len(families) == 4
+    assert f"all: {len(models)} published models in {len(published)} recipes, and tiny ones of four families" in README
+
+
+def test_commands_in_the_text_exist() -> None:
+    """Those between backticks: there is help on the command, and it has the options."""
+    named = set()
+    for source in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        prose = re.sub(r"^```.*?^```", "", source.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for code in re.findall(r"`(shardwise [a-z][^`]*)`", prose):
+            words = re.split(r" [^a-z]", " ".join(code.split()))[0].split()
+            commands = [found for length in (3, 2) if is_command(found := " ".join(words[:length]))]
+            named.add(" ".join([*(commands[:1] or words), *re.findall(r" (--[a-z-]+)", code)]))
+    assert len(named) > 15
+    assert [each for each in sorted(named) if not is_command(each)] == []
+
+
 def test_links_lead_somewhere() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     links = [
-        (page, link)
-        for page in pages
-        for link in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        (source, link, anchor)
+        for source in pages
+        for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", source.read_text(encoding="utf-8"))
     ]
-    assert links
-    missing = [f"{page.relative_to(ROOT)}: {link}" for page, link in links if not (page.parent / link).exists()]
+    assert len(links) > 50
+    missing = []
+    for source, link, anchor in links:
+        target = source.parent / link if link else source
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            missing.append(f"{source.relative_to(ROOT)}: {link}#{anchor}")
     assert not missing

@@ -84,21 +84,6 @@ def test_the_page_shows_verify_as_it_is() -> None:
     assert block.partition("\n")[2] == (EXAMPLE / "verify.py").read_text(encoding="utf-8")
 
 
-def test_our_names_in_the_table_exist() -> None:
-    import shardwise as sw
-    from shardwise import comm
-
-    rows = [row.split("|")[3] for row in PAGE.partition("## Names from")[2].splitlines() if row.count("|") == 4]
-    assert len(rows) > 20
-    code = re.findall(r"`([^`]+)`", " ".join(rows[2:]))
-    public = {name for name in (re.match(r"[A-Z]\w+|[a-z]+_cross_entropy", text) for text in code) if name}
-    assert len(public) > 10
-    assert {name[0] for name in public} <= set(sw.__all__)
-    functions = [text.removeprefix("comm.") for text in code if text.startswith("comm.")]
-    assert len(functions) == 7
-    assert all(hasattr(comm, name) for name in functions)
-
-
 # ---- its commands
 
 

@@ -1,41 +1,27 @@
-"""The tutorials: every command of every page runs, at a small size, and what a page shows and names is so."""
+"""The tutorials: every command of every page runs on several ranks, at a small size, and what a page names is so."""
 
 import ast
 import json
-import os
+import math
 import re
-import shlex
-import shutil
-import sys
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import tutorial_bert, tutorial_zero1
-from scripts.tutorial_common import cut
-from scripts.tutorial_outputs import BLOCK, bash
+from scripts.tutorial_common import cut, random_trainer
+from scripts.tutorial_outputs import BLOCK
 from shardwise.config import load_config
-from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.mesh import Mesh
 from tests.arch.source import ROOT, config_fields
-from tests.e2e import tutorial_commands
-from tests.e2e.command import environment, metrics
-from tests.hugging_face import save
+from tests.e2e.command import metrics
+from tests.e2e.test_pages import Block, assert_healthy, follow
 
 pytestmark = pytest.mark.timeout(900)  # a page's first test runs all of its commands
 FOLDER = ROOT / "docs" / "tutorials"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.md"))}
-
-# gpt-neox-20b as `tutorial_commands` makes it small.
-NEOX = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "max_position_embeddings": 2048,
-    "hidden_act": "gelu_fast",
-}
 
 
 @dataclass(frozen=True)
@@ -43,8 +29,8 @@ class Followed:
     """A folder in which every command of a page was run in its order, and how each block ended."""
 
     at: Path
-    blocks: list[tuple[str, int, str, str]]
-    """Its text, exit code, standard output and standard error."""
+    blocks: list[tuple[Block, int, str, str]]
+    """Each with its exit code, standard output and standard error."""
 
     def run(self, name: str) -> Path:
         return self.at / "runs" / name
@@ -55,37 +41,6 @@ class Followed:
 
     def losses(self, name: str) -> list[float]:
         return [line["loss"] for line in metrics(self.run(name), "step")]
-
-
-def equip(at: Path) -> None:
-    """What the pages expect a reader to have: a corpus, tokenizers, EleutherAI's weights, and the checkout's files."""
-    corpus = (ROOT / "src/shardwise/data/corpus/tiny.jsonl").read_text(encoding="utf-8")
-    for name in ("wiki.jsonl", "wikitext.jsonl"):
-        (at / name).write_text(corpus, encoding="utf-8")
-    texts = [json.loads(line)["text"] for line in corpus.splitlines()]
-    for name in ("llama-2-7b", "gpt-neox-20b", "gpt2"):
-        train_tokenizer(texts, 500, name).save(at / name)
-    train_tokenizer(texts, 500, "bert", pairs=True).save(at / "bert-large-uncased")
-    for file in ("docs/tutorials/bert-mini.yaml", "examples/zero1.py"):
-        (at / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / file, at / file)
-
-
-def commands(at: Path) -> Path:
-    """A folder of the commands that stand in for those of the pages: see `tutorial_commands`."""
-    folder = at / "commands"
-    folder.mkdir()
-    for name in tutorial_commands.COMMANDS:
-        call = shlex.join([sys.executable, tutorial_commands.__file__, name])
-        (folder / name).write_text(f'#!/bin/sh\nexec {call} "$@"\n')
-        (folder / name).chmod(0o755)
-    return folder
-
-
-def shown(page: str) -> list[tuple[str, str]]:
-    """Blocks of commands of which a page shows what they print, with that text."""
-    found = list(BLOCK.finditer(PAGES[page]))
-    return [(one["code"], two["code"]) for one, two in pairwise(found) if two["language"] == "text"]
 
 
 @pytest.fixture(scope="module")
@@ -101,37 +56,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _follow(page: str, at: Path) -> Followed:
-    equip(at)
-    if "EleutherAI" in PAGES[page]:
-        save("neox", at / "EleutherAI/gpt-neox-20b", **NEOX)
-    variables = walk(at)
-    ended = []
-    for block in BLOCK.finditer(PAGES[page]):
-        if block["language"] == "sh":
-            done = bash(f"export PATH={variables['PATH']}\n{kept(block['code'])}", at, variables)
-            ended.append((block["code"], done.returncode, done.stdout, done.stderr))
-    return Followed(at, ended)
-
-
-def walk(at: Path) -> dict[str, str]:
-    """The environment of a reader who follows a page in the folder `at`."""
-    variables = environment(HEAD="127.0.0.1", USUAL_PATH=os.environ["PATH"], PYTHONDONTWRITEBYTECODE="1")
-    return {**variables, "PATH": f"{commands(at)}{os.pathsep}{os.environ['PATH']}"}
-
-
-def kept(code: str) -> str:
-    """A block without the line that puts the environment's own commands first on the path."""
-    return code.replace('export PATH="$PWD/.venv/bin:$PATH"\n', "")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_shows_what_its_commands_print(page: str, tmp_path: Path) -> None:
-    equip(tmp_path)
-    variables = walk(tmp_path)
-    assert shown(page)
-    for code, text in shown(page):
-        done = bash(f"export PATH={variables['PATH']}\n{kept(code)}", tmp_path, variables)
-        assert done.stdout == text, f"{page}.md is not current: run `python -m scripts.tutorial_outputs`\n{done.stderr}"
+    return Followed(at, list(follow(f"docs/tutorials/{page}.md", at, quick=False)))
 
 
 @pytest.mark.slow
@@ -139,12 +64,8 @@ def test_a_page_shows_what_its_commands_print(page: str, tmp_path: Path) -> None
 def test_every_command_runs(page: str, pages: Any) -> None:
     followed = pages(page)
     assert len(followed.blocks) > 5
-    for code, exit_code, out, err in followed.blocks:
-        assert exit_code == 0, f"{code}\nexit code {exit_code}\n{out}\n{err}"
-        assert "Traceback" not in out + err, f"{code}\n{out}\n{err}"
-        assert "metrics.jsonl" not in code or '"loss": ' in out, f"{code}\n{out}: these lines show no loss"
-    printed = {code: out for code, _, out, _ in followed.blocks}
-    assert [code for code, text in shown(page) if printed[code] != text] == []
+    for ended in followed.blocks:
+        assert_healthy(*ended)
 
 
 # ---- what the runs were
@@ -189,7 +110,7 @@ def test_bert_large(pages: Any) -> None:
 @pytest.mark.slow
 def test_zero1_gpt2_xl(pages: Any) -> None:
     followed = pages("zero1-gpt2-xl")
-    assert "final loss" in "".join(out for code, _, out, _ in followed.blocks if "examples/zero1.py" in code)
+    assert "final loss" in "".join(out for block, _, out, _ in followed.blocks if "examples/zero1.py" in block.code)
     config = json.loads(next(followed.run("gpt2-xl").glob("checkpoints/*/config.json")).read_text())
     assert (config["n_head"], config["n_embd"]) == (5, 80), "no size is rounded"
     assert followed.results("gpt2-xl")["layout"]["zero"] == 1
@@ -206,7 +127,7 @@ def test_gpt3_3d(pages: Any) -> None:
     assert (alone["layout"]["ranks"], alone["layout"]["pipeline"]) == (1, 1)
     assert followed.losses("zbv") == pytest.approx(followed.losses("one-process"), rel=1e-5)
     assert followed.losses("gpt3-tiny")[:20] == pytest.approx(followed.losses("one-process"), rel=1e-5)
-    (shown,) = (out for code, _, out, _ in followed.blocks if "grep final_loss" in code)
+    (shown,) = (out for block, _, out, _ in followed.blocks if "grep final_loss" in block.code)
     losses = [float(loss) for loss in re.findall(r'"final_loss": ([\d.]+)', shown)]
     assert len(losses) == 2, shown
     assert losses[0] == pytest.approx(losses[1], rel=1e-5), "what the page's commands print"
@@ -216,6 +137,12 @@ def test_gpt3_3d(pages: Any) -> None:
 
 
 # ---- what the pages say
+
+
+@pytest.mark.parametrize("recipe", ["bert-tiny", "gpt2-xl-tiny"])
+def test_what_the_scripts_measure_trains(recipe: str) -> None:
+    trainer = random_trainer(load_config(recipe, ["train.global_batch=2"]), Mesh(device="cpu"))
+    assert trainer.step().loss == pytest.approx(math.log(509), rel=0.2)
 
 
 @pytest.mark.parametrize("script", [tutorial_bert, tutorial_zero1])
@@ -239,7 +166,8 @@ def test_bert_mini_is_bert_large_but_for_its_sizes() -> None:
 def test_what_a_page_names_exists(page: str) -> None:
     prose = BLOCK.sub("", PAGES[page])
     sections = "|".join({key.partition(".")[0] for key in config_fields()})
-    keys = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\()", prose))
+    ours = re.sub(r"^\| .*? \|", "|", prose, flags=re.MULTILINE)  # the first column of a table has the original's names
+    keys = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?!\()", ours))
     assert keys
     assert keys <= {*config_fields(), "model.config"}
     links = re.findall(r"\]\((?!https?:)([^)#]+)", prose)

@@ -1,0 +1,235 @@
+"""The commands of the documentation at a size for tests.
+
+bash runs the blocks of a page as they are, with a `Reader`'s commands in place of those of the same names; all else
+(tail, grep, ls, …) is what it is:
+
+    shardwise train   without --dry-run: the recipe with a model of 2 layers, TP 2, 2 steps, small batches, float32;
+                      TP 1, in one process, where the page asks for ten steps or for LAMB, to save time
+    torchrun          --nnodes=4 is 2 agents on this machine, --nproc_per_node=32 is 2 or 1; ports are free ones
+    python -m         a script of scripts/ measures a smaller model, fewer layouts, and leaves the documentation alone
+    tensorboard       --inspect: it says what it found, and ends
+    make              -n: it says what it would do
+    ssh               its options are checked
+
+A quick reader starts no ranks: a dry run checks the command of `train` at its own size and number of ranks, and then
+one process trains two steps. It only looks for the scripts that measure, and for TensorBoard's files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
+
+from tests.arch.source import ROOT
+from tests.e2e.command import Outcome, environment, outcome, start
+
+_MODEL = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_attention_heads=4"]
+_TRAIN = ["train.global_batch=8", "train.micro_batch=2", "train.sequence_length=64", "train.stop_after=2"]
+_LOG = ["log.sample_tokens=4", "log.tensorboard=false"]
+_SMALL = ["model.vocab_size=512", "model.num_hidden_layers=2", "precision.mode=float32", *_LOG, *_TRAIN]
+_TP2 = ["parallel.tensor=2"]
+_PAIRS = ["data.max_predictions=10"]
+RECIPES = {
+    # its page opens TensorBoard, as GPT-3's does
+    "llama2-7b": [*_SMALL, *_MODEL, "model.num_key_value_heads=4", *_TP2, "log.tensorboard=true"],
+    "gpt-neox-20b": [*_SMALL, *_MODEL, *_TP2],
+    "gpt-neox-6.9b": [*_SMALL, *_MODEL, *_TP2],
+    "bert-large": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
+    "bert-large-phase2": [*_SMALL, *_MODEL, *_PAIRS, *_TP2],
+    "gpt3-23b": [
+        *(*_SMALL, *_MODEL, "model.num_hidden_layers=8", "parallel.tensor=1", "parallel.pipeline=2"),
+        "log.tensorboard=true",
+    ],
+    "gpt3-tiny": ["log.sample_tokens=4"],
+    # an odd number of heads, as GPT-2 XL's
+    "gpt2-xl": [*_SMALL, "model.hidden_size=80", "model.intermediate_size=320", "model.num_attention_heads=5"],
+    "gpt2": [*_SMALL, *_MODEL],
+    "docs/tutorials/bert-mini.yaml": [*_SMALL, *_MODEL, *_PAIRS, "data.dataset=tiny"],
+    "my.yaml": [*_SMALL, *_MODEL, "model.num_key_value_heads=4"],
+    "llama2-tiny": _LOG,
+}
+SCRIPTS = {
+    "scripts.tutorial_bert": [
+        *("--out", "measured", "--layouts", "DP 4", "--ranks", "2", "--rounds", "1"),
+        *("model.vocab_size=512", "model.num_hidden_layers=1", *_MODEL, "train.sequence_length=64", *_PAIRS),
+    ],
+    "scripts.tutorial_zero1": [
+        *("--degrees", "2", "--out", "measured"),
+        *("model.vocab_size=509", "model.num_hidden_layers=1", "model.hidden_size=50", "model.intermediate_size=200"),
+    ],
+}
+ALONE = [
+    *("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1"),
+    *("train.stop_after=2", "train.recompute=none"),  # the first recompute of a process imports torch's compiler
+]
+COMMANDS = ("shardwise", "torchrun", "python", "tensorboard", "make", "ssh")
+_SHELL_COMMAND = """\
+#!/bin/bash
+exec 3<>/dev/tcp/127.0.0.1/{port}
+printf '%s\\0' "$#" {name} "$@" >&3
+read -r code folder <&3
+cat "$folder/out"
+cat "$folder/err" >&2
+exit "$code"
+"""
+
+
+@dataclass
+class Reader:
+    """Whoever follows a page in the folder `at`; the public methods are the commands of their names."""
+
+    at: Path
+    quick: bool
+
+    def shardwise(self, arguments: list[str]) -> Outcome:
+        if arguments[0] == "train" and "--dry-run" not in arguments:
+            return self._train(arguments)
+        if self.quick and arguments[0] in ("evaluate", "generate"):
+            arguments = _without_ranks(arguments)
+            arguments += ["data.path=own.txt"] if "train" in arguments else []  # that part of the built-in text is long
+        return self._run("-m", "shardwise", *self._newest(arguments))
+
+    def torchrun(self, arguments: list[str]) -> Outcome:
+        options = get_args_parser().parse_args(arguments)
+        script, given = options.training_script, options.training_script_args
+        nodes = int(options.nnodes.rpartition(":")[2])
+        if script == "shardwise" and self.quick:
+            return self._train(given, nodes * int(options.nproc_per_node))
+        ranks, place = options.nproc_per_node, [f"--master-port={free_port()}"]
+        if nodes > 1:  # two of two ranks once; where TP is 1, or has been seen across replicas, of one
+            nodes, ranks = 2, "2" if "llama2-7b" in given else "1"
+            place = [f"--rdzv-backend={options.rdzv_backend}", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+        command = [script, *given] if script != "shardwise" else ["-m", script, *self._small(given)]
+        agent = ("-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}", *place)
+        agents = [start(*command, at=self.at, program=(sys.executable, *agent)) for _ in range(nodes)]
+        return max((outcome(agent) for agent in agents), key=lambda done: done.code)
+
+    def python(self, arguments: list[str]) -> Outcome:
+        if arguments[0] != "-m":
+            return self._run(*arguments)
+        if self.quick:
+            return _found(importlib.util.find_spec(arguments[1]), arguments[1])
+        return self._process([sys.executable, *arguments, *SCRIPTS[arguments[1]]])
+
+    def tensorboard(self, arguments: list[str]) -> Outcome:
+        if self.quick:
+            (folder,) = arguments[1:]
+            return _found(next((self.at / folder).rglob("events.*"), None), "files of events")
+        return self._process([sys.executable, "-W", "ignore", "-m", "tensorboard.main", "--inspect", *arguments])
+
+    def make(self, arguments: list[str]) -> Outcome:
+        return self._process(["make", "-C", str(ROOT), "-n", *arguments])
+
+    def ssh(self, arguments: list[str]) -> Outcome:
+        return _found(re.fullmatch(r"-L \d+:[\w.]+:\d+ \S+", " ".join(arguments)), "tunnel to a port")
+
+    # ---- how
+
+    def _train(self, arguments: list[str], world: int | None = None) -> Outcome:
+        if self.quick:
+            ranks = [] if world is None else ["--nproc", str(world)]
+            checked = self._run("-m", "shardwise", *self._newest(arguments), *ranks, "--dry-run")
+            if checked.code:
+                return checked
+            return self._run("-m", "shardwise", *_without_ranks(self._small(arguments)), *ALONE)
+        small = self._small(arguments)
+        recipe = small[1]
+        if {"train.stop_after=10", "optimizer.name=lamb"} & set(small) and "checkpoint.load" not in str(small):
+            small.append("parallel.tensor=1")
+        return self._run("-m", "shardwise", *small, *(["--nproc", "2"] if recipe == "gpt2-xl" else []))
+
+    def _small(self, arguments: list[str]) -> list[str]:
+        """The arguments of a training, and those that make it small."""
+        found = [argument for argument in self._newest(arguments) if not re.match(r"data\.(dataset|config)=", argument)]
+        recipe = next(argument for argument in found if argument in RECIPES)
+        if not re.search(r"data\.(path|blend)=", " ".join(found)):
+            found = [*(argument for argument in found if not argument.startswith("data.split=")), "data.dataset=tiny"]
+        found += RECIPES[recipe]
+        if "data.path=shards" in found:  # which have samples of this size
+            found += ["train.sequence_length=128", "data.max_predictions=20"]
+        return found
+
+    def _newest(self, arguments: list[str]) -> list[str]:
+        """With the newest checkpoint of a run in place of the one that its last step would have."""
+
+        def newest(found: re.Match[str]) -> str:
+            names = sorted(path.name for path in (self.at / found[1]).glob("step-????????"))
+            return f"{found[1]}/{names[-1]}" if names else found[0]
+
+        return [re.sub(r"([^\s=]+/checkpoints)/step-\d{8}", newest, argument) for argument in arguments]
+
+    def _run(self, *arguments: str) -> Outcome:
+        return outcome(start(at=self.at, program=(sys.executable, *arguments)))
+
+    def _process(self, command: list[str]) -> Outcome:
+        """Of what does not run in a fork."""
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(command, cwd=self.at, env=environment(PYTHONPATH=path), capture_output=True, text=True)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@contextmanager
+def serve(reader: Reader) -> Iterator[Path]:
+    """A folder with commands for bash, which this process runs as long as the context lasts."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
+        for name in COMMANDS:
+            command = Path(folder, name)
+            command.write_text(_SHELL_COMMAND.format(port=listener.getsockname()[1], name=name))
+            command.chmod(0o755)
+        thread = threading.Thread(target=_answer, args=(listener, reader, Path(folder)), daemon=True)
+        thread.start()
+        try:
+            yield Path(folder)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _answer(listener: socket.socket, reader: Reader, folder: Path) -> None:
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the listener was shut down
+            return
+        with connection, connection.makefile("rw") as stream:
+            words: list[str] = []
+            while not words or len(words) < int(words[0]) + 2:
+                words.append("".join(iter(lambda: stream.read(1) or "\0", "\0")))
+            try:
+                done = getattr(reader, words[1])(words[2:])
+            except Exception:  # noqa: BLE001  bash shows it, and its caller fails
+                done = Outcome(1, "", f"{shlex.join(words[1:])}\n{traceback.format_exc()}")
+            for name, text in (("out", done.out), ("err", done.err)):
+                (folder / name).write_text(text, encoding="utf-8")
+            stream.write(f"{done.code} {folder}\n")
+
+
+def _without_ranks(arguments: list[str]) -> list[str]:
+    """Arguments of a command that runs in one process whatever its layout is."""
+    text = re.sub(r"(^|\0)(--nproc\0\d+|parallel\.[^\0]*)", "", "\0".join(arguments))
+    return text.split("\0")
+
+
+def _found(thing: object, what: str) -> Outcome:
+    return Outcome(1, "", f"there is no {what}\n") if thing is None else Outcome(0, "", "")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,156 @@
+"""Every command of every page runs: here, in one process and quickly; or in a test that the page or a table names.
+
+Above a block that no test can run as it is, a page has a comment that readers do not see:
+
+    <!-- cluster-only: tests/FILE.py::TEST -->    it needs other machines; the test starts the same in small
+    <!-- network-only: tests/FILE.py::TEST -->    it needs the internet; the test has a server of its own
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from scripts.tutorial_outputs import bash
+from shardwise.data import IndexedWriter
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from tests.arch.source import ROOT
+from tests.e2e.command import environment
+from tests.e2e.page_commands import Reader, serve
+from tests.unit.data import hdf5_shards
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+ELSEWHERE = {
+    ("docs/checkpoints.md", ""): "tests/e2e/test_checkpoints_page.py::followed",
+    ("docs/outputs.md", ""): "tests/e2e/test_outputs_page.py::test_the_commands_print_what_the_page_shows",
+    ("docs/own-model.md", ""): "tests/e2e/test_own_model.py::followed",
+    ("docs/own-model.md", "Verify"): "tests/e2e/test_own_model.py::test_verify_compares_both_models",
+    ("docs/data.md", "Text files"): "tests/e2e/test_text_files.py::test_the_page_runs",
+    ("docs/data.md", "Hugging Face datasets"): "tests/e2e/test_datasets.py::test_the_page_runs",
+    ("docs/data.md", "Streams"): "tests/e2e/test_streaming.py::test_the_page_runs_and_goes_on",
+    ("docs/data.md", "Documents within a sample"): "tests/e2e/test_documents.py::test_the_page_runs_and_layouts_agree",
+    ("docs/data.md", "Preparing data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
+    ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
+    ("docs/data.md", "Megatron's .bin and .idx"): "tests/e2e/test_megatron.py::test_the_page_runs",
+    ("docs/data.md", "BERT's HDF5 shards"): "tests/e2e/test_hdf5.py::test_the_page_runs",
+}
+"""Page and heading ("": the whole page) of blocks that the named test runs, with what they need."""
+_BLOCK = re.compile(
+    r"^## (?P<heading>.*)\n|"
+    r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n)?^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of a page, and the text that the page shows below as what they print."""
+
+    page: str
+    heading: str
+    code: str
+    test: str | None
+    shown: str | None
+
+    @property
+    def runs_in(self) -> str | None:
+        """The test that runs it, if it is another than this file's."""
+        found = (ELSEWHERE.get((self.page, heading)) for heading in (self.heading, ""))
+        return self.test or next(filter(None, found), None)
+
+
+@cache
+def blocks(page: str) -> list[Block]:
+    """The page's commands in their order."""
+    parts, found, heading = list(_BLOCK.finditer(PAGES[page])), [], ""
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        heading = part["heading"] or heading
+        if part["language"] in ("sh", "console", "bash", "shell"):
+            shown = following["code"] if following and following["language"] == "text" else None
+            found.append(Block(page, heading, part["code"], part["test"], shown))
+    return found
+
+
+def equip(reader: Reader) -> None:
+    """What a page expects a reader to have: texts, data, tokenizers, published weights, and the checkout's files."""
+    at = reader.at
+    corpus = (ROOT / "src/shardwise/data/corpus/tiny.jsonl").read_text(encoding="utf-8")
+    for name in ("wiki.jsonl", "wikitext.jsonl", "corpus.jsonl"):
+        (at / name).write_text(corpus, encoding="utf-8")
+    (at / "own.txt").write_text("The ring of keys was lost in spring, and a song went with it.\n")
+    texts = [json.loads(line)["text"] for line in corpus.splitlines()]
+    tokenizer, pairs = train_tokenizer(texts, 500, "text"), train_tokenizer(texts, 500, "bert", pairs=True)
+    for name in ("llama-2-7b", "gpt-neox-20b", "gpt2"):
+        tokenizer.save(at / name)
+    pairs.save(at / "bert-large-uncased")
+    for prefix in ("wiki_text_document", "books_text_document"):
+        with IndexedWriter(at / prefix, 300) as writer:
+            for document in range(40):
+                writer.add([*range(document, document + 200), 299])
+    (at / "shards").mkdir()
+    hdf5_shards.write(at / "shards/wiki_training_0.hdf5", hdf5_shards.arrays(40, length=128, predictions=20))
+    for file in ("docs/tutorials/bert-mini.yaml", "examples"):
+        (at / file).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / file).is_dir() else shutil.copyfile
+        copy(ROOT / file, at / file)
+
+
+def publish(reader: Reader, recipe: str, name: str) -> None:
+    """Weights of a small model of the recipe as a Hugging Face folder, in place of published ones."""
+    done = reader.shardwise(["train", recipe, "train.seed=9", "--run-dir", "published"])
+    assert done.code == 0, done.err
+    made = reader.at / "published/checkpoints/step-00000002"
+    shutil.copytree(made, reader.at / name, ignore=shutil.ignore_patterns("optimizer", "manifest.json"))
+
+
+def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, str, str]]:
+    """Run the blocks of a page in their order; of each its exit code, standard output and standard error."""
+    reader = Reader(at, quick)
+    equip(reader)
+    for recipe, name in (("gpt-neox-20b", "EleutherAI/gpt-neox-20b"), ("gpt2", "openai-community/gpt2")):
+        if f"checkpoint.load={name}" in PAGES[page]:
+            publish(reader, recipe, name)
+    with serve(reader) as commands:
+        path = f"{commands}{os.pathsep}{os.environ['PATH']}"
+        for block in blocks(page):
+            if block.runs_in is None:
+                code = block.code.replace('export PATH="$PWD/.venv/bin:$PATH"\n', "")
+                done = bash(code, at, environment(HEAD="127.0.0.1", PATH=path))
+                yield block, done.returncode, done.stdout, done.stderr
+
+
+def assert_healthy(block: Block, code: int, out: str, err: str) -> None:
+    what = f"{block.page}:\n{block.code}\nexit code {code}\n{out}\n{err}"
+    assert code == 0, what
+    assert "Traceback" not in out + err, what
+    assert "metrics.jsonl" not in block.code or '"loss": ' in out, f"{what}\nthese lines show no loss"
+    assert block.shown in (None, out), f"{what}\n{block.page} is not current: run `python -m scripts.tutorial_outputs`"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs_in is None for block in blocks(page))])
+def test_every_command_runs(page: str, tmp_path: Path) -> None:
+    for block, code, out, err in follow(page, tmp_path, quick=True):
+        assert_healthy(block, code, out, err)
+
+
+@pytest.mark.parametrize("test", sorted({block.runs_in for page in PAGES for block in blocks(page) if block.runs_in}))
+def test_a_block_that_another_test_runs_names_that_test(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert (ROOT / file).exists(), f"{file} is named above a block of commands, and is not there"
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file} has no {name}"
+
+
+def test_no_name_of_a_section_is_out_of_date() -> None:
+    headings = {(block.page, heading) for page in PAGES for block in blocks(page) for heading in (block.heading, "")}
+    assert set(ELSEWHERE) <= headings
