@@ -23,10 +23,14 @@ from shardwise.files import reason_of
 from shardwise.names import name_problem
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",))
-"""Sets of files that are a tokenizer, in the order in which they are looked for."""
+TOKENIZERS = (
+    ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+)  # fmt: skip
+"""Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
 _TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.jinja",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
+    "chat_template.jinja",
 )  # fmt: skip
 BESIDE_WEIGHTS = ("generation_config.json", *_TOKENIZER_FILES)
 """Files that a model's folder holds beside its weights and config.json."""
