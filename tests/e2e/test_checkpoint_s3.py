@@ -129,7 +129,10 @@ def test_a_public_bucket_is_read_without_credentials(object_store: str, tmp_path
     assert (tmp_path / "nobody/open.txt").read_bytes() == b"hello"
     assert not (tmp_path / "nobody/closed.txt").exists()
     refusals = {
-        "nobody open.txt": ("Unable to locate credentials; set AWS_ACCESS_KEY_ID", "it is public, read it by --anonymous"),
+        "nobody open.txt": (
+            "Unable to locate credentials; set AWS_ACCESS_KEY_ID",
+            "it is public, read it by --anonymous",
+        ),
         "nobody closed.txt --anonymous": ("Forbidden; it is not public: leave out --anonymous; set AWS_ACC",),
         "nobody clo* --anonymous": ("Forbidden; it is not public: leave out --anonymous; set AWS_ACC",),
         "nobody none.txt --anonymous": ("s3://bucket/public/none.txt cannot be read: ",),

@@ -92,6 +92,15 @@ class DataConfig(Section):
         gt=0,
         description="most tokens of a sequence that BERT predicts; null = ⌈masked_fraction × sequence length⌉",
     )
+    append_eod: bool | None = Field(
+        default=None,
+        description="close each document of text by the tokenizer's end of document; null = the family's own: true, "
+        "and for bert, whose sentences are paired, neither key may be set",
+    )
+    prepend_bos: bool | None = Field(
+        default=None,
+        description="begin each document of text with the tokenizer's begin of text, such as <s>; null = false",
+    )
     eod_mask_loss: bool = Field(
         default=False, description="the token after the end of a document is not predicted (causal models)"
     )
@@ -104,7 +113,7 @@ class DataConfig(Section):
     eod_token: int | None = Field(
         default=None,
         ge=0,
-        description="the id that ends a document, for the three keys above; null = the tokenizer's",
+        description="the id that ends a document, for eod_mask_loss and reset_*; null = the tokenizer's",
     )
 
     workers: int = Field(
@@ -135,6 +144,16 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         problems = self._split_problems() + self._streaming_problems()
+        if self.append_eod is False and self.document_options:
+            problems.append(
+                f"data.append_eod (false) must be true with {self.document_options[0]} (true), which needs the token "
+                "that ends a document"
+            )
+        if self.prepend_bos and self.tokenizer is None:
+            problems.append(
+                "data.prepend_bos (true) needs data.tokenizer: one that is trained on the data has no token that "
+                "begins a text"
+            )
         if self.config is not None and not self.is_hub_dataset:
             problems.append(
                 f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
@@ -221,6 +240,12 @@ class DataConfig(Section):
         """The keys for document ends that are true."""
         names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return [f"data.{name}" for name in names if getattr(self, name)]
+
+    @property
+    def chosen_marks(self) -> dict[str, bool]:
+        """`append_eod` and `prepend_bos` where they differ from what null means: these decide the tokens of a text."""
+        chosen = {} if self.append_eod is not False else {"append_eod": False}
+        return chosen | ({"prepend_bos": True} if self.prepend_bos else {})
 
     def predictions(self, sequence_length: int) -> int:
         """The most tokens of a sequence that BERT predicts."""

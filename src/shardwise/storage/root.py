@@ -35,8 +35,8 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
 """Schemes where a folder is only a prefix of names."""
 ANONYMOUS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("s3", "s3a", "abfs", "abfss", "az"), {"anon": True}),
-    **dict.fromkeys(("gs", "gcs"), {"token": "anon"}),
+    **{scheme: {"anon": True} for scheme in ("s3", "s3a", "abfs", "abfss", "az")},
+    **{scheme: {"token": "anon"} for scheme in ("gs", "gcs")},
 }
 """URL scheme → the options of its client that read a public place without credentials."""
 _REFUSED = r"(?i)denied|forbidden|unauthorized|credentials|anonymous"
@@ -62,9 +62,7 @@ class StoreError(RunError):
         refused: an object store does not let this user read or write it.
     """
 
-    def __init__(
-        self, text: str, *, out_of_space: bool = False, missing: bool = False, refused: bool = False
-    ) -> None:
+    def __init__(self, text: str, *, out_of_space: bool = False, missing: bool = False, refused: bool = False) -> None:
         super().__init__(text)
         self.out_of_space, self.missing, self.refused = out_of_space, missing, refused
 

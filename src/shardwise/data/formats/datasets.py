@@ -21,6 +21,7 @@ from shardwise.data.formats.common import (
     PreparedText,
     entry_problems,
     in_pairs,
+    mark_problems,
     needed_parts,
     tokenizer_in_cache,
     tokenizer_of_tokens,
@@ -56,6 +57,8 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     if cache.known_content(root, dataset.stamp()) is None:  # only a text's content is known
         key = _key(dataset, config)
         if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
+            if problems := mark_problems(config.data):
+                raise DataError(problems)
             entry = cache.open_or_build_tokens(
                 root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
             )
@@ -199,7 +202,7 @@ def glance(config: Config) -> str:
     return f"a data set of {counted(number, 'file')}, {text.when_read(config)}"
 
 
-def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """A folder that `datasets.load_from_disk` opens: tokens or text."""
     assert data.path is not None
     path = Path(data.path).expanduser()
@@ -207,7 +210,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     try:
         opened = datasets.load_from_disk(str(path))
         splits = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
-        return _inspect(path, splits, tokenizer, samples)
+        return _inspect(path, splits, data, samples)
     except ShardwiseError:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -217,7 +220,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         ) from None
 
 
-def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, samples: int) -> Inspection:
+def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> Inspection:
     """The columns of all splits, and what the longest one holds."""
     table = max(splits.values(), key=len)
     total = sum(map(len, splits.values()))
@@ -233,6 +236,8 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
         manifest=read_manifest(of_folder(path)),
     )
     has_tokens = "list<" in types.get(TOKENS, "")
+    if has_tokens and (problems := mark_problems(data)):
+        raise DataError(problems)
     column = TOKENS if has_tokens else next((name for name in columns if types[name] in _TEXT), None)
     if column is None or not len(table):
         return inspection
@@ -253,4 +258,4 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
         )
     ids = [np.array(row or []) for row in leading.to_pylist()]
     seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
-    return with_tokens(inspection, tokenizer, ids, [seen], round(lengths.mean * total))
+    return with_tokens(inspection, data.tokenizer, ids, [seen], round(lengths.mean * total))
