@@ -43,6 +43,9 @@ _ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?
 _ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
 _SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _SHOWN = 6
+_PATIENCE_SECONDS = 10.0
+_TRANSPORTS = ("httpx", "requests")
+"""Libraries, by the beginning of their names, whose errors tell that releases of the hub's client reached nobody."""
 
 
 def is_url(load: str) -> bool:
@@ -311,6 +314,38 @@ class HubFiles:
         return Path(folder)
 
 
+def is_cached(wanted: HubFiles) -> bool:
+    """Whether the cache of this machine has the files; ConfigError where the hub does not have them either.
+
+    The hub is asked only for what the cache lacks, and nothing is fetched.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        _from_cache(wanted)
+        return True
+    except ConfigError:
+        pass
+    try:
+        api = HfApi()
+        ask = api.dataset_info if wanted.repo_type == "dataset" else api.model_info
+        found = ask(wanted.repository, revision=wanted.revision, timeout=_PATIENCE_SECONDS)
+    except Exception as error:  # noqa: BLE001  as in `_fetch`
+        raise ConfigError(_refusal(error, wanted, _site())) from None
+    names = [file.rfilename for file in found.siblings or [] if "/" not in file.rfilename]
+    if not wanted.is_there(names):
+        raise ConfigError(wanted.lacking(names))
+    return False
+
+
+def _site() -> str:
+    """The hub's address without a log-in."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
+
+
 def _from_cache(wanted: HubFiles) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -334,8 +369,7 @@ def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
     if announce is None or not sys.stderr.isatty():
         disable_progress_bars()
     logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
-    address = urlsplit(constants.ENDPOINT)
-    site = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"  # without a log-in
+    site = _site()
     try:
         folder = wanted.download(local_files_only=True)
         damaged = drop_damaged(folder, wanted.patterns) if wanted.verified else []
@@ -390,7 +424,10 @@ def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
             f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
             f"HF_TOKEN to a token of that account ({tokens}){wanted.hint}"
         )
-    if isinstance(error, errors.LocalEntryNotFoundError):
+    unreached = isinstance(error, errors.LocalEntryNotFoundError | ConnectionError) or type(
+        error
+    ).__module__.startswith(_TRANSPORTS)
+    if unreached and not isinstance(error, errors.HfHubHTTPError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
         use = f"set {wanted.key} to the folder"
         if is_dataset:

@@ -26,12 +26,12 @@ _SPLIT_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 class DataConfig(Section):
     """What the model reads."""
 
-    dataset: str = Field(
-        default="python",
+    dataset: str | None = Field(
+        default=None,
         min_length=1,
         description="used when path and blend are null: a data set on the Hugging Face hub (ID or ID@REVISION), or "
-        "built-in text: python = the standard library's sources and documentation, tiny = a small corpus in the "
-        "package",
+        "built-in text for a trial: python = the standard library's sources and documentation, tiny = a small corpus "
+        "in the package",
     )
     config: str | None = Field(
         default=None, min_length=1, description="the configuration of a hub data set that has several"
@@ -205,7 +205,7 @@ class DataConfig(Section):
             problems.append(
                 f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read as they are"
             )
-        elif self.path is None and not self.is_hub_dataset:
+        elif self.is_named and self.path is None and not self.is_hub_dataset:
             problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")
         return problems
 
@@ -214,7 +214,12 @@ class DataConfig(Section):
         """What messages call the data."""
         if self.blend is not None:
             return " + ".join(prefix for _, prefix in self.weighted_prefixes)
-        return self.path or self.dataset
+        return self.path or self.dataset or "no data"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any key says which data are read."""
+        return not (self.path is None and self.blend is None and self.dataset is None)
 
     @property
     def key(self) -> str:
@@ -226,7 +231,7 @@ class DataConfig(Section):
     @property
     def is_hub_dataset(self) -> bool:
         """Whether the data are a data set of the hub, which `dataset` names."""
-        return self.path is None and self.blend is None and self.dataset not in BUILT_IN_TEXTS
+        return self.path is None and self.blend is None and self.dataset not in (None, *BUILT_IN_TEXTS)
 
     @property
     def weighted_prefixes(self) -> list[tuple[float, str]]:

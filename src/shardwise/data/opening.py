@@ -68,6 +68,8 @@ def prepare(
 def checked_format(config: Config) -> DataFormat:
     """The format of the data of `config`, which are not read; DataError where other keys ask what it cannot give."""
     data = config.data
+    if not data.is_named:
+        raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
     _, eval_weight, test_weight = data.split_weights
     if eval_weight == 0 and config.train.eval_every > 0:
         raise DataError(
@@ -122,17 +124,24 @@ class Glance:
 
 
 def glance(config: Config) -> Glance:
-    """What a dry run says of the data and the tokenizer of `config`: no network is asked and nothing is prepared."""
+    """What a dry run says of the data and the tokenizer of `config`; nothing is fetched or prepared.
+
+    Only a hub id that the cache lacks is looked up on the hub.
+    """
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
-    try:
-        format = checked_format(config)
-    except ConfigError as error:
-        return Glance(rows, error.problems)
-    looks: dict[str, Callable[[], str]] = {
-        "data": lambda: f"{config.data.name}: {FORMATS[format].glance(config)}",
-        "tokenizer": lambda: _glance_at_tokenizer(config, format),
-    }
+    looks: dict[str, Callable[[], str]] = {}
+    if config.data.is_named:
+        try:
+            format = checked_format(config)
+        except ConfigError as error:
+            return Glance(rows, error.problems)
+        looks["data"] = lambda: f"{config.data.name}: {FORMATS[format].glance(config)}"
+    else:
+        format = "text"
+        rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
+    if config.data.is_named or config.data.tokenizer is not None:
+        looks["tokenizer"] = lambda: _glance_at_tokenizer(config, format)
     for name, describe in looks.items():
         try:
             rows.append((name, describe()))
@@ -144,7 +153,8 @@ def glance(config: Config) -> Glance:
 def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
     named, vocabulary = config.data.tokenizer, config.model.vocab_size
     if named is not None:
-        if not isinstance(hub.place_of_tokenizer(named), Path):
+        place = hub.place_of_tokenizer(named)
+        if not isinstance(place, Path) and not hub.is_cached(place):
             return f"{named}: {datasets.ON_HUB}"
         tokenizer = open_user_tokenizer(named, vocabulary, pairs=in_pairs(config))
         document_marks(config.data, tokenizer)

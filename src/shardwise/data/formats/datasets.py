@@ -45,7 +45,7 @@ from shardwise.data.tokens.split import Split, plan_split
 from shardwise.errors import DataError, ShardwiseError
 from shardwise.units import counted, size
 
-ON_HUB = "on the hub, which was not asked: fetched when the run starts"
+ON_HUB = "on the hub, fetched when the run starts"
 _ARROW_ROWS = 1024
 """Rows that an inspection looks at, at most."""
 _TEXT = ("string", "large_string")
@@ -194,8 +194,8 @@ def glance(config: Config) -> str:
     """How many files a saved data set has; of one on the hub, no more than that its name may be one."""
     require_library(config.data)
     if config.data.is_hub_dataset:
-        hub.place_of_dataset(config.data.dataset, BUILT_IN_TEXTS)
-        return ON_HUB
+        is_cached = hub.is_cached(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))
+        return "known to the cache of this machine" if is_cached else ON_HUB
     dataset = DataSet.open(config.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))

@@ -195,7 +195,7 @@ class DataSet:
         if data.path is not None:
             return cls(data, _Saved(Path(data.path).expanduser()))
         try:
-            repository, folder = hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, cached=True)
+            repository, folder = hub.resolve_dataset(data.name, built_in=BUILT_IN_TEXTS, cached=True)
         except ConfigError as error:
             raise DataError(error.problems) from None
         return cls(data, _OnHub(repository, data.config, folder))
@@ -319,13 +319,13 @@ def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> N
     """
     if data.is_hub_dataset:
         require_library(data)
-        hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, announce=announce)
+        hub.resolve_dataset(data.name, built_in=BUILT_IN_TEXTS, announce=announce)
 
 
 def require_library(data: DataConfig) -> None:
     """Raises ConfigError where the library is not installed; it is not imported."""
     if importlib.util.find_spec("datasets") is None:
-        near = nearest_name(data.dataset, BUILT_IN_TEXTS) if data.is_hub_dataset else None
+        near = nearest_name(data.name, BUILT_IN_TEXTS) if data.is_hub_dataset else None
         raise ConfigError(
             f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
             + (f"; did you mean data.dataset={near}?" if near else "")
