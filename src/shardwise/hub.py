@@ -89,7 +89,7 @@ def resolve(
         lacking=lambda names: _without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
-    return _from_cache(wanted) if cached else _fetch(wanted, announce)
+    return obtain(wanted, cached=cached, announce=announce)
 
 
 def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
@@ -103,7 +103,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
     place = place_of_tokenizer(named)
     if isinstance(place, Path):
         return place
-    return _from_cache(place) if cached else _fetch(place, announce)
+    return obtain(place, cached=cached, announce=announce)
 
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
@@ -125,18 +125,9 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     )  # fmt: skip
 
 
-def resolve_dataset(
-    named: str, *, built_in: Iterable[str], cached: bool = False, announce: Callable[[str], None] | None = None
-) -> tuple[str, Path]:
-    """The repository that `data.dataset` names, and the folder of its newest commit, whose name is the commit's.
-
-    The folder has what was fetched so far; this fetches no data. `@` and the errors are as in `resolve_tokenizer`.
-
-    Args:
-        built_in: names of texts that come with this package, one of which may have been meant.
-    """
-    wanted = place_of_dataset(named, built_in)
-    return wanted.repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
+def obtain(wanted: HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """The folder of these files at their newest commit, whose name is the commit's; the rest is as in `resolve`."""
+    return _from_cache(wanted) if cached else _fetch(wanted, announce)
 
 
 def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
@@ -153,8 +144,9 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
         raise ConfigError(f"{missing}: {_ID_RULE}{hint}")
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
+    patterns = (*_DATA_CARD, f"{repository.rpartition('/')[2]}.py")  # the last is its loading script, if it has one
     return HubFiles(
-        "data.dataset", repository, revision or None, _DATA_CARD, repo_type="dataset", hint=hint, verified=True
+        "data.dataset", repository, revision or None, patterns, repo_type="dataset", hint=hint, verified=True
     )
 
 
@@ -280,6 +272,7 @@ class HubFiles:
         check: raises ConfigError for a folder with enough names that lacks something else.
         repo_type: the hub's word for what the repository holds.
         hint: the end of a message, which names what else may have been meant.
+        no_revision: the message where the repository has no such revision; empty: the usual one.
         verified: check the hashes of files in the cache and fetch damaged ones again; only for small files.
     """
 
@@ -292,6 +285,7 @@ class HubFiles:
     check: Callable[[Path], None] = lambda folder: None
     repo_type: Literal["model", "dataset"] = "model"
     hint: str = ""
+    no_revision: str = ""
     verified: bool = False
 
     @property
@@ -413,6 +407,8 @@ def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
     key = f"{wanted.key} ({wanted.named})"
     if isinstance(error, errors.GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set HF_TOKEN to a token of that account ({tokens})"
+    if isinstance(error, errors.RevisionNotFoundError) and wanted.no_revision:
+        return wanted.no_revision
     if isinstance(error, errors.RevisionNotFoundError):
         revision = "checkpoint.revision" if wanted.key == "checkpoint.load" else f"the revision of {wanted.key}"
         return f"{revision} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: see {page}"

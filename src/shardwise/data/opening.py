@@ -68,8 +68,6 @@ def prepare(
 def checked_format(config: Config) -> DataFormat:
     """The format of the data of `config`, which are not read; DataError where other keys ask what it cannot give."""
     data = config.data
-    if not data.is_named:
-        raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
     _, eval_weight, test_weight = data.split_weights
     if eval_weight == 0 and config.train.eval_every > 0:
         raise DataError(
