@@ -7,6 +7,7 @@ are fetched: a pickle is never opened. The token that gated repositories need st
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -44,8 +45,6 @@ _ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
 _SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _SHOWN = 6
 _PATIENCE_SECONDS = 10.0
-_TRANSPORTS = ("httpx", "requests")
-"""Libraries, by the beginning of their names, whose errors tell that releases of the hub's client reached nobody."""
 
 
 def is_url(load: str) -> bool:
@@ -308,28 +307,34 @@ class HubFiles:
         return Path(folder)
 
 
-def is_cached(wanted: HubFiles) -> bool:
-    """Whether the cache of this machine has the files; ConfigError where the hub does not have them either.
+def find(wanted: HubFiles) -> Literal["cache", "hub", "unknown"]:
+    """Where the files are: in the cache of this machine, else on the hub; nothing is fetched.
 
-    The hub is asked only for what the cache lacks, and nothing is fetched.
+    Returns:
+        "unknown" where the cache lacks them, and the hub cannot be reached.
+
+    Raises:
+        ConfigError: the hub does not have them, or does not give them to this user.
     """
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
-    try:
+    with contextlib.suppress(ConfigError):
         _from_cache(wanted)
-        return True
-    except ConfigError:
-        pass
+        return "cache"
+    ask = HfApi().dataset_info if wanted.repo_type == "dataset" else HfApi().model_info
     try:
-        api = HfApi()
-        ask = api.dataset_info if wanted.repo_type == "dataset" else api.model_info
         found = ask(wanted.repository, revision=wanted.revision, timeout=_PATIENCE_SECONDS)
-    except Exception as error:  # noqa: BLE001  as in `_fetch`
+    except HfHubHTTPError as error:
+        if error.response.status_code >= 500:
+            return "unknown"
         raise ConfigError(_refusal(error, wanted, _site())) from None
+    except Exception:  # noqa: BLE001  the client's transport decides on the type
+        return "unknown"
     names = [file.rfilename for file in found.siblings or [] if "/" not in file.rfilename]
     if not wanted.is_there(names):
         raise ConfigError(wanted.lacking(names))
-    return False
+    return "hub"
 
 
 def _site() -> str:
@@ -420,10 +425,7 @@ def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
             f"{key}: {nowhere} that this account may read: check the name, or accept the licence on {page} and set "
             f"HF_TOKEN to a token of that account ({tokens}){wanted.hint}"
         )
-    unreached = isinstance(error, errors.LocalEntryNotFoundError | ConnectionError) or type(
-        error
-    ).__module__.startswith(_TRANSPORTS)
-    if unreached and not isinstance(error, errors.HfHubHTTPError):
+    if isinstance(error, errors.LocalEntryNotFoundError):
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{site} cannot be reached"
         use = f"set {wanted.key} to the folder"
         if is_dataset:

@@ -152,8 +152,8 @@ def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
     named, vocabulary = config.data.tokenizer, config.model.vocab_size
     if named is not None:
         place = hub.place_of_tokenizer(named)
-        if not isinstance(place, Path) and not hub.is_cached(place):
-            return f"{named}: {datasets.ON_HUB}"
+        if not isinstance(place, Path) and (found := hub.find(place)) != "cache":
+            return f"{named}: {datasets.FOUND[found]}"
         tokenizer = open_user_tokenizer(named, vocabulary, pairs=in_pairs(config))
         document_marks(config.data, tokenizer)
         return f"{named}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,})"

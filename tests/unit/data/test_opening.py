@@ -8,6 +8,7 @@ import pytest
 
 from shardwise import hub
 from shardwise.config import Config, config_from
+from shardwise.data.formats import datasets
 from shardwise.data.opening import Glance, glance, prepare
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -86,23 +87,20 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
     assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
 
 
-@pytest.mark.parametrize(
-    ("known", "texts"),
-    [
-        (False, ["wikitext: on the hub, fetched when the run starts", "gpt2: on the hub, fetched when the run starts"]),
-        (ConfigError("no such repository"), []),
-    ],
-)
-def test_hub_ids_are_looked_up(known: bool | ConfigError, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_cached(wanted: hub.HubFiles) -> bool:
-        if isinstance(known, ConfigError):
-            raise known
-        return known
+@pytest.mark.parametrize("found", ["hub", "unknown", ConfigError("no such repository")])
+def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(wanted: hub.HubFiles) -> str:
+        if isinstance(found, ConfigError):
+            raise found
+        return found
 
-    monkeypatch.setattr(hub, "is_cached", is_cached)
-    found = look(dataset="wikitext", tokenizer="gpt2")
-    assert [text for _, text in found.rows] == texts
-    assert found.problems == ["no such repository"] * (2 - len(texts))
+    monkeypatch.setattr(hub, "find", find)
+    seen = look(dataset="wikitext", tokenizer="gpt2")
+    if isinstance(found, ConfigError):
+        assert (seen.rows, seen.problems) == ([], ["no such repository"] * 2)
+    else:
+        said = datasets.FOUND[found]
+        assert (seen.rows, seen.problems) == ([("data", f"wikitext: {said}"), ("tokenizer", f"gpt2: {said}")], [])
 
 
 def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
