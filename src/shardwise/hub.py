@@ -380,6 +380,7 @@ def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
             announce(f"fetching {wanted.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
     try:
         folder = wanted.download()
+        folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
         if not wanted.is_there(_names(folder)):
             names = HfApi().list_repo_files(wanted.repository, revision=folder.name, repo_type=wanted.repo_type)
             raise ConfigError(wanted.lacking([name for name in names if "/" not in name]))

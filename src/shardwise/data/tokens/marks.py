@@ -28,7 +28,8 @@ class DocumentMarks:
         Raises:
             DataError: the tokenizer has no token that begins a text.
         """
-        begin = tokenizer.begin_of_document_id if prepend_bos else None
+        token = tokenizer.begin_of_document if prepend_bos else None
+        begin = None if token is None else tokenizer.token_id(token)
         if prepend_bos and begin is None:
             raise DataError(
                 "data.prepend_bos (true) needs a token that begins a text, such as <s>, and data.tokenizer has none: "

@@ -121,11 +121,10 @@ class Tokenizer:
         prompt = self.encode_prompt("a")
         return self._backend.id_to_token(prompt[0]) if len(prompt) > len(self.encode("a")) else None
 
-    @cached_property
-    def begin_of_document_id(self) -> int | None:
-        """The id that a document may begin with, such as that of `<s>`; None where the tokenizer has none."""
-        token = self.begin_of_text or self._begin_of_document
-        return None if token is None else self.token_id(token)
+    @property
+    def begin_of_document(self) -> str | None:
+        """The token that a document may begin with, such as `<s>`; None where the tokenizer has none."""
+        return self.begin_of_text or self._begin_of_document
 
     def encode_rows(
         self, texts: list[str], *, literally: bool = False
@@ -176,7 +175,7 @@ class Tokenizer:
             return
         end, names = self.end_of_document, self.pair_names
         if names is None:
-            special = {"bos_token": self.begin_of_text or end, "eos_token": end}
+            special = {"bos_token": self.begin_of_document or end, "eos_token": end}
         else:
             special = {f"{role}_token": name for role, name in names.items()}
         config = {

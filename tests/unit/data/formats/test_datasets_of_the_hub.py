@@ -139,7 +139,6 @@ def problem(found: dict[str, Any]) -> str:
 
 SCRIPT = {".gitattributes": b"", "README.md": b"", "tiny.py": b"raise SystemExit('a loading script was run')"}
 CONVERTED = {
-    ".gitattributes": b"",
     "raw_en/train/0000.parquet": parquet(TEXTS[:50]),
     "raw_en/train/0001.parquet": parquet(TEXTS[50:80]),
     "raw_en/unsupervised/0000.parquet": parquet(TEXTS[80:]),

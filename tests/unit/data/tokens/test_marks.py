@@ -14,7 +14,7 @@ from shardwise.config import data_from, load_config
 from shardwise.data import IndexedFile, Tokenizer, make_batches, prepare
 from shardwise.data.opening import glance, inspect
 from shardwise.data.tokens.marks import DocumentMarks
-from shardwise.data.tokens.tokenizer import open_user_tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import export_user_tokenizer, open_user_tokenizer, train_tokenizer
 from shardwise.errors import ConfigError, DataError
 from tests.unit.data.formats.test_text import sized
 from tests.unit.prepare.jobs import Folder
@@ -102,11 +102,13 @@ def test_a_begin_of_text_that_only_settings_name(tmp_path: Path) -> None:
     train_tokenizer(["some text"] * 9, 257, "text").save(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "special_tokens_map.json").unlink()
-    assert Tokenizer.load(tmp_path).begin_of_document_id is None
+    assert Tokenizer.load(tmp_path).begin_of_document is None
     with pytest.raises(DataError, match=r"data\.prepend_bos \(true\) needs a token that begins a text, such as <s>"):
         DocumentMarks.of(open_user_tokenizer(str(tmp_path), 300), append_eod=None, prepend_bos=True)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<|endoftext|>"}}))
-    assert Tokenizer.load(tmp_path).begin_of_document_id == Tokenizer.load(tmp_path).end_of_document_id
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "e"}}))
+    export_user_tokenizer(str(tmp_path), Tokenizer.load(tmp_path), tmp_path / "export")
+    for folder in (tmp_path, tmp_path / "export"):
+        assert Tokenizer.load(folder).begin_of_document == "e", "a stream reads its tokenizer from the export"
 
 
 @pytest.mark.parametrize("keys", [{"append_eod": True}, {"append_eod": False}, {"prepend_bos": True}])
