@@ -35,7 +35,7 @@ class _Format(Protocol):
         """The data that `config` names, made ready for a run; what takes long to make is kept in the cache `root`."""
 
     def glance(self, config: Config) -> str:
-        """What the data are, for the user of a dry run; found in a moment, without the network."""
+        """What the data are, for the user of a dry run; found in a moment. Of the network, only the hub is asked."""
 
     def inspect(self, data: DataConfig, samples: int) -> Inspection:
         """What the data hold, and their first `samples`."""

@@ -228,6 +228,8 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
     source = open_source(data)
     encoder = None if data.tokenizer is None else Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
     marks = None if encoder is None else document_marks(data, encoder)
+    if encoder is None and data.append_eod is not None:
+        raise DataError("data.append_eod needs data.tokenizer, by which tokens are counted")
     lengths: list[int] = []
     beginnings: list[str] = []
     read = tokens = encoded = 0

@@ -135,6 +135,11 @@ def test_keys_that_contradict_each_other_are_refused() -> None:
         data_from({"dataset": "tiny", "prepend_bos": True})
 
 
+def test_marks_are_counted_by_a_tokenizer(folder: Folder) -> None:
+    with pytest.raises(DataError, match=r"data\.append_eod needs data\.tokenizer, by which tokens are counted"):
+        inspect(str(folder.at / "text.jsonl"), 1, {"append_eod": False})
+
+
 def test_marks_of_sentence_pairs_are_refused(folder: Folder, tmp_path: Path) -> None:
     text = r"data\.append_eod \(true\) must be null with model\.family \(bert\), whose pairs have \[CLS\] and \[SEP\]"
     with pytest.raises(DataError, match=text):
