@@ -33,7 +33,7 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     import torch
 
     from shardwise.config import config_from
-    from shardwise.data import PreparedData
+    from shardwise.data import PreparedText
     from shardwise.mesh import Mesh, join
     from shardwise.train.build import build_trainer
 
@@ -42,7 +42,8 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     config = config_from({**SECTIONS, **overrides})
     mesh = Mesh(tensor=config.parallel.tensor)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 20_000).astype(np.uint16)
-    data = PreparedData(Path(), tokens, tokens[:2000], "none", config.model.vocab_size, "random")
+    rows = {"train": tokens, "eval": tokens[:2000], "test": tokens[:0]}
+    data = PreparedText(Path(), "random", "random", rows, config.model.vocab_size)
     return build_trainer(config, mesh, data)
 
 

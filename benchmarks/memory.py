@@ -58,11 +58,12 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
 def _train(config: Config, mesh: Mesh, steps: int) -> Trainer:
     import numpy as np
 
-    from shardwise.data import PreparedData
+    from shardwise.data import PreparedText
     from shardwise.train.build import build_trainer
 
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 2**16).astype(np.uint16)
-    data = PreparedData(Path(), tokens, tokens, "random", config.model.vocab_size, "random")
+    rows = {"train": tokens, "eval": tokens, "test": tokens[:0]}
+    data = PreparedText(Path(), "random", "random", rows, config.model.vocab_size)
     trainer = build_trainer(config, mesh, data)
     for _ in range(steps):
         trainer.step()
