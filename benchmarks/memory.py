@@ -61,7 +61,8 @@ def _train(config: Config, mesh: Mesh, steps: int) -> Trainer:
     from shardwise.train.build import build_trainer
 
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 2**16).astype(np.uint16)
-    data = PreparedText(None, "random", "random", {"train": tokens, "eval": tokens}, config.model.vocab_size)
+    rows = {"train": tokens, "eval": tokens, "test": tokens[:0]}
+    data = PreparedText(None, "random", "random", rows, config.model.vocab_size)
     trainer = build_trainer(config, mesh, data)
     for _ in range(steps):
         trainer.step()

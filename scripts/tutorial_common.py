@@ -114,7 +114,8 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
         pairs = Sentences(bounds, np.arange(0, len(bounds), 16))
         special = PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
         parts = {"sentences": {"train": pairs, "eval": pairs}, "pair_tokens": special}
-    data = PreparedText(None, "random", "random", {"train": tokens, "eval": tokens}, vocabulary, **parts)
+    rows = {"train": tokens, "eval": tokens, "test": tokens[:0]}
+    data = PreparedText(Path(), "random", "random", rows, vocabulary, **parts)
     return build_trainer(config, mesh, data)
 
 

@@ -95,6 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
     def metadata(self, parts: list[str], asked: bytes) -> None:
         """`owner/name[/revision/REVISION]`, `owner/name/tree/COMMIT[/FOLDER]` or `owner/name/paths-info/COMMIT`."""
         files, kind, revision, folder = self.site.files, parts[2:3], *["/".join(parts[3:4]) or "main", parts[4:]]
+        if kind == ["revision"]:  # which may be refs/convert/parquet
+            revision = "/".join(parts[3:])
         found = [name for name in files if revision in (name, self.site.commit(name))]
         if not found:
             self.reply(404, {"X-Error-Code": "RevisionNotFound"})

@@ -7,6 +7,7 @@ are fetched: a pickle is never opened. The token that gated repositories need st
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -23,10 +24,14 @@ from shardwise.files import reason_of
 from shardwise.names import name_problem
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZERS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",))
-"""Sets of files that are a tokenizer, in the order in which they are looked for."""
+TOKENIZERS = (
+    ("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
+    ("gpt2-vocab.json", "gpt2-merges.txt"),
+)  # fmt: skip
+"""Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
 _TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.jinja",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
+    "chat_template.jinja",
 )  # fmt: skip
 BESIDE_WEIGHTS = ("generation_config.json", *_TOKENIZER_FILES)
 """Files that a model's folder holds beside its weights and config.json."""
@@ -39,6 +44,7 @@ _ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?
 _ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
 _SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _SHOWN = 6
+_PATIENCE_SECONDS = 10.0
 
 
 def is_url(load: str) -> bool:
@@ -82,7 +88,7 @@ def resolve(
         lacking=lambda names: _without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
-    return _from_cache(wanted) if cached else _fetch(wanted, announce)
+    return obtain(wanted, cached=cached, announce=announce)
 
 
 def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
@@ -96,7 +102,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
     place = place_of_tokenizer(named)
     if isinstance(place, Path):
         return place
-    return _from_cache(place) if cached else _fetch(place, announce)
+    return obtain(place, cached=cached, announce=announce)
 
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
@@ -118,18 +124,9 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     )  # fmt: skip
 
 
-def resolve_dataset(
-    named: str, *, built_in: Iterable[str], cached: bool = False, announce: Callable[[str], None] | None = None
-) -> tuple[str, Path]:
-    """The repository that `data.dataset` names, and the folder of its newest commit, whose name is the commit's.
-
-    The folder has what was fetched so far; this fetches no data. `@` and the errors are as in `resolve_tokenizer`.
-
-    Args:
-        built_in: names of texts that come with this package, one of which may have been meant.
-    """
-    wanted = place_of_dataset(named, built_in)
-    return wanted.repository, _from_cache(wanted) if cached else _fetch(wanted, announce)
+def obtain(wanted: HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
+    """The folder of these files at their newest commit, whose name is the commit's; the rest is as in `resolve`."""
+    return _from_cache(wanted) if cached else _fetch(wanted, announce)
 
 
 def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
@@ -146,8 +143,9 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
         raise ConfigError(f"{missing}: {_ID_RULE}{hint}")
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
+    patterns = (*_DATA_CARD, f"{repository.rpartition('/')[2]}.py")  # the last is its loading script, if it has one
     return HubFiles(
-        "data.dataset", repository, revision or None, _DATA_CARD, repo_type="dataset", hint=hint, verified=True
+        "data.dataset", repository, revision or None, patterns, repo_type="dataset", hint=hint, verified=True
     )
 
 
@@ -273,6 +271,7 @@ class HubFiles:
         check: raises ConfigError for a folder with enough names that lacks something else.
         repo_type: the hub's word for what the repository holds.
         hint: the end of a message, which names what else may have been meant.
+        no_revision: the message where the repository has no such revision; empty: the usual one.
         verified: check the hashes of files in the cache and fetch damaged ones again; only for small files.
     """
 
@@ -285,6 +284,7 @@ class HubFiles:
     check: Callable[[Path], None] = lambda folder: None
     repo_type: Literal["model", "dataset"] = "model"
     hint: str = ""
+    no_revision: str = ""
     verified: bool = False
 
     @property
@@ -305,6 +305,44 @@ class HubFiles:
             ignore_patterns=["*/*"], local_files_only=local_files_only,
         )  # fmt: skip
         return Path(folder)
+
+
+def find(wanted: HubFiles) -> Literal["cache", "hub", "unknown"]:
+    """Where the files are: in the cache of this machine, else on the hub; nothing is fetched.
+
+    Returns:
+        "unknown" where the cache lacks them, and the hub cannot be reached.
+
+    Raises:
+        ConfigError: the hub does not have them, or does not give them to this user.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with contextlib.suppress(ConfigError):
+        _from_cache(wanted)
+        return "cache"
+    ask = HfApi().dataset_info if wanted.repo_type == "dataset" else HfApi().model_info
+    try:
+        found = ask(wanted.repository, revision=wanted.revision, timeout=_PATIENCE_SECONDS)
+    except HfHubHTTPError as error:
+        if error.response.status_code >= 500:
+            return "unknown"
+        raise ConfigError(_refusal(error, wanted, _site())) from None
+    except Exception:  # noqa: BLE001  the client's transport decides on the type
+        return "unknown"
+    names = [file.rfilename for file in found.siblings or [] if "/" not in file.rfilename]
+    if not wanted.is_there(names):
+        raise ConfigError(wanted.lacking(names))
+    return "hub"
+
+
+def _site() -> str:
+    """The hub's address without a log-in."""
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
 
 
 def _from_cache(wanted: HubFiles) -> Path:
@@ -330,8 +368,7 @@ def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
     if announce is None or not sys.stderr.isatty():
         disable_progress_bars()
     logging.getLogger("huggingface_hub._snapshot_download").addFilter(_is_no_answer)
-    address = urlsplit(constants.ENDPOINT)
-    site = f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"  # without a log-in
+    site = _site()
     try:
         folder = wanted.download(local_files_only=True)
         damaged = drop_damaged(folder, wanted.patterns) if wanted.verified else []
@@ -343,6 +380,7 @@ def _fetch(wanted: HubFiles, announce: Callable[[str], None] | None) -> Path:
             announce(f"fetching {wanted.named} from {site}: once, then cached in {constants.HF_HUB_CACHE}")
     try:
         folder = wanted.download()
+        folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
         if not wanted.is_there(_names(folder)):
             names = HfApi().list_repo_files(wanted.repository, revision=folder.name, repo_type=wanted.repo_type)
             raise ConfigError(wanted.lacking([name for name in names if "/" not in name]))
@@ -375,6 +413,8 @@ def _refusal(error: Exception, wanted: HubFiles, site: str) -> str:
     key = f"{wanted.key} ({wanted.named})"
     if isinstance(error, errors.GatedRepoError):
         return f"{key} is gated: accept its licence on {page}, then set HF_TOKEN to a token of that account ({tokens})"
+    if isinstance(error, errors.RevisionNotFoundError) and wanted.no_revision:
+        return wanted.no_revision
     if isinstance(error, errors.RevisionNotFoundError):
         revision = "checkpoint.revision" if wanted.key == "checkpoint.load" else f"the revision of {wanted.key}"
         return f"{revision} ({wanted.revision}) must be a branch, tag or commit of {wanted.repository}: see {page}"

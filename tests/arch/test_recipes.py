@@ -1,6 +1,7 @@
 """Every shipped recipe is valid, and quickly so; the tutorials' recipes have the published numbers."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from scripts.quickstart_layout import overrides
-from shardwise.config import Config, OwnConfig, check_layout, load_config
+from shardwise.config import Config, OwnConfig, check_layout, load_config, require_data
 from shardwise.cost import expected_memory
+from shardwise.errors import ConfigError
 from shardwise.plan import parameter_count
 from shardwise.plan.parameters import vocabulary_rows
 from tests.arch.published import PUBLISHED
@@ -98,6 +100,24 @@ def test_dry_run_is_quick_and_torch_free(recipe: str, tmp_path: Path) -> None:
     if published:
         assert f"DP {published.data} =" in result.stdout
         assert f"({published.parameters:,})" in result.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_trains_on_what_its_user_knows(recipe: str) -> None:
+    """Either it names built-in text, or a run without data is refused with lines that name some."""
+    config = load_config(recipe)
+    if config.data.is_named:
+        assert recipe not in PUBLISHED
+        return
+    with pytest.raises(ConfigError, match="must name its data by ") as refused:
+        require_data(config, recipe)
+    for line in re.sub(r"\n {10,}", " ", str(refused.value)).splitlines()[1:]:
+        keys = [word for word in line.split() if "=" in word]
+        assert load_config(recipe, keys).data.is_named, line
+    assert line.split()[:4] == ["For", "a", "trial:", "data.dataset=python"]
+    assert load_config(recipe, keys).model.vocab_size <= 1 << 15, "Python's sources have text for about 40,000 tokens"
+    _, held_out, test = config.data.split_weights
+    assert config.train.eval_every > 0 or held_out == test == 0, "it would neither train on all text nor evaluate"
 
 
 @pytest.mark.parametrize("recipe", TINY)

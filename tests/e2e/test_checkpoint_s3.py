@@ -96,3 +96,48 @@ def test_what_is_wrong_with_an_object_store_is_told(object_store: str, tmp_path:
     nobody = {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere", **user}
     text = shardwise("checkpoint", "inspect", f"s3://{BUCKET}/run", at=tmp_path, **nobody).failed(1)
     assert f"s3://{BUCKET}/run cannot be read: Unable to locate credentials; set AWS_ACCESS_KEY_ID" in text
+
+
+FETCH = """
+import contextlib, io, json, os, sys
+import s3fs
+from shardwise.cli import main
+owner = s3fs.S3FileSystem()
+for name in ("open", "closed"):
+    owner.pipe_file(f"bucket/public/{name}.txt", b"hello")
+owner.chmod("bucket/public/open.txt", "public-read")
+found = {}
+for who, name, *options in (
+    ("owner", "closed.txt"), ("nobody", "open.txt", "--anonymous"), ("nobody", "open.txt"),
+    ("nobody", "closed.txt", "--anonymous"), ("nobody", "clo*", "--anonymous"), ("nobody", "none.txt", "--anonymous"),
+):
+    if who == "nobody":
+        for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            os.environ.pop(key, None)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["data", "fetch", f"s3://bucket/public/{name}", f"{sys.argv[1]}/{who}/", *options])
+    found[" ".join([who, name, *options])] = [code, out.getvalue(), err.getvalue()]
+print(json.dumps(found))
+"""
+
+
+def test_a_public_bucket_is_read_without_credentials(object_store: str, tmp_path: Path) -> None:
+    user = user_of(object_store) | {"HOME": str(tmp_path)}  # without anybody's configuration
+    found = json.loads(python(FETCH, str(tmp_path), **user))
+    assert found["owner closed.txt"][0] == found["nobody open.txt --anonymous"][0] == 0, found
+    assert (tmp_path / "nobody/open.txt").read_bytes() == b"hello"
+    assert not (tmp_path / "nobody/closed.txt").exists()
+    refusals = {
+        "nobody open.txt": (
+            "Unable to locate credentials; set AWS_ACCESS_KEY_ID",
+            "it is public, read it by --anonymous",
+        ),
+        "nobody closed.txt --anonymous": ("Forbidden; it is not public: leave out --anonymous; set AWS_ACC",),
+        "nobody clo* --anonymous": ("Forbidden; it is not public: leave out --anonymous; set AWS_ACC",),
+        "nobody none.txt --anonymous": ("s3://bucket/public/none.txt cannot be read: ",),
+    }
+    for asked, texts in refusals.items():
+        code, out, err = found[asked]
+        assert (code, out, err.count("\n")) == (2, "", 1), (asked, code, err)
+        assert all(text in err for text in texts), (asked, err)

@@ -268,6 +268,38 @@ def test_a_gated_and_a_missing_tokenizer(user: User, site: Site) -> None:
         user.tokenizer("acme/other", HF_HUB_OFFLINE="1")
 
 
+LOOK = """
+import json, sys
+from shardwise import hub
+from shardwise.errors import ConfigError
+found = []
+for named in sys.argv[1:]:
+    try:
+        found.append(hub.find(hub.place_of_tokenizer(named)))
+    except ConfigError as error:
+        found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def test_a_look_fetches_nothing(user: User, site: Site) -> None:
+    """What a dry run does with a hub id."""
+    named = ["acme/tiny", "acme/tiny@none", "acme/tiny@half", "acme/private", "acme/broken"]
+    (user.at / "look.py").write_text(LOOK)
+    look = (sys.executable, str(user.at / "look.py"))
+    found = json.loads(shardwise(*named, at=user.at, program=look, **user.environment).succeeded().out)
+    texts = ["hub", "must be a branch, tag", "holds vocab.json without merges.txt", "no such repository", "unknown"]
+    assert [text for text, said in zip(texts, found, strict=True) if text not in said] == [], found
+    assert site.fetched == []
+    assert not list((user.at / "hf").rglob("tokenizer.json"))
+    user.tokenizer("acme/tiny")
+    site.requests.clear()
+    again = {**user.environment, "HF_HUB_OFFLINE": "1"}
+    found = json.loads(shardwise("acme/tiny", "acme/other", at=user.at, program=look, **again).succeeded().out)
+    assert found == ["cache", "unknown"]
+    assert site.requests == []
+
+
 @pytest.mark.parametrize(
     ("named", "text"),
     {

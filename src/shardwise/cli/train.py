@@ -16,7 +16,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from shardwise.cli import output
-from shardwise.config import Config, Layout, OwnConfig, check_layout, load_config, recipe_name
+from shardwise.config import (
+    BUILT_IN_TEXTS,
+    Config,
+    Layout,
+    OwnConfig,
+    check_layout,
+    load_config,
+    recipe_name,
+    require_data,
+)
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
@@ -60,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
     config = _with_batch(config, world, run_path)
     layout = check_layout(config, world, is_new=run_path is None)
+    if not arguments.dry_run:
+        require_data(config, recipe)
     if isinstance(config.model, OwnConfig):
         from shardwise.models import check_own
 
@@ -92,8 +103,8 @@ def _show(recipe: str, config: Config, layout: Layout) -> int:
     from shardwise.train.summary import dry_run
 
     data, glance = config.data, None
-    is_own = data.path is not None or data.blend is not None or data.is_hub_dataset or data.tokenizer is not None
-    if is_own or config.model.vocab_size < _ANY_TOKENIZER:
+    is_built_in = data.path is None and data.blend is None and data.dataset in BUILT_IN_TEXTS
+    if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
         from shardwise.data import opening
 
         glance = opening.glance(config)

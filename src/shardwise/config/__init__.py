@@ -13,6 +13,7 @@ from shardwise.config.load import (
     recipe_name,
     recipe_names,
     recipe_text,
+    require_data,
 )
 from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
 from shardwise.config.resumption import resume_changes, resume_problems
@@ -71,6 +72,7 @@ __all__ = [
     "recipe_name",
     "recipe_names",
     "recipe_text",
+    "require_data",
     "resume_changes",
     "resume_problems",
 ]

@@ -26,12 +26,12 @@ _SPLIT_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 class DataConfig(Section):
     """What the model reads."""
 
-    dataset: str = Field(
-        default="python",
+    dataset: str | None = Field(
+        default=None,
         min_length=1,
         description="used when path and blend are null: a data set on the Hugging Face hub (ID or ID@REVISION), or "
-        "built-in text: python = the standard library's sources and documentation, tiny = a small corpus in the "
-        "package",
+        "built-in text for a trial: python = the standard library's sources and documentation, tiny = a small corpus "
+        "in the package",
     )
     config: str | None = Field(
         default=None, min_length=1, description="the configuration of a hub data set that has several"
@@ -92,6 +92,15 @@ class DataConfig(Section):
         gt=0,
         description="most tokens of a sequence that BERT predicts; null = ⌈masked_fraction × sequence length⌉",
     )
+    append_eod: bool | None = Field(
+        default=None,
+        description="close each document of text by the tokenizer's end of document; null = the family's own: true, "
+        "and for bert, whose sentences are paired, neither key may be set",
+    )
+    prepend_bos: bool | None = Field(
+        default=None,
+        description="begin each document of text with the tokenizer's begin of text, such as <s>; null = false",
+    )
     eod_mask_loss: bool = Field(
         default=False, description="the token after the end of a document is not predicted (causal models)"
     )
@@ -104,7 +113,7 @@ class DataConfig(Section):
     eod_token: int | None = Field(
         default=None,
         ge=0,
-        description="the id that ends a document, for the three keys above; null = the tokenizer's",
+        description="the id that ends a document, for eod_mask_loss and reset_*; null = the tokenizer's",
     )
 
     workers: int = Field(
@@ -135,6 +144,16 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         problems = self._split_problems() + self._streaming_problems()
+        if self.append_eod is False and self.document_options:
+            problems.append(
+                f"data.append_eod (false) must be true with {self.document_options[0]} (true), which needs the token "
+                "that ends a document"
+            )
+        if self.prepend_bos and self.tokenizer is None:
+            problems.append(
+                "data.prepend_bos (true) needs data.tokenizer: one that is trained on the data has no token that "
+                "begins a text"
+            )
         if self.config is not None and not self.is_hub_dataset:
             problems.append(
                 f"data.config ({self.config}) must be left out with {self.key} ({self.name}): only a data set of the "
@@ -186,7 +205,7 @@ class DataConfig(Section):
             problems.append(
                 f"data.streaming (true) must be false with {self.key} ({self.name}): tokens are read as they are"
             )
-        elif self.path is None and not self.is_hub_dataset:
+        elif self.is_named and self.path is None and not self.is_hub_dataset:
             problems.append(f"data.streaming (true) must be false with data.dataset ({self.dataset}), which is small")
         return problems
 
@@ -195,7 +214,12 @@ class DataConfig(Section):
         """What messages call the data."""
         if self.blend is not None:
             return " + ".join(prefix for _, prefix in self.weighted_prefixes)
-        return self.path or self.dataset
+        return self.path or self.dataset or "no data"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any key says which data are read."""
+        return not (self.path is None and self.blend is None and self.dataset is None)
 
     @property
     def key(self) -> str:
@@ -207,7 +231,7 @@ class DataConfig(Section):
     @property
     def is_hub_dataset(self) -> bool:
         """Whether the data are a data set of the hub, which `dataset` names."""
-        return self.path is None and self.blend is None and self.dataset not in BUILT_IN_TEXTS
+        return self.path is None and self.blend is None and self.dataset not in (None, *BUILT_IN_TEXTS)
 
     @property
     def weighted_prefixes(self) -> list[tuple[float, str]]:
@@ -221,6 +245,12 @@ class DataConfig(Section):
         """The keys for document ends that are true."""
         names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
         return [f"data.{name}" for name in names if getattr(self, name)]
+
+    @property
+    def chosen_marks(self) -> dict[str, bool]:
+        """`append_eod` and `prepend_bos` where they differ from what null means: these decide the tokens of a text."""
+        chosen = {} if self.append_eod is not False else {"append_eod": False}
+        return chosen | ({"prepend_bos": True} if self.prepend_bos else {})
 
     def predictions(self, sequence_length: int) -> int:
         """The most tokens of a sequence that BERT predicts."""

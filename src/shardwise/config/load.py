@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from shardwise.errors import ConfigError, listing, nearest_name
 _RECIPES = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _MODEL_FILE = "model.config"
+_DATA_COMMENT = re.compile(r"^ *# ((?:\S.*: +|  +)data\..+)", re.MULTILINE)
+"""A comment of a recipe that names data for it, such as `# For a trial:  data.dataset=python`, or continues one."""
 
 
 def recipe_names() -> list[str]:
@@ -54,6 +57,16 @@ def recipe_text(recipe: str) -> str:
 def recipe_name(recipe: str) -> str:
     """The short name of a recipe, after which its runs are named: `llama` of `my/llama.yaml`."""
     return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
+
+
+def require_data(config: Config, recipe: str) -> None:
+    """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
+    if not config.data.is_named:
+        lines = _DATA_COMMENT.findall(recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
+        shown = "\n".join(f"  {line}" for line in lines)
+        raise ConfigError(
+            f"{recipe_name(recipe)} must name its data by data.path, data.blend or data.dataset:\n{shown}"
+        )
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:

@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardwise import hub
 from shardwise.config import Config, DataConfig, data_from
 from shardwise.data import cache
 from shardwise.data.formats import datasets, hdf5, megatron, stream, text
-from shardwise.data.formats.common import Announce, PreparedData, in_pairs, without_tokenizer
+from shardwise.data.formats.common import (
+    Announce,
+    PreparedData,
+    document_marks,
+    in_pairs,
+    mark_problems,
+    without_tokenizer,
+)
 from shardwise.data.formats.inspection import Inspection
 from shardwise.data.reading.datasets import is_saved
 from shardwise.data.reading.detect import DataFormat, detect
 from shardwise.data.samples.pairs import chunk_room
+from shardwise.data.tokens.marks import refuse_marks
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
 from shardwise.errors import ConfigError, DataError
 
@@ -27,9 +35,9 @@ class _Format(Protocol):
         """The data that `config` names, made ready for a run; what takes long to make is kept in the cache `root`."""
 
     def glance(self, config: Config) -> str:
-        """What the data are, for the user of a dry run; found in a moment, without the network."""
+        """What the data are, for the user of a dry run; found in a moment. Of the network, only the hub is asked."""
 
-    def inspect(self, data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+    def inspect(self, data: DataConfig, samples: int) -> Inspection:
         """What the data hold, and their first `samples`."""
 
 
@@ -75,6 +83,8 @@ def checked_format(config: Config) -> DataFormat:
             "with splits"
         )
     holds_tokens = format in _OF_TOKENS
+    if problems := mark_problems(data) if holds_tokens else _pair_mark_problems(config):
+        raise DataError(problems)
     if data.streaming and holds_tokens:
         raise DataError(
             f"data.streaming (true) must be false with {data.key} ({data.name}), whose tokens are read where they lie"
@@ -92,6 +102,12 @@ def checked_format(config: Config) -> DataFormat:
     return format
 
 
+def _pair_mark_problems(config: Config) -> list[str]:
+    if not in_pairs(config):
+        return []
+    return refuse_marks(config.data, f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
+
+
 @dataclass(frozen=True)
 class Glance:
     """What a glance at data and tokenizer finds.
@@ -106,17 +122,24 @@ class Glance:
 
 
 def glance(config: Config) -> Glance:
-    """What a dry run says of the data and the tokenizer of `config`: no network is asked and nothing is prepared."""
+    """What a dry run says of the data and the tokenizer of `config`; nothing is fetched or prepared.
+
+    Only a hub id that the cache lacks is looked up on the hub.
+    """
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
-    try:
-        format = checked_format(config)
-    except ConfigError as error:
-        return Glance(rows, error.problems)
-    looks: dict[str, Callable[[], str]] = {
-        "data": lambda: f"{config.data.name}: {FORMATS[format].glance(config)}",
-        "tokenizer": lambda: _glance_at_tokenizer(config, format),
-    }
+    looks: dict[str, Callable[[], str]] = {}
+    if config.data.is_named:
+        try:
+            format = checked_format(config)
+        except ConfigError as error:
+            return Glance(rows, error.problems)
+        looks["data"] = lambda: f"{config.data.name}: {FORMATS[format].glance(config)}"
+    else:
+        format = "text"
+        rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
+    if config.data.is_named or config.data.tokenizer is not None:
+        looks["tokenizer"] = lambda: _glance_at_tokenizer(config, format)
     for name, describe in looks.items():
         try:
             rows.append((name, describe()))
@@ -128,9 +151,11 @@ def glance(config: Config) -> Glance:
 def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
     named, vocabulary = config.data.tokenizer, config.model.vocab_size
     if named is not None:
-        if not isinstance(hub.place_of_tokenizer(named), Path):
-            return f"{named}: {datasets.ON_HUB}"
+        place = hub.place_of_tokenizer(named)
+        if not isinstance(place, Path) and (found := hub.find(place)) != "cache":
+            return f"{named}: {datasets.FOUND[found]}"
         tokenizer = open_user_tokenizer(named, vocabulary, pairs=in_pairs(config))
+        document_marks(config.data, tokenizer)
         return f"{named}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,})"
     if format in _OF_TOKENS:
         if format == "megatron" and (problems := without_tokenizer(config)):
@@ -142,17 +167,24 @@ def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
     return f"byte-level BPE of {vocabulary:,} tokens, trained on the data when the run starts"
 
 
-def inspect(path: str, *, tokenizer: str | None, samples: int, text_key: str) -> Inspection:
-    """What the data at a path hold, of any format; DataError where there are none, or they are damaged."""
+def inspect(path: str, samples: int, keys: Mapping[str, Any]) -> Inspection:
+    """What the data at a path hold, of any format; DataError where there are none, or they are damaged.
+
+    Args:
+        samples: how many of the first ones are shown.
+        keys: other keys of the section `data`.
+    """
     place = Path(path).expanduser()
     folder = place.parent if place.suffix == ".arrow" else place
     if is_saved(folder, damaged=True):
-        return datasets.inspect(data_from({"path": str(folder), "text_key": text_key}), tokenizer, samples)
-    data = data_from({"path": path, "text_key": text_key})
+        return datasets.inspect(data_from({"path": str(folder), **keys}), samples)
+    data = data_from({"path": path, **keys})
     format = detect(data)
+    if format in _OF_TOKENS and (problems := mark_problems(data)):
+        raise DataError(problems)
     if format == "text" and not place.exists():
         where = "" if place.is_absolute() else f" in {Path.cwd()}"
         raise DataError(
             f"PATH ({path}) does not exist{where}: name Megatron's PREFIX, HDF5 shards, an arrow folder or text"
         )
-    return FORMATS[format].inspect(data, tokenizer, samples)
+    return FORMATS[format].inspect(data, samples)

@@ -167,6 +167,6 @@ class Output:
         options = own["options"]
         return (
             [f"the {key}" for key in ("format", "tokenizer") if other.get(key) != own[key]]
-            or [f"--{name.replace('_', '-')}" for name in options if options[name] != made["options"].get(name)]
+            or [f"--{name.replace('_', '-')}" for name in options if options[name] != made["options"].get(name, False)]
             or ([] if made["source"].get("sha256") == content() else ["the text"])
         )

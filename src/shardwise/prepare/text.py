@@ -23,6 +23,7 @@ from shardwise.data.reading.megatron import IndexedFile, written_dtype
 from shardwise.data.reading.sources import open_source
 from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
 from shardwise.data.tokens.encoding import ContentDigest
+from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
 from shardwise.files import sync_folder
@@ -83,7 +84,8 @@ class _Conversion:
         # The prefix keeps it apart from the digest of a run, which depends on how the run divides the text into parts.
         self.stamp = None if stamp is None else f"prepared-{stamp}"
         self.sentences = pairs or bool(job.options.get("split_sentences"))
-        self.end = self.tokenizer.end_of_document_id if job.options.get("append_eod", not pairs) else None
+        append, prepend = job.options.get("append_eod", not pairs), job.options.get("prepend_bos")
+        self.marks = DocumentMarks.of(self.tokenizer, append_eod=append, prepend_bos=prepend)
         self.continuations = self.tokenizer.continuations() if job.options.get("whole_word") else None
         if job.options.get("whole_word") and self.continuations is None:
             raise ConfigError(
@@ -129,7 +131,7 @@ class _Conversion:
                 "characters": read.characters,
                 "bytes": read.bytes,
             }
-            facts = self.output.complete(source, self.tokenizer.vocab_size, closes=self.end is not None, **counts)
+            facts = self.output.complete(source, self.tokenizer.vocab_size, closes=self.marks.end is not None, **counts)
         cache.remember_content(cache.cache_root(), self.stamp, read.digest)
         return facts
 
@@ -158,7 +160,7 @@ class _Conversion:
         """Step 1."""
         total = expected.bytes if expected is not None and expected.exact else None
         longest = _LONGEST_DOCUMENT if self.job.format == "hdf5" else None
-        sequences, size = SequenceOptions(self.sentences, self.end, longest), self.tokenizer.vocab_size
+        sequences, size = SequenceOptions(self.sentences, self.marks, longest), self.tokenizer.vocab_size
         with self._bar(f"tokenizing {self.source.name}", total) as advance:
             write = functools.partial(
                 write_tokens, self.source, workers, self.work, sequences, size, save=self._save, advance=advance
@@ -231,6 +233,8 @@ class _Conversion:
 def _check_options(job: TextJob) -> None:
     options = job.options
     problems = []
+    if options.get("prepend_bos") and options.get("split_sentences"):
+        problems.append("--prepend-bos must be left out with --split-sentences, whose pairs have [CLS] and [SEP]")
     if job.format == "arrow":
         arrow.library()
         if options["sequence_length"] < 1:

@@ -16,6 +16,7 @@ import numpy as np
 from shardwise.data.reading.megatron import UnfinishedIndex, written_dtype
 from shardwise.data.reading.sources import Source
 from shardwise.data.samples.sampler import IntArray
+from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.errors import DataError
 from shardwise.files import to_disk
 from shardwise.prepare.batches import Position, TextBatch, text_batches
@@ -34,12 +35,12 @@ class SequenceOptions:
 
     Attributes:
         sentences: each sentence is a sequence, and tokenized by itself; else each document is one.
-        end: the id that closes a document, None for none.
+        marks: of each document; sentences have no token that begins them.
         longest: a document with this many tokens is ended, and its rest becomes another document.
     """
 
     sentences: bool
-    end: int | None
+    marks: DocumentMarks
     longest: int | None = None
 
 
@@ -164,20 +165,20 @@ def _append(
     index: UnfinishedIndex, sequences: SequenceOptions, written: WrittenCounts, batch: TextBatch, row: TokenRow
 ) -> WrittenCounts:
     """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
-    tokens, sizes = row
+    (tokens, sizes), ends, end = row, np.array(batch.ends, dtype=np.int64), sequences.marks.end
+    if sequences.longest is not None and not len(ends) and written.open_document + len(tokens) >= sequences.longest:
+        ends = np.array([len(batch.texts)])
+    if not sequences.sentences:  # each text is a piece of a document
+        is_last = np.isin(np.arange(1, len(sizes) + 1), ends).tolist()
+        tokens, sizes = sequences.marks.put(tokens, sizes, is_last, begun=written.open_document > 0)
     starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
-    ends = list(batch.ends)
-    if sequences.longest is not None and not ends and written.open_document + len(tokens) >= sequences.longest:
-        ends.append(len(batch.texts))
-    # The tokens of the batch before each end of a document.
-    at = starts[np.array(ends, dtype=np.int64)]
+    at = starts[ends]  # the tokens of the batch before each end of a document
     if sequences.sentences:
-        lengths, bounds = _sentences(sizes, np.array(ends, dtype=np.int64), closed=sequences.end is not None)
+        lengths, bounds = _sentences(sizes, ends, closed=end is not None)
+        tokens = tokens if end is None else np.insert(tokens, at, end)
     else:
-        lengths = np.diff(at, prepend=-written.open_document) + (sequences.end is not None)
+        lengths = np.diff(at, prepend=-written.open_document)
         lengths, bounds = lengths[lengths > 0], np.cumsum(lengths > 0)
-    if sequences.end is not None:
-        tokens = np.insert(tokens, at, sequences.end)
     index.extend(tokens, lengths, bounds)
     open_document = int(starts[-1] - at[-1]) if len(at) else written.open_document + int(starts[-1])
     return WrittenCounts(written.tokens + len(tokens), index.sequences, index.documents, open_document)

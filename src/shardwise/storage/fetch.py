@@ -35,7 +35,7 @@ from shardwise.files import NoLocksError, lock, new_file, open_lock, open_own, t
 from shardwise.names import name_problem
 from shardwise.redaction import unsigned
 from shardwise.storage.reach import PATIENCE_SECONDS, in_time
-from shardwise.storage.root import Root, StoreError
+from shardwise.storage.root import ANONYMOUS, Root, StoreError
 from shardwise.units import size as size_text
 
 _RANGE = 1 << 23
@@ -83,19 +83,25 @@ class Fetched:
     came: int
 
 
-def find(url: str) -> list[Remote]:
+def find(url: str, *, anonymous: bool = False) -> list[Remote]:
     """The files that a URL or a path names: one file, those of a folder, or what a pattern matches.
 
+    Args:
+        anonymous: read a public bucket without credentials.
+
     Raises:
-        ConfigError: there are none, or the URL cannot be read by what is installed.
+        ConfigError: there are none, this user may not read them, or the URL cannot be read by what is installed.
         StoreError: the place does not answer.
     """
-    root = Root.of(url)
+    root = Root.of(url, anonymous=anonymous)
     try:
         return _inside(root, in_time(root, lambda: _listed(root)))
     except StoreError as error:
         if error.missing:
             raise ConfigError(str(error)) from None
+        if error.refused:
+            is_public = root.scheme in ANONYMOUS and not anonymous
+            raise ConfigError(f"{error}{'; if it is public, read it by --anonymous' if is_public else ''}") from None
         raise
 
 
@@ -326,6 +332,8 @@ def _range(remote: Remote, start: int, stop: int) -> bytes:
             error = remote.root.failure(EOFError(f"{len(block):,} of {stop - start:,} bytes came"), "read")
         except StoreError as failure:
             error = failure
+        if error.refused:  # its name may be listed where its content may not be read
+            raise ConfigError(str(error))
         if error.missing or attempt == _ATTEMPTS:
             raise StoreError(f"{error}; from byte {start:,} on: start again, and it continues from there")
         time.sleep(2 ** (attempt - 1) / 4)

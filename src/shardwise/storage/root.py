@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from shardwise.errors import ConfigError, RunError
+from shardwise.errors import ConfigError, RunError, listing
 from shardwise.files import free_bytes, sync_folder, write_atomic
 from shardwise.names import name_problem
 from shardwise.redaction import redacted
@@ -34,6 +34,12 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http"}
 """URL scheme → the extra of this package that brings its client."""
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2"}
 """Schemes where a folder is only a prefix of names."""
+ANONYMOUS: dict[str, dict[str, Any]] = {
+    **{scheme: {"anon": True} for scheme in ("s3", "s3a", "abfs", "abfss", "az")},
+    **{scheme: {"token": "anon"} for scheme in ("gs", "gcs")},
+}
+"""URL scheme → the options of its client that read a public place without credentials."""
+_REFUSED = r"(?i)denied|forbidden|unauthorized|credentials|anonymous"
 _S3_ADVICE = {
     r"(?i)bucket (does|is) not|NoSuchBucket|invalid bucket": (
         "make the bucket, name one that is there, or set AWS_ENDPOINT_URL to the address of the server that has it"
@@ -53,11 +59,12 @@ class StoreError(RunError):
     Attributes:
         out_of_space: the disk is full.
         missing: there is nothing of that name.
+        refused: an object store does not let this user read or write it.
     """
 
-    def __init__(self, text: str, *, out_of_space: bool = False, missing: bool = False) -> None:
+    def __init__(self, text: str, *, out_of_space: bool = False, missing: bool = False, refused: bool = False) -> None:
         super().__init__(text)
-        self.out_of_space, self.missing = out_of_space, missing
+        self.out_of_space, self.missing, self.refused = out_of_space, missing, refused
 
 
 class DamageError(StoreError):
@@ -72,22 +79,29 @@ class Root:
         path: as the filesystem expects it.
         shown: as the user wrote it, without secrets, for messages.
         scheme: of its URL; `file` on this machine.
+        anonymous: it is read without credentials, as a public bucket can be.
     """
 
     path: str
     shown: str
     scheme: str
     _remote: Any = None
+    anonymous: bool = False
 
     @staticmethod
-    def of(location: str | Path) -> Root:
+    def of(location: str | Path, *, anonymous: bool = False) -> Root:
         """The place that a path or a URL names.
 
         Raises:
-            ConfigError: the URL's scheme is unknown, or its client is not installed.
+            ConfigError: the URL's scheme is unknown, its client is not installed, or it cannot be read anonymously.
         """
         text = str(location)
         scheme, separator, rest = text.partition("://")
+        if anonymous and scheme not in ANONYMOUS:
+            raise ConfigError(
+                f"--anonymous must be left out with {redacted(text)}: it is for {listing(ANONYMOUS, 'and')}, and "
+                "other places are read without credentials unless their address has some"
+            )
         if not separator or scheme in _LOCAL:
             path = Path(rest if separator else text).expanduser().absolute()
             return Root(str(path), text.rstrip("/") or "/", "file")
@@ -97,14 +111,15 @@ class Root:
         try:
             if "::" in scheme:
                 raise ValueError("it has two schemes")
-            remote, path = url_to_fs(text, use_listings_cache=False)
+            options = ANONYMOUS[scheme] if anonymous else {}
+            remote, path = url_to_fs(text, use_listings_cache=False, **options)
         except ImportError as error:
             extra = _EXTRAS.get(scheme)
             package = f"shardwise[{extra}]" if extra else getattr(error, "name", None) or f"its client ({error})"
             raise ConfigError(f"{shown} needs a package that is not installed: pip install '{package}'") from None
         except ValueError as error:
             raise ConfigError(f"{shown} must be a path, or a URL such as s3://bucket/folder: {error}") from None
-        return Root(path, shown.rstrip("/"), scheme, remote)
+        return Root(path, shown.rstrip("/"), scheme, remote, anonymous)
 
     @property
     def fs(self) -> Any:
@@ -300,9 +315,14 @@ class Root:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         reason = redacted(" ".join(reason.split())).rstrip(".")
         text = f"{self} cannot be {verb}: {reason}"
+        refused = self.scheme in _OBJECT_STORES and (
+            isinstance(error, PermissionError) or re.search(_REFUSED, reason) is not None
+        )
+        if refused and self.anonymous:
+            text += "; it is not public: leave out --anonymous"
         if _EXTRAS.get(self.scheme) == "s3":
             text += "; " + next(advice for pattern, advice in _S3_ADVICE.items() if re.search(pattern, reason))
-        return StoreError(text, missing=isinstance(error, FileNotFoundError))
+        return StoreError(text, missing=isinstance(error, FileNotFoundError), refused=refused)
 
 
 class Writing:

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise import cost, units
 from shardwise.cli import main
-from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml
+from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.errors import DataError
 from shardwise.launch.stopping import request, requested
 from shardwise.plan import parameter_count
@@ -216,6 +216,26 @@ def test_a_finished_run_says_so(
 def test_a_named_step_is_gone_back_to_from_the_end(started: list[tuple[list[str], int, Path]]) -> None:
     stored("old", "quickstart", steps=240)
     assert main(["train", "quickstart", "checkpoint.resume=80", "--run-dir", "old"]) == 0
+    assert len(started) == 1
+
+
+def test_a_run_without_data_is_refused_with_lines_that_name_some(
+    started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["train", "llama2-7b"]) == 2
+    assert capsys.readouterr().err == (
+        "shardwise: llama2-7b must name its data by data.path, data.blend or data.dataset:\n"
+        "  Your own data:        data.path=corpus.jsonl data.tokenizer=FOLDER (Llama 2's has 32,000 tokens)\n"
+        "  The tutorial's data:  data.dataset=wikicorpus data.config=raw_en data.tokenizer=meta-llama/Llama-2-7b-hf\n"
+        "                        data.prepend_bos=true data.append_eod=false\n"
+        "  For a trial:          data.dataset=python\n"
+    )
+    (tmp_path / "own.yaml").write_text(recipe_text("llama2-tiny").replace("dataset: tiny", "dataset: null"))
+    assert main(["train", "own.yaml"]) == 2
+    assert capsys.readouterr().err.endswith("data.dataset:\n  For a trial:  data.dataset=python\n")
+    assert not started
+    assert not (tmp_path / "runs").exists()
+    assert main(["train", "llama2-7b", "data.dataset=python"]) == 0
     assert len(started) == 1
 
 

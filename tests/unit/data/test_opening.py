@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from shardwise import hub
 from shardwise.config import Config, config_from
-from shardwise.data.opening import Glance, glance
+from shardwise.data.formats import datasets
+from shardwise.data.opening import Glance, glance, prepare
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.errors import ConfigError
 from tests.dist.training import FAMILIES
 from tests.unit.data import hdf5_shards
 
@@ -49,11 +52,14 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> Glance:
+def chosen(family: str = "llama", vocab_size: int = 300, **data: Any) -> Config:
     model = {**SIZES, **FAMILIES[family], "vocab_size": vocab_size}
     train = {"steps": 2, "global_batch": 2, "micro_batch": 1, "sequence_length": 16}
-    config: Config = config_from({"model": model, "train": train, "optimizer": {"lr": 1e-3}, "data": data})
-    return glance(config)
+    return config_from({"model": model, "train": train, "optimizer": {"lr": 1e-3}, "data": data})
+
+
+def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> Glance:
+    return glance(chosen(family, vocab_size, **data))
 
 
 GOOD: dict[str, tuple[dict[str, Any], str]] = {
@@ -65,7 +71,6 @@ GOOD: dict[str, tuple[dict[str, Any], str]] = {
     "a stream": ({"path": "texts", "streaming": True, "tokenizer": "tokenizer"}, "2 files, 15 B, read during training"),
     "Megatron's": ({"path": "tokens"}, "tokens: 1 sequence in Megatron's format, as the headers of .idx files say"),
     "a blend": ({"blend": [1, "tokens", 2, "tokens"]}, "2 sequences in Megatron's format"),
-    "of the hub": ({"dataset": "wikitext"}, "wikitext: on the hub, which was not asked: fetched when the run starts"),
     "built-in": ({"dataset": "tiny"}, "tiny: 1 file, "),
 }
 
@@ -80,6 +85,34 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
     assert (name, tokenizer[0]) == ("data", "tokenizer")
     assert text in shown
     assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
+
+
+@pytest.mark.parametrize("found", ["hub", "unknown", ConfigError("no such repository")])
+def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(wanted: hub.HubFiles) -> str:
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    monkeypatch.setattr(hub, "find", find)
+    seen = look(dataset="wikitext", tokenizer="gpt2")
+    if isinstance(found, ConfigError):
+        assert (seen.rows, seen.problems) == ([], ["no such repository"] * 2)
+    else:
+        said = datasets.FOUND[found]
+        assert (seen.rows, seen.problems) == ([("data", f"wikitext: {said}"), ("tokenizer", f"gpt2: {said}")], [])
+
+
+def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
+    """The numbers of a dry run are of use before there are data."""
+    assert look() == Glance([("data", "none is named: a run needs data.path, data.blend or data.dataset")], [])
+    assert look(tokenizer="tokenizer").rows[1][1] == "tokenizer: 257 tokens, of model.vocab_size (300)"
+    (problem,) = look(tokenizer="./nowhere").problems
+    assert problem.startswith("data.tokenizer (./nowhere) must be a tokenizer's file or folder: there is none")
+    with pytest.raises(
+        ConfigError, match=r"data\.path, data\.blend or data\.dataset must name the data; for a trial: "
+    ):
+        prepare(chosen(), at)
 
 
 def test_shards_are_opened(at: Path) -> None:
@@ -127,9 +160,6 @@ def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
     assert look(path="texts", tokenizer="tokenizer").rows[1] == (
         "tokenizer",
         "tokenizer: 257 tokens, of model.vocab_size (300)",
-    )
-    assert (
-        look(path="texts", tokenizer="openai-community/gpt2").rows[1][1].startswith("openai-community/gpt2: on the hub")
     )
 
 

@@ -83,7 +83,7 @@ def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_pa
     tokenizer.save(tmp_path / "tokenizer")
     end, named = tokenizer.end_of_document_id, str(tmp_path / "tokenizer")
     assert converted(write(tmp_path / "train.bin", [5, end, 6]), tokenizer=named) == [[5, end], [6]]
-    found = inspect(str(tmp_path / "out"), tokenizer=None, samples=1, text_key="text")
+    found = inspect(str(tmp_path / "out"), 1, {})
     assert found.samples[0].text is not None, "the manifest names the tokenizer"
     path = write(tmp_path / "other.bin", [5, 270])
     with pytest.raises(DataError, match=r"the highest id \(270\), read as uint16, must be below 270, the vocabulary"):
@@ -103,7 +103,7 @@ def test_converted_tokens_are_not_made_again_and_others_are_replaced_by_force(tm
     with pytest.raises(DataError, match=r"with no tokenizer, and now --eod-token is another"):
         was_there(eod_token=END)
     assert not was_there(force=True, eod_token=END)
-    assert inspect(str(tmp_path / "out"), tokenizer=None, samples=1, text_key="text").counts["documents"] == 4
+    assert inspect(str(tmp_path / "out"), 1, {}).counts["documents"] == 4
 
 
 def test_what_is_no_file_of_raw_tokens_is_refused(tmp_path: Path) -> None:

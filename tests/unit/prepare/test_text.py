@@ -45,13 +45,14 @@ def ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return [int(each) for each in tokenizer.encode(text)]
 
 
-@pytest.mark.parametrize("append_eod", [True, False])
-def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool) -> None:
-    folder.run(folder.job("megatron", "made", append_eod=append_eod))
+@pytest.mark.parametrize(("append_eod", "prepend_bos"), [(True, False), (False, False), (True, True), (False, True)])
+def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, prepend_bos: bool) -> None:
+    folder.run(folder.job("megatron", "made", append_eod=append_eod, prepend_bos=prepend_bos))
     tokenizer = folder.tokenizer
+    begin = [tokenizer.token_id("[CLS]")] * prepend_bos
     with IndexedWriter(folder.at / "by-hand", tokenizer.vocab_size) as writer:
         for text in folder.documents:
-            writer.add([*ids(tokenizer, text), *([tokenizer.end_of_document_id] if append_eod else [])])
+            writer.add([*begin, *ids(tokenizer, text), *([tokenizer.end_of_document_id] if append_eod else [])])
     for suffix in (".bin", ".idx"):
         assert (folder.at / f"made{suffix}").read_bytes() == (folder.at / f"by-hand{suffix}").read_bytes(), suffix
 

@@ -312,3 +312,8 @@ def test_eight_processes_at_once_make_one_download(before: str, server: Server, 
     assert results == sorted([[DIGEST, 0]] * 7 + [[DIGEST, len(CONTENT)]]), lines
     assert sorted(server.gets) == list(range(0, len(CONTENT), RANGE)), "more than one download"
     assert target.read_bytes() == CONTENT
+
+
+def test_only_object_stores_are_read_anonymously() -> None:
+    with pytest.raises(ConfigError, match=r"--anonymous must be left out with https://x/y: it is for s3, s3a, "):
+        find("https://x/y", anonymous=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from contextlib import AbstractContextManager
 
 from shardwise.errors import keys_renamed
@@ -16,6 +17,8 @@ _ARGUMENTS = {
     "data.split": "--split",
     "data.tokenizer": "--tokenizer",
     "data.text_key": "--text-key",
+    "data.append_eod": "--append-eod",
+    "data.prepend_bos": "--prepend-bos",
     "set data.format=text": "rename the file",
     "model.family=bert": "BERT",
 }
@@ -24,3 +27,17 @@ _ARGUMENTS = {
 def arguments_named(path: str) -> AbstractContextManager[None]:
     """Makes errors name the command's arguments instead of a recipe's keys; `path`: the one that names the data."""
     return keys_renamed({"data.path": path, "data.dataset": path, **_ARGUMENTS})
+
+
+def add_marks(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """The options for what each document of text begins and ends with."""
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        help="close each document by the tokenizer's end of document (default: yes)",
+    )
+    parser.add_argument(
+        "--prepend-bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin each document with the tokenizer's begin of text, such as <s> (default: no)",
+    )

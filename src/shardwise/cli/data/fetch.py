@@ -25,6 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sha256", metavar="HEX", help="the SHA-256 that the file must have")
     parser.add_argument("--force", action="store_true", help="replace a file that was not fetched from URL")
+    parser.add_argument(
+        "--anonymous", action="store_true", help="read a public bucket (s3, gs, az) without credentials"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     sha256: str | None = arguments.sha256 and arguments.sha256.lower()
     if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ConfigError(f"--sha256 ({arguments.sha256}) must be 64 hexadecimal digits")
-    remotes: Sequence[Remote] = find(arguments.url)
+    remotes: Sequence[Remote] = find(arguments.url, anonymous=arguments.anonymous)
     if sha256 is not None and len(remotes) > 1:
         raise ConfigError(f"--sha256 must be left out: {arguments.url} is {len(remotes):,} files, and it is of one")
     dest = Path(arguments.dest).expanduser()

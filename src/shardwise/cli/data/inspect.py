@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
-from shardwise.cli.data import arguments_named
+from shardwise.cli.data import add_marks, arguments_named
 from shardwise.errors import ConfigError
 from shardwise.units import counted, size
 
@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="how many are shown (default: 3)")
     parser.add_argument("--text-key", metavar="KEY", default="text", help="a .jsonl line's field with the text (text)")
+    add_marks(parser.add_argument_group("options of text, whose tokens are counted by a --tokenizer"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -38,10 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--samples ({arguments.samples}) must be at least 0")
     from shardwise.data.opening import inspect
 
+    keys = ("tokenizer", "text_key", "append_eod", "prepend_bos")
     with arguments_named("PATH"):
-        found = inspect(
-            arguments.path, tokenizer=arguments.tokenizer, samples=arguments.samples, text_key=arguments.text_key
-        )
+        found = inspect(arguments.path, arguments.samples, {key: getattr(arguments, key) for key in keys})
     if arguments.json:
         facts = {**asdict(found), **found.counts}
         output.json({key: value for key, value in facts.items() if key not in ("rows", "counts")})

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli import output
-from shardwise.cli.data import arguments_named
+from shardwise.cli.data import add_marks, arguments_named
 from shardwise.config import data_from
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.errors import ConfigError, listing
@@ -28,8 +28,8 @@ DTYPES = ("uint16", "uint32")
 FORMATS = ("megatron", "arrow", "hdf5")
 _PATH_ENDS = ("/", ".txt", ".json", ".jsonl", ".parquet", ".gz")
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "megatron": {"append_eod": True, "split_sentences": False},
-    "arrow": {"append_eod": True, "sequence_length": 1024},
+    "megatron": {"append_eod": True, "prepend_bos": False, "split_sentences": False},
+    "arrow": {"append_eod": True, "prepend_bos": False, "sequence_length": 1024},
     "hdf5": {
         "sequence_length": 128,
         "max_predictions": None,
@@ -62,11 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--eod-token", metavar="ID", type=int, help="ends each document (default: the tokenizer's, where one is named)"
     )
     made = parser.add_argument_group("options of megatron and arrow")
-    made.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        help="close each document by the tokenizer's end of document (default: yes)",
-    )
+    add_marks(made)
     made.add_argument(
         "--split-sentences", action="store_true", default=None, help="megatron: a sequence for each sentence, for BERT"
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.config import BertConfig, Config
+from shardwise.config import BertConfig, Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.parts import PART_NAMES, Part
 from shardwise.data.reading.manifest import tokenizer_problems
@@ -15,6 +15,7 @@ from shardwise.data.samples.batch import Batches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
 from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
+from shardwise.data.tokens.marks import DocumentMarks, refuse_marks
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
@@ -130,6 +131,16 @@ def pair_batches(
         masked_fraction=config.data.masked_fraction,
         max_predictions=config.data.predictions(length),
     )
+
+
+def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
+    """The tokens that each document of text begins and ends with; DataError where the tokenizer lacks one."""
+    return DocumentMarks.of(tokenizer, append_eod=data.append_eod, prepend_bos=data.prepend_bos)
+
+
+def mark_problems(data: DataConfig) -> list[str]:
+    """The problems of keys that ask for marks of documents, where the data are tokens."""
+    return refuse_marks(data, f"{data.key} ({data.name}), whose tokens are read as they are")
 
 
 def in_pairs(config: Config) -> bool:

@@ -21,6 +21,7 @@ from shardwise.data.formats.common import (
     PreparedText,
     entry_problems,
     in_pairs,
+    mark_problems,
     needed_parts,
     tokenizer_in_cache,
     tokenizer_of_tokens,
@@ -44,7 +45,12 @@ from shardwise.data.tokens.split import Split, plan_split
 from shardwise.errors import DataError, ShardwiseError
 from shardwise.units import counted, size
 
-ON_HUB = "on the hub, which was not asked: fetched when the run starts"
+FOUND = {
+    "cache": "known to the cache of this machine",
+    "hub": "on the hub, fetched when the run starts",
+    "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
+}
+"""What a dry run says of a hub id, by where `hub.find` found it."""
 _ARROW_ROWS = 1024
 """Rows that an inspection looks at, at most."""
 _TEXT = ("string", "large_string")
@@ -56,6 +62,8 @@ def open_data(config: Config, root: Path, announce: Announce, *, any_size: bool)
     if cache.known_content(root, dataset.stamp()) is None:  # only a text's content is known
         key = _key(dataset, config)
         if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
+            if problems := mark_problems(config.data):
+                raise DataError(problems)
             entry = cache.open_or_build_tokens(
                 root, key, lambda folder: _build(folder, dataset, config), f"{dataset.name}: once", announce
             )
@@ -191,15 +199,14 @@ def glance(config: Config) -> str:
     """How many files a saved data set has; of one on the hub, no more than that its name may be one."""
     require_library(config.data)
     if config.data.is_hub_dataset:
-        hub.place_of_dataset(config.data.dataset, BUILT_IN_TEXTS)
-        return ON_HUB
+        return FOUND[hub.find(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))]
     dataset = DataSet.open(config.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))
     return f"a data set of {counted(number, 'file')}, {text.when_read(config)}"
 
 
-def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """A folder that `datasets.load_from_disk` opens: tokens or text."""
     assert data.path is not None
     path = Path(data.path).expanduser()
@@ -207,7 +214,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     try:
         opened = datasets.load_from_disk(str(path))
         splits = dict(opened) if isinstance(opened, datasets.DatasetDict) else {"": opened}
-        return _inspect(path, splits, tokenizer, samples)
+        return _inspect(path, splits, data, samples)
     except ShardwiseError:
         raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -217,7 +224,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         ) from None
 
 
-def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, samples: int) -> Inspection:
+def _inspect(path: Path, splits: Mapping[str, Any], data: DataConfig, samples: int) -> Inspection:
     """The columns of all splits, and what the longest one holds."""
     table = max(splits.values(), key=len)
     total = sum(map(len, splits.values()))
@@ -233,6 +240,8 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
         manifest=read_manifest(of_folder(path)),
     )
     has_tokens = "list<" in types.get(TOKENS, "")
+    if has_tokens and (problems := mark_problems(data)):
+        raise DataError(problems)
     column = TOKENS if has_tokens else next((name for name in columns if types[name] in _TEXT), None)
     if column is None or not len(table):
         return inspection
@@ -253,4 +262,4 @@ def _inspect(path: Path, splits: Mapping[str, Any], tokenizer: str | None, sampl
         )
     ids = [np.array(row or []) for row in leading.to_pylist()]
     seen = arrow.list_flatten(looked_at).drop_null().to_numpy()
-    return with_tokens(inspection, tokenizer, ids, [seen], round(lengths.mean * total))
+    return with_tokens(inspection, data.tokenizer, ids, [seen], round(lengths.mean * total))

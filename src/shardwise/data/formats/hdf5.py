@@ -116,7 +116,7 @@ def glance(config: Config) -> str:
     return f"{counted(len(paths), 'HDF5 shard')}{more}"
 
 
-def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """Shards of masked sentence pairs."""
     paths = shard_paths(data)
     first = Shard.open(paths[0])
@@ -151,7 +151,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         manifest=read_manifest(of_folder(first.path.parent)),
     )
     ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]
-    return with_tokens(inspection, tokenizer, ids, [values["input_ids"]], number * first.length)
+    return with_tokens(inspection, data.tokenizer, ids, [values["input_ids"]], number * first.length)
 
 
 def _summary(shards: ShardRows, bounds: Sequence[int], config: Config) -> str:

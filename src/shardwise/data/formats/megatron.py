@@ -124,7 +124,7 @@ def glance(config: Config) -> str:
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
-def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """A data set of PREFIX.bin and PREFIX.idx."""
     assert data.path is not None
     prefix = prefix_of(data.path)
@@ -157,7 +157,7 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     blocks = [file.tokens[start : start + _BLOCK] for start in starts]
     bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
     leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
-    return with_tokens(inspection, tokenizer, leading, blocks, total)
+    return with_tokens(inspection, data.tokenizer, leading, blocks, total)
 
 
 def _parts(files: Sequence[IndexedFile], config: Config) -> dict[Part, tuple[Documents, ...]]:

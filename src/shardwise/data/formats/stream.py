@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats.common import Announce, PreparedText, entry_problems, needed_parts
+from shardwise.data.formats.common import Announce, PreparedText, document_marks, entry_problems, needed_parts
 from shardwise.data.parts import PARTS, Part, describe_sizes
 from shardwise.data.reading.sources import ColumnSource, FileSource, PythonSource, TextPiece, open_source
 from shardwise.data.reading.streams import BLOCK_CHARACTERS, Shard, open_shard
@@ -51,7 +51,10 @@ class PreparedStream(PreparedText):
             return super().beginning(part, tokens)
         assert self.tokenizer_path is not None
         _, pieces = next(read_documents(self._shards()[0], 0))
-        return [int(token) for token in Tokenizer.load(self.tokenizer_path).encode(pieces[0].text)[:tokens]]
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        first = tokenizer.encode_rows([pieces[0].text])
+        row, _ = document_marks(self.data, tokenizer).put(*first, [False], begun=False)
+        return [int(token) for token in row[:tokens]]
 
     def batches(self, config: Config, part: Part, *, evaluation: bool = False, tail: bool = False) -> Batches | None:
         if part != "train":
@@ -63,9 +66,11 @@ class PreparedStream(PreparedText):
             )
         assert self.tokenizer_path is not None
         length, ends = config.train.sequence_length, DocumentEnds.of(config, self.tokenizer_path)
+        tokenizer = Tokenizer.load(self.tokenizer_path)
         stream = Stream(
             self._shards(),
-            Tokenizer.load(self.tokenizer_path),
+            tokenizer,
+            document_marks(self.data, tokenizer),
             lambda row, seed: TokenBatches(row, length, seed, tail=True, ends=ends),
             seed=config.train.seed,
             buffer=config.data.shuffle_buffer,
@@ -102,6 +107,7 @@ def _key(config: Config, stamp: str) -> str:
         "tokenizer": user_tokenizer_digest(data.tokenizer),
         "vocab_size": config.model.vocab_size,
         "buffer": data.shuffle_buffer,
+        **data.chosen_marks,
     }
     return cache.key_of(described)
 
@@ -147,12 +153,14 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> d
             for _, pieces in _first_block(shards[name], data.shuffle_buffer)[0]:
                 yield from ((other, piece) for piece in pieces)
 
-    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, folder))
+    facts: dict[str, Any] = dict(encode_documents(parts(), tokenizer, document_marks(data, tokenizer), folder))
     if isinstance(source, ColumnSource) and data.is_hub_dataset:
         content = source.stamp()  # a commit, the same on any machine
     else:
         content = _facts([Path(file) for files in by_split.values() for file in files], hashed=True)
     digest = cache.tokenizer_digest(folder / "tokenizer")
+    digests = [content, digest, *(row["sha256"] for row in facts.values())]
+    digests += [cache.digest_of(data.chosen_marks)] if data.chosen_marks else []
     return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         **facts,
@@ -160,7 +168,7 @@ def _build(folder: Path, source: FileSource | ColumnSource, config: Config) -> d
         "held": asdict(held),
         "whole": whole,
         "tokenizer": digest,
-        "fingerprint": cache.fingerprint_of([content, digest, *(row["sha256"] for row in facts.values())]),
+        "fingerprint": cache.fingerprint_of(digests),
     }
 
 

@@ -20,6 +20,7 @@ from shardwise.data import cache
 from shardwise.data.formats.common import (
     Announce,
     PreparedText,
+    document_marks,
     entry_problems,
     in_pairs,
     needed_parts,
@@ -41,7 +42,7 @@ from shardwise.data.tokens.tokenizer import (
     train_tokenizer,
     user_tokenizer_digest,
 )
-from shardwise.errors import DataError
+from shardwise.errors import DataError, listing
 from shardwise.units import count, counted, size
 
 # More text changes the merges of a small vocabulary little and costs memory and time.
@@ -128,6 +129,7 @@ def _key(content: str, config: Config) -> str:
         "split": list(config.data.split_names) or weights[1] / sum(weights),
         "tokenizer": "byte-level BPE" if named is None else user_tokenizer_digest(named),
         "vocab_size": config.model.vocab_size,
+        **config.data.chosen_marks,
     }
     return cache.key_of(described | ({"sentences": RULE} if in_pairs(config) else {}))
 
@@ -143,8 +145,11 @@ def _build(folder: Path, source: Source, scan: _Scan, config: Config) -> dict[st
         tokenizer = open_user_tokenizer(named, config.model.vocab_size, pairs=pairs)
         export_user_tokenizer(named, tokenizer, folder / "tokenizer")
     digest = ContentDigest()
-    encode = encode_sentences if pairs else encode_documents
-    parts = encode(_parts(source, split, digest), tokenizer, folder)
+    pieces = _parts(source, split, digest)
+    if pairs:
+        parts = encode_sentences(pieces, tokenizer, folder)
+    else:
+        parts = encode_documents(pieces, tokenizer, document_marks(config.data, tokenizer), folder)
     if digest.hexdigest() != scan.content:
         raise DataError(f"{source.name} changed while it was read: start again once it is complete")
     digests = [scan.content]
@@ -218,10 +223,13 @@ def when_read(config: Config) -> str:
     return "prepared when the run starts, unless the cache has it"
 
 
-def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection:
+def inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of text, as training reads them: all of them, or the beginning where they are large."""
     source = open_source(data)
-    encoder = None if tokenizer is None else Tokenizer.load(hub.resolve_tokenizer(tokenizer))
+    encoder = None if data.tokenizer is None else Tokenizer.load(hub.resolve_tokenizer(data.tokenizer))
+    marks = None if encoder is None else document_marks(data, encoder)
+    if encoder is None and data.append_eod is not None:
+        raise DataError("data.append_eod needs data.tokenizer, by which tokens are counted")
     lengths: list[int] = []
     beginnings: list[str] = []
     read = tokens = encoded = 0
@@ -237,8 +245,9 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
         if len(lengths) <= samples:
             beginnings[-1] += piece.text[: SAMPLE_CHARACTERS - len(beginnings[-1])]
         nbytes = len(piece.text.encode())
-        if encoder is not None and encoded < _TEXT_ENCODED:
-            tokens += len(encoder.encode_rows([piece.text])[0])
+        if encoder is not None and marks is not None and encoded < _TEXT_ENCODED:
+            row = encoder.encode_rows([piece.text])
+            tokens += len(marks.put(*row, [piece.ends_document], begun=not begins)[0])
             encoded += nbytes
         read += nbytes
         begins = piece.ends_document
@@ -257,6 +266,10 @@ def inspect(data: DataConfig, tokenizer: str | None, samples: int) -> Inspection
     if encoded and tokens:
         counts["bytes_per_token"] = encoded / tokens
         rows.append(("tokens", f"about {count(read * tokens / encoded)}{limit}, {encoded / tokens:.2f} bytes each"))
+    if encoder is not None and marks is not None:
+        around = {"begins with": marks.begin, "ends with": marks.end}
+        said = [f"{verb} {encoder.decode([token])}" for verb, token in around.items() if token is not None]
+        rows.append(("a document", listing(said) or "has no tokens of its own around it"))
     return Inspection(
         source.name,
         f"text{'' if len(kinds) != 1 else f', {kinds.pop()}'}",

@@ -13,8 +13,8 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -31,6 +31,8 @@ _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 _ROWS = 1000
 _UNNAMED = ""
 _T = TypeVar("_T")
+_CONVERTED = "refs/convert/parquet"
+"""The branch of a data set's repository to which the hub converts its data."""
 _NEEDED = "data sets of the hub and of save_to_disk need the library"
 # How the library begins where a configuration is not there, or must be chosen.
 _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
@@ -102,11 +104,16 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _OnHub:
-    """A configuration of a repository on the hub, at a commit; `folder` is what the hub's cache has of it."""
+    """A configuration of a repository on the hub, at a commit; `folder` is what the hub's cache has of it.
+
+    Attributes:
+        converted: the commit is one of the hub's conversion, which has CONFIG/SPLIT/NUMBER.parquet.
+    """
 
     repository: str
     config: str | None
     folder: Path
+    converted: bool = False
 
     @property
     def stamp(self) -> list[Any]:
@@ -134,8 +141,9 @@ class _OnHub:
 
     def _builder(self, datasets: Any) -> Any:
         place = f"hf://datasets/{self.repository}"
+        chosen = {"data_files": self._converted_files()} if self.converted else {"name": self.config}
         try:
-            builder = datasets.load_dataset_builder(place, self.config, revision=self.folder.name)
+            builder = datasets.load_dataset_builder(place, **chosen, revision=self.folder.name)
         except Exception as error:  # noqa: BLE001  as above
             names = []
             if str(error).startswith(_NO_CONFIG):
@@ -143,8 +151,7 @@ class _OnHub:
                     names = datasets.get_dataset_config_names(place, revision=self.folder.name)
             if not names:
                 raise self._refusal(error) from None
-            given = f"data.config ({self.config})" if self.config else "data.config"
-            raise DataError(f"{given} must name a configuration of {self.repository}: {listing(names, 'or')}") from None
+            raise self._no_config(names) from None
         if builder.hash != self.folder.name:  # without access to the hub it takes any commit that it has
             raise DataError(
                 f"data.dataset ({self.repository}) cannot be fetched at commit {self.folder.name}: there is no access "
@@ -152,6 +159,31 @@ class _OnHub:
             )
         self._require_own_files(f"{place}@{self.folder.name}/", builder.config.data_files or {})
         return builder
+
+    def _converted_files(self) -> dict[str, str]:
+        """Patterns of the configuration's files of each split."""
+        from huggingface_hub import HfApi
+
+        try:
+            names = HfApi().list_repo_files(self.repository, revision=self.folder.name, repo_type="dataset")
+        except Exception as error:  # noqa: BLE001  as above
+            raise self._refusal(error) from None
+        found: dict[str, dict[str, str]] = {}
+        for config, split, _ in (name.split("/") for name in names if name.count("/") == 2):
+            found.setdefault(config, {})[split] = f"{config}/{split}/*.parquet"
+        if self.config not in found and (self.config is not None or len(found) != 1):
+            raise self._no_config(found)
+        files = found[self.config] if self.config is not None else next(iter(found.values()))
+        if partial := [split for split in files if split.startswith("partial-")]:
+            raise DataError(
+                f"data.dataset ({self.repository}) is a loading script, of whose data the hub has converted only the "
+                f"beginning ({listing(partial)}): set data.path to a copy of its data"
+            )
+        return files
+
+    def _no_config(self, names: Iterable[str]) -> DataError:
+        given = f"data.config ({self.config})" if self.config else "data.config"
+        return DataError(f"{given} must name a configuration of {self.repository}: {listing(names, 'or')}")
 
     def _require_own_files(self, place: str, data_files: Mapping[Any, list[str]]) -> None:
         """DataError where the card names a file of another place or of this machine, which old releases would read."""
@@ -195,10 +227,9 @@ class DataSet:
         if data.path is not None:
             return cls(data, _Saved(Path(data.path).expanduser()))
         try:
-            repository, folder = hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, cached=True)
+            return cls(data, _on_hub(data, cached=True))
         except ConfigError as error:
             raise DataError(error.problems) from None
-        return cls(data, _OnHub(repository, data.config, folder))
 
     @property
     def name(self) -> str:
@@ -319,13 +350,36 @@ def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> N
     """
     if data.is_hub_dataset:
         require_library(data)
-        hub.resolve_dataset(data.dataset, built_in=BUILT_IN_TEXTS, announce=announce)
+        _on_hub(data, announce=announce)
+
+
+def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _OnHub:
+    """The repository that `data.dataset` names; of a loading script, the hub's conversion of its data."""
+    wanted = hub.place_of_dataset(data.name, BUILT_IN_TEXTS)
+    folder, key = hub.obtain(wanted, cached=cached, announce=announce), f"data.dataset ({data.name})"
+    converted = wanted.revision == _CONVERTED
+    if (folder / wanted.patterns[-1]).exists():
+        if wanted.revision is not None:
+            raise ConfigError(
+                f"{key} is a loading script, and the hub converts that of the main branch alone: leave out "
+                f"@{wanted.revision}"
+            )
+        if announce is not None:
+            what = f"{data.name} is a loading script, which is not run"
+            announce(f"{what}: reading the hub's parquet files of it ({_CONVERTED})")
+        lacks = (
+            f"{key} is a loading script, which is not run, and the hub has no parquet files of it ({_CONVERTED}): set "
+            "data.path to a copy of its data"
+        )
+        wanted = replace(wanted, revision=_CONVERTED, no_revision=lacks)
+        folder, converted = hub.obtain(wanted, cached=cached, announce=announce), True
+    return _OnHub(wanted.repository, data.config, folder, converted)
 
 
 def require_library(data: DataConfig) -> None:
     """Raises ConfigError where the library is not installed; it is not imported."""
     if importlib.util.find_spec("datasets") is None:
-        near = nearest_name(data.dataset, BUILT_IN_TEXTS) if data.is_hub_dataset else None
+        near = nearest_name(data.name, BUILT_IN_TEXTS) if data.is_hub_dataset else None
         raise ConfigError(
             f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
             + (f"; did you mean data.dataset={near}?" if near else "")

@@ -134,6 +134,8 @@ def open_source(data: DataConfig) -> Source:
         path = Path(data.path).expanduser()
         with readable(path):
             return _user_source(path, data)
+    if data.dataset is None:
+        raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
     if data.dataset == "tiny":
         return FileSource("tiny", (_TINY,), "jsonl", "text")
     root = Path(sysconfig.get_path("stdlib"))

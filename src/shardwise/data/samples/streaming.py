@@ -26,6 +26,7 @@ from shardwise.data.samples.batch import Batch, Batches, joined
 from shardwise.data.samples.hashing import mix_integer
 from shardwise.data.samples.sampler import IntArray, SampleOrder
 from shardwise.data.tokens.cutting import batches
+from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
@@ -88,6 +89,7 @@ class Stream:
     """Blocks of samples, read one after another or from anywhere. One thread reads at a time.
 
     Args:
+        marks: what each document begins and ends with.
         cut: makes the samples of a row of tokens, in an order drawn from a seed.
         buffer: how many documents a block has, at most.
 
@@ -99,13 +101,14 @@ class Stream:
         self,
         shards: Sequence[Shard],
         tokenizer: Tokenizer,
+        marks: DocumentMarks,
         cut: Callable[[_Tokens, int], Batches],
         *,
         seed: int,
         buffer: int,
         held: HeldOut,
     ) -> None:
-        self._shards, self._tokenizer, self.cut = shards, tokenizer, cut
+        self._shards, self._tokenizer, self._marks, self.cut = shards, tokenizer, marks, cut
         self._seed, self._buffer, self._held = seed, buffer, held
         self._order = SampleOrder(len(shards), mix_integer(_SHARDS, seed))
         self._reading: Iterator[tuple[StreamPosition, list[TextPiece]]] = iter(())
@@ -159,13 +162,14 @@ class Stream:
             offset = 0
 
     def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
-        """All documents joined, each closed by the end of document."""
-        rows = []
+        """All documents joined, each with its marks."""
+        rows, begun = [], False
         for batch in batches(chain.from_iterable(documents), lambda piece: piece.characters, _ENCODED_CHARACTERS):
             self._stop_if_asked()
-            tokens, sizes = self._tokenizer.encode_rows([piece.text for piece in batch])
-            ends = np.cumsum(sizes)[[piece.ends_document for piece in batch]]
-            rows.append(np.insert(tokens, ends, self._tokenizer.end_of_document_id))
+            ends = [piece.ends_document for piece in batch]
+            encoded = self._tokenizer.encode_rows([piece.text for piece in batch])
+            rows.append(self._marks.put(*encoded, ends, begun=begun)[0])
+            begun = not ends[-1]
         return np.concatenate(rows)
 
     def _stop_if_asked(self) -> None:

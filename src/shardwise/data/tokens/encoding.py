@@ -14,6 +14,7 @@ from shardwise.data.cache import BOUNDS, BOUNDS_DTYPE, ArrayWriter, TokenWriter,
 from shardwise.data.parts import PARTS, Part
 from shardwise.data.reading.sources import TextPiece
 from shardwise.data.tokens.cutting import batches, sentence_pieces
+from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 _BATCH_CHARACTERS = 1 << 23
@@ -47,17 +48,20 @@ class ContentDigest:
         return self._digest.hexdigest()
 
 
-def encode_documents(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    """Writes each part's tokens, documents closed by the end of document; returns the manifest's records."""
+def encode_documents(
+    parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, marks: DocumentMarks, folder: Path
+) -> dict[str, Any]:
+    """Writes each part's tokens, documents with their marks; returns the manifest's records."""
+    begun = False
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
         for batch in batches(parts, lambda item: item[1].characters, _BATCH_CHARACTERS):
-            tokens, sizes = tokenizer.encode_rows([piece.text for _, piece in batch])
+            ends = [piece.ends_document for _, piece in batch]
+            tokens, sizes = marks.put(*tokenizer.encode_rows([piece.text for _, piece in batch]), ends, begun=begun)
             for (part, piece), row in zip(batch, np.split(tokens, np.cumsum(sizes)[:-1]), strict=True):
                 writers[part].write(row)
-                if piece.ends_document:
-                    writers[part].write([tokenizer.end_of_document_id])
-                    writers[part].documents += 1
+                writers[part].documents += piece.ends_document
+            begun = not ends[-1]
     return {part: writer.facts() for part, writer in writers.items()}
 
 

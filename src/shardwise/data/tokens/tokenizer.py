@@ -52,10 +52,15 @@ class Tokenizer:
     Args:
         end_of_document: the token that closes a document.
         pair_names: the tokenizer's names of BERT's special tokens, by the keys of `PAIR_TOKENS`; None where unknown.
+        begin_of_document: the token that files beside the tokenizer say a text begins with; None where they do not.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, end_of_document: str, pair_names: Mapping[str, str] | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        end_of_document: str,
+        pair_names: Mapping[str, str] | None = None,
+        begin_of_document: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -65,6 +70,7 @@ class Tokenizer:
         self.end_of_document = end_of_document
         self.end_of_document_id: int = end
         self.pair_names = pair_names
+        self._begin_of_document = begin_of_document
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
@@ -79,7 +85,8 @@ class Tokenizer:
     @classmethod
     def _of(cls, files: TokenizerFiles) -> Tokenizer:
         backend = files.open()
-        return cls(backend, files.end_of_document(backend))
+        begin = next(iter(files.named("bos_token")), None)
+        return cls(backend, files.end_of_document(backend), begin_of_document=begin)
 
     @cached_property
     def digest(self) -> str:
@@ -113,6 +120,11 @@ class Tokenizer:
         """The token that `encode_prompt` puts before a text, None where it puts none."""
         prompt = self.encode_prompt("a")
         return self._backend.id_to_token(prompt[0]) if len(prompt) > len(self.encode("a")) else None
+
+    @property
+    def begin_of_document(self) -> str | None:
+        """The token that a document may begin with, such as `<s>`; None where the tokenizer has none."""
+        return self.begin_of_text or self._begin_of_document
 
     def encode_rows(
         self, texts: list[str], *, literally: bool = False
@@ -163,7 +175,7 @@ class Tokenizer:
             return
         end, names = self.end_of_document, self.pair_names
         if names is None:
-            special = {"bos_token": self.begin_of_text or end, "eos_token": end}
+            special = {"bos_token": self.begin_of_document or end, "eos_token": end}
         else:
             special = {f"{role}_token": name for role, name in names.items()}
         config = {

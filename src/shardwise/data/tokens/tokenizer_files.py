@@ -80,7 +80,7 @@ class TokenizerFiles:
             raise DataError(f"{folder} cannot be read: {reason_of(error)}") from None
         for names in TOKENIZERS:
             if present.issuperset(names):
-                return cls({name: folder / name for name in names}, _companions(folder))
+                return cls.find(folder / names[0])
         raise DataError(without_tokenizer(f"the folder {folder}", present))
 
     @property

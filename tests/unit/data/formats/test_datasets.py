@@ -285,7 +285,7 @@ def test_values_that_lie_beyond_the_file(column: str, tmp_path: Path) -> None:
     assert f"the column {column!r} is damaged (" in failure(path)
     assert failure(path).endswith("): copy or save the data set again")
     with pytest.raises(DataError, match="is damaged"):
-        inspect(str(path), tokenizer=None, samples=1, text_key="text")
+        inspect(str(path), 1, {})
     if column == "text":
         with pytest.raises(DataError, match=r"\.arrow: rows 0 to 199: the column 'text' is damaged"):
             list(TableShard(file, column).documents(0))

@@ -97,6 +97,7 @@ class User:
     """Prepares data in processes of their own: the hub's client reads its environment once."""
 
     def __init__(self, at: Path, site: Site) -> None:
+        at.mkdir(exist_ok=True)
         self.at, self.environment = at, {**os.environ, **user_of(site.address, str(at / "hf"))}
         self.environment.pop("HF_TOKEN", None)
 
@@ -136,10 +137,58 @@ def problem(found: dict[str, Any]) -> str:
     return str(text)
 
 
+SCRIPT = {".gitattributes": b"", "README.md": b"", "tiny.py": b"raise SystemExit('a loading script was run')"}
+CONVERTED = {
+    "raw_en/train/0000.parquet": parquet(TEXTS[:50]),
+    "raw_en/train/0001.parquet": parquet(TEXTS[50:80]),
+    "raw_en/unsupervised/0000.parquet": parquet(TEXTS[80:]),
+    "raw_ca/train/0000.parquet": parquet(TEXTS[:10]),
+    "long/partial-train/0000.parquet": parquet(TEXTS[:10]),
+}
+
+
 @pytest.fixture
 def site() -> Iterator[Site]:
     with serve(FILES) as started:
         yield started
+
+
+def test_of_a_loading_script_the_hubs_conversion_is_read(tmp_path: Path) -> None:
+    jobs = [
+        {"dataset": "acme/tiny", "config": "raw_en", "split": "train,unsupervised"},
+        {"dataset": "acme/tiny@refs/convert/parquet", "config": "raw_en", "split": "train,unsupervised"},
+        {"dataset": "acme/tiny"},
+        {"dataset": "acme/tiny", "config": "de"},
+        {"dataset": "acme/tiny", "config": "long"},
+        {"dataset": "acme/tiny@main", "config": "raw_en"},
+    ]
+    with serve({"main": SCRIPT, "refs/convert/parquet": CONVERTED}) as site:
+        user = User(tmp_path, site)
+        own, named, *refused = user.prepare(*jobs)
+        (offline,) = user.prepare(jobs[0], HF_HUB_OFFLINE="1")
+    assert own["parts"] == named["parts"] == offline["parts"]
+    assert own["summary"].startswith("acme/tiny raw_en: ")
+    assert "100 documents" in own["summary"]
+    line = (
+        "acme/tiny is a loading script, which is not run: reading the hub's parquet files of it (refs/convert/parquet)"
+    )
+    assert own["said"].count(line) == offline["said"].count(line) == 1
+    assert line not in named["said"]
+    names = "must name a configuration of acme/tiny: raw_en, raw_ca or long"
+    assert [problem(found) for found in refused] == [
+        f"data.config {names}",
+        f"data.config (de) {names}",
+        "data.dataset (acme/tiny) is a loading script, of whose data the hub has converted only the beginning "
+        "(partial-train): set data.path to a copy of its data",
+        "data.dataset (acme/tiny@main) is a loading script, and the hub converts that of the main branch alone: leave "
+        "out @main",
+    ]
+    with serve({"main": SCRIPT}) as site:
+        (alone,) = User(tmp_path / "alone", site).prepare(jobs[0])
+    assert problem(alone) == (
+        "data.dataset (acme/tiny) is a loading script, which is not run, and the hub has no parquet files of it "
+        "(refs/convert/parquet): set data.path to a copy of its data"
+    )
 
 
 @pytest.fixture

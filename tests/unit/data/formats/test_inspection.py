@@ -34,7 +34,7 @@ def test_numbers_are_spread_from_the_first_to_the_last() -> None:
 
 
 def looked(path: Path, tokenizer: Path | None = None) -> Inspection:
-    return inspect(str(path), tokenizer=None if tokenizer is None else str(tokenizer), samples=2, text_key="text")
+    return inspect(str(path), 2, {"tokenizer": None if tokenizer is None else str(tokenizer)})
 
 
 def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

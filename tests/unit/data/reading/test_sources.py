@@ -72,7 +72,7 @@ def test_pieces_are_cut_between_a_word_and_the_space_after_it(tmp_path: Path) ->
 
 
 def test_the_python_text_is_sources_and_topics_without_tests() -> None:
-    source = open_source(DataConfig())
+    source = open_source(DataConfig(dataset="python"))
     assert isinstance(source, sources.PythonSource)
     names = [path.relative_to(source.root).as_posix() for path in source.files]
     assert names == sorted(names)

@@ -109,6 +109,11 @@ def test_files_of_another_name(tmp_path: Path) -> None:
     export_user_tokenizer(str(folder / "gpt2-merges.txt"), tokenizer, tmp_path / "export")
     assert (tmp_path / "export/vocab.json").read_bytes() == (folder / "gpt2-vocab.json").read_bytes()
     assert Tokenizer.load(tmp_path / "export").encode("fox").tolist() == tokenizer.encode("fox").tolist()
+    assert user_tokenizer_digest(str(folder)) == user_tokenizer_digest(str(folder / "gpt2-vocab.json"))
+    assert Tokenizer.load(folder).end_of_document == END_OF_DOCUMENT, "the folder is read otherwise than its files"
+    (folder / "gpt2-merges.txt").unlink()
+    with pytest.raises(DataError, match=r"holds gpt2-vocab\.json without gpt2-merges\.txt, and the tokenizer is read"):
+        Tokenizer.load(folder)
 
 
 def test_a_changed_file_is_another_tokenizer(tmp_path: Path) -> None:
@@ -181,7 +186,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocab\.json must have merges\.txt beside it"):
         open_user_tokenizer(str(folder / "vocab.json"), 300)
     (folder / "vocab.json").rename(folder / "other.bin")
-    kinds = r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model or vocab\.txt"
+    kinds = (
+        r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model, vocab\.txt or gpt2-vocab\.json with "
+        r"gpt2-merges\.txt"
+    )
     with pytest.raises(DataError, match=rf"own must hold a tokenizer, which is {kinds}: it has other\.bin"):
         open_user_tokenizer(str(folder), 300)
     (tmp_path / "empty").mkdir()

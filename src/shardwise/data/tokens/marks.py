@@ -1,0 +1,66 @@
+"""The tokens that a document begins and ends with in the row of tokens that it is joined to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.config import DataConfig
+from shardwise.data.tokens.tokenizer import Tokenizer
+from shardwise.errors import DataError
+
+
+@dataclass(frozen=True)
+class DocumentMarks:
+    """The ids that are put before and after the tokens of each document; None for none."""
+
+    begin: int | None
+    end: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, *, append_eod: bool | None, prepend_bos: bool | None) -> Self:
+        """The tokenizer's marks that keys of `data` ask for; None: a document is closed, and nothing precedes it.
+
+        Raises:
+            DataError: the tokenizer has no token that begins a text.
+        """
+        token = tokenizer.begin_of_document if prepend_bos else None
+        begin = None if token is None else tokenizer.token_id(token)
+        if prepend_bos and begin is None:
+            raise DataError(
+                "data.prepend_bos (true) needs a token that begins a text, such as <s>, and data.tokenizer has none: "
+                "name one as bos_token in a tokenizer_config.json beside it"
+            )
+        return cls(begin, None if append_eod is False else tokenizer.end_of_document_id)
+
+    def put(
+        self, tokens: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], ends: Sequence[bool], *, begun: bool
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The tokens of consecutive pieces with the marks between them, and how many each piece has then.
+
+        Args:
+            sizes: of the pieces, [pieces].
+            ends: whether each piece is the last of its document.
+            begun: whether the first piece continues a document.
+        """
+        after = np.cumsum(sizes)
+        begins = [not begun, *ends][: len(ends)]
+        marked = np.stack([begins, ends], axis=1) & [self.begin is not None, self.end is not None]
+        ids = np.broadcast_to(np.array([self.begin or 0, self.end or 0], dtype=np.int32), marked.shape)
+        places = np.stack([after - sizes, after], axis=1)
+        # Row by row, so that marks at one place keep the order of their documents.
+        return np.insert(tokens, places[marked], ids[marked]), sizes + marked.sum(axis=1)
+
+
+def refuse_marks(data: DataConfig, why: str) -> list[str]:
+    """The problems of keys that ask for marks of documents where none can be put; `why`: the end of the sentence."""
+    given = {"append_eod": data.append_eod, "prepend_bos": data.prepend_bos}
+    return [
+        f"data.{name} ({str(value).lower()}) must be null with {why}"
+        for name, value in given.items()
+        if value is not None
+    ]

@@ -1,0 +1,148 @@
+"""What documents begin and end with: the same in every way from text to tokens, and part of every cache's key."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import data_from, load_config
+from shardwise.data import IndexedFile, Tokenizer, make_batches, prepare
+from shardwise.data.opening import glance, inspect
+from shardwise.data.tokens.marks import DocumentMarks
+from shardwise.data.tokens.tokenizer import export_user_tokenizer, open_user_tokenizer, train_tokenizer
+from shardwise.errors import ConfigError, DataError
+from tests.unit.data.formats.test_text import sized
+from tests.unit.prepare.jobs import Folder
+
+CHOICES = [*product([None, True, False], [None, True])]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1), st.booleans(), *[st.sampled_from([None, 7])] * 2
+)
+def test_marks_stand_at_the_ends_of_documents(
+    pieces: list[tuple[int, bool]], begun: bool, begin: int | None, end: int | None
+) -> None:
+    """Also of documents without tokens, and of one that began before."""
+    begin = None if begin is None else begin + 1
+    expected: list[list[int]] = []
+    inside = begun
+    for size, ends in pieces:
+        before = [] if inside or begin is None else [begin]
+        expected.append([*before, *[1] * size, *([end] if ends and end is not None else [])])
+        inside = not ends
+    sizes = np.array([size for size, _ in pieces])
+    tokens, marked = DocumentMarks(begin, end).put(
+        np.ones(sizes.sum(), dtype=np.int32), sizes, [ends for _, ends in pieces], begun=begun
+    )
+    assert tokens.tolist() == [token for row in expected for token in row]
+    assert marked.tolist() == [len(row) for row in expected]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """A text, and a tokenizer that begins a text with [CLS] and ends documents by [SEP]."""
+    return Folder.fill(tmp_path_factory.mktemp("marks"), 40)
+
+
+def expected_documents(folder: Folder, append_eod: bool | None, prepend_bos: bool | None) -> list[list[int]]:
+    tokenizer = folder.tokenizer
+    begin = [tokenizer.token_id("[CLS]")] if prepend_bos else []
+    end = [] if append_eod is False else [tokenizer.token_id("[SEP]")]
+    return [[*begin, *tokenizer.encode(text).tolist(), *end] for text in folder.documents]
+
+
+@pytest.mark.parametrize(("append_eod", "prepend_bos"), CHOICES)
+def test_every_way_to_tokens_has_the_same(folder: Folder, append_eod: bool | None, prepend_bos: bool | None) -> None:
+    keys: dict[str, Any] = {"append_eod": append_eod, "prepend_bos": prepend_bos}
+    text, name = str(folder.at / "text.jsonl"), f"made-{append_eod}-{prepend_bos}"
+    documents = expected_documents(folder, append_eod, prepend_bos)
+    tokens = [token for row in documents for token in row]
+    common = {"path": text, "tokenizer": str(folder.at / "tokenizer"), "split": "1,0", **keys}
+    prepared = prepare(sized(300, 32, 0, **common), folder.at / "cache")
+    assert prepared.beginning("train", 10**6) == tokens
+    stream = prepare(sized(300, 32, 0, **common, streaming=True), folder.at / "cache")
+    assert stream.beginning("train", 5) == documents[0][:5]
+    batches = make_batches(sized(300, 32, 0, **common, streaming=True), stream, "train")
+    assert batches is not None
+    block = batches._stream.block(batches._starts[0])  # type: ignore[attr-defined]
+    assert sorted(block.samples.tokens.tolist()) == sorted(tokens)
+    batches.close()
+    options = {"append_eod": append_eod is not False, "prepend_bos": bool(prepend_bos)}
+    folder.run(folder.job("megatron", name, **options))
+    assert [*map(int, IndexedFile.open(folder.at / name).tokens)] == tokens
+    found = inspect(text, 1, {"tokenizer": common["tokenizer"], **keys})
+    around = [*["begins with [CLS]"] * bool(prepend_bos), *["ends with [SEP]"] * (append_eod is not False)]
+    assert dict(found.rows)["a document"] == (" and ".join(around) or "has no tokens of its own around it")
+    assert found.counts["bytes_per_token"] == sum(map(len, map(str.encode, folder.documents))) / len(tokens)
+
+
+def test_caches_and_fingerprints_are_of_the_marks(folder: Folder) -> None:
+    found: dict[bool, list[str]] = {}
+    for streaming in (False, True):
+        for append_eod, prepend_bos in CHOICES:
+            keys: dict[str, Any] = {"append_eod": append_eod, "prepend_bos": prepend_bos}
+            if streaming:  # more than a block, so that no token of it is in the cache
+                keys |= {"streaming": True, "shuffle_buffer": 10}
+            named = {"path": str(folder.at / "text.jsonl"), "tokenizer": str(folder.at / "tokenizer"), "split": "1,0"}
+            data = prepare(sized(300, 32, 0, **named, **keys), folder.at / "cache")
+            found.setdefault(streaming, []).append(data.fingerprint)
+    for streaming, prints in found.items():
+        assert prints[:2] == prints[2:4], f"true is what null means (streaming={streaming})"
+        assert len(set(prints)) == 4, f"other tokens are other data (streaming={streaming})"
+
+
+def test_a_begin_of_text_that_only_settings_name(tmp_path: Path) -> None:
+    """GPT-2's and NeoX's tokenizers put nothing before a text, and name a token for it."""
+    train_tokenizer(["some text"] * 9, 257, "text").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "special_tokens_map.json").unlink()
+    assert Tokenizer.load(tmp_path).begin_of_document is None
+    with pytest.raises(DataError, match=r"data\.prepend_bos \(true\) needs a token that begins a text, such as <s>"):
+        DocumentMarks.of(open_user_tokenizer(str(tmp_path), 300), append_eod=None, prepend_bos=True)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "e"}}))
+    export_user_tokenizer(str(tmp_path), Tokenizer.load(tmp_path), tmp_path / "export")
+    for folder in (tmp_path, tmp_path / "export"):
+        assert Tokenizer.load(folder).begin_of_document == "e", "a stream reads its tokenizer from the export"
+
+
+@pytest.mark.parametrize("keys", [{"append_eod": True}, {"append_eod": False}, {"prepend_bos": True}])
+def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, bool], tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 40}).save_to_disk(str(tmp_path / "rows"))
+    folder.run(folder.job("megatron", "held"))
+    text = r"data\.\w+ \((true|false)\) must be null with data\.path \(.*\), whose tokens are read as they are"
+    keys = {**keys, "tokenizer": str(folder.at / "tokenizer")}
+    for path in (folder.at / "held", tmp_path / "rows"):
+        with pytest.raises(ConfigError, match=text):
+            prepare(sized(300, 32, 0, path=str(path), **keys), tmp_path / "cache")
+        with pytest.raises(ConfigError, match=text):
+            inspect(str(path), 1, keys)
+    (problem,) = glance(sized(300, 32, 0, path=str(folder.at / "held"), **keys)).problems
+    assert "whose tokens are read as they are" in problem
+
+
+def test_keys_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.append_eod \(false\) must be true with data\.eod_mask_loss \(true\)"):
+        data_from({"dataset": "tiny", "append_eod": False, "eod_mask_loss": True})
+    with pytest.raises(ConfigError, match=r"data\.prepend_bos \(true\) needs data\.tokenizer"):
+        data_from({"dataset": "tiny", "prepend_bos": True})
+
+
+def test_marks_are_counted_by_a_tokenizer(folder: Folder) -> None:
+    with pytest.raises(DataError, match=r"data\.append_eod needs data\.tokenizer, by which tokens are counted"):
+        inspect(str(folder.at / "text.jsonl"), 1, {"append_eod": False})
+
+
+def test_marks_of_sentence_pairs_are_refused(folder: Folder, tmp_path: Path) -> None:
+    text = r"data\.append_eod \(true\) must be null with model\.family \(bert\), whose pairs have \[CLS\] and \[SEP\]"
+    with pytest.raises(DataError, match=text):
+        prepare(load_config("bert-tiny", ["data.append_eod=true"]), tmp_path)
+    with pytest.raises(ConfigError, match="--prepend-bos must be left out with --split-sentences"):
+        folder.run(folder.job("megatron", "wrong", prepend_bos=True, split_sentences=True))
