@@ -1,4 +1,4 @@
-"""The quickstart in float32, mixed and bfloat16, by the command line: the evaluation loss at the end."""
+"""The quickstart in every precision, by the command line: the evaluation loss at the end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from typing import Any
 
 from report import Report, Table, target
 
-MODES = ("float32", "mixed", "bfloat16")
+MODES = {
+    "float32": ["precision.mode=float32"],
+    "mixed": ["precision.mode=mixed"],
+    "bfloat16": ["precision.mode=bfloat16"],
+    "bfloat16, nearest": ["precision.mode=bfloat16", "precision.rounding=nearest"],
+}
 
 
 def train(mode: str, folder: Path, extra: list[str]) -> dict[str, Any]:
     """Losses of one run."""
     run_dir = folder / mode
-    command = [sys.executable, "-m", "shardwise", "train", "quickstart", f"precision.mode={mode}"]
+    command = [sys.executable, "-m", "shardwise", "train", "quickstart", *MODES[mode]]
     start = time.monotonic()
     subprocess.run(
         [*command, "log.tensorboard=false", "log.sample_tokens=0", *extra, "--run-dir", str(run_dir)],
@@ -64,7 +69,15 @@ def run(rounds: int, steps: int | None = None) -> Report:
                 0.02,
                 at_least=False,
             )
-            for mode in MODES[1:]
+            for mode in ("mixed", "bfloat16")
+        ]
+        + [
+            target(
+                "bfloat16's evaluation loss off mixed's by",
+                abs(figures["bfloat16"]["last"] / figures["mixed"]["last"] - 1),
+                0.01,
+                at_least=False,
+            )
         ],
         [f"`shardwise train quickstart` on two CPU ranks, {tokens:,} tokens; the data are this Python's own sources."],
     )

@@ -27,7 +27,7 @@ SECTIONS = {
     "start_up": "what commands take before they do what they are for",
     "memory": "optimizer state and peak memory against their formulas",
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
-    "precision": "the quickstart in float32, mixed and bfloat16 (slow: only when named)",
+    "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
 ONLY_WHEN_NAMED = ("precision", "data_prepare")
 
