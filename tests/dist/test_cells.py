@@ -17,6 +17,7 @@ from shardwise.cost import evaluation_transfers, memory_by_rank, step_transfers,
 from shardwise.plan import local_parameter_count, stage_plan
 from shardwise.testing import gradient_errors
 from tests.dist.cells import (
+    CURVE,
     EVAL_BATCHES,
     LONG,
     STEPS,
@@ -67,7 +68,7 @@ Train = Callable[[Cell], list[Measured]]
 
 
 def steps(cell: Cell) -> int:
-    return LONG if cell in CURVES else STEPS
+    return CURVE if cell in CURVES else STEPS
 
 
 @functools.cache
