@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     from shardwise.testing import RankPool
 
+
+# Where the environment forbids bytecode, each worker would rewrite the asserts of all tests in every run: for 5 s.
+sys.dont_write_bytecode = False
 
 _LONGEST_FIRST = ("dist", "golden", "e2e", "fake")
 
