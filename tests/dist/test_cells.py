@@ -20,6 +20,7 @@ from tests.dist.cells import (
     CURVE,
     EVAL_BATCHES,
     LONG,
+    RANKS,
     STEPS,
     Cell,
     Measured,
@@ -91,6 +92,7 @@ def trained(ranks: Any) -> Iterator[Train]:
         return found
 
     yield train
+    ranks(RANKS).close()  # gloo has a thread for each of many groups, which wakes a hundred times a second
     _in_one_process.cache_clear()
 
 
