@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
 
+
+# Where the environment forbids bytecode, each worker would rewrite the asserts of all tests in every run: for 5 s.
+sys.dont_write_bytecode = False
 
 _LONGEST_FIRST = ("dist", "golden", "e2e", "fake")
 

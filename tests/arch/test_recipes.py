@@ -17,6 +17,7 @@ from shardwise.plan import parameter_count
 from shardwise.plan.parameters import vocabulary_rows
 from tests.arch.published import PUBLISHED
 from tests.arch.source import PACKAGE
+from tests.e2e.command import within
 from tests.unit.config.hub import FILES
 
 RECIPES = sorted(path.stem for path in (PACKAGE / "recipes").glob("*.yaml"))
@@ -185,10 +186,9 @@ def test_gpt3_tiny_runs_on_eight_ranks() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_printed_recipe_is_the_shipped_file(recipe: str, tmp_path: Path) -> None:
-    script = Path(sys.executable).with_name("shardwise")
-    result = subprocess.run([script, "recipes", recipe], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == (PACKAGE / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
+    result = within("recipes", recipe, at=tmp_path)
+    assert result.code == 0, result.err
+    assert result.out == (PACKAGE / "recipes" / f"{recipe}.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("accelerators", [1, 2, 3, 4, 6, 8, 16])

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,14 +22,16 @@ from shardwise.mesh import Mesh
 from shardwise.testing import canonical_gradients, canonical_weights
 from shardwise.train.build import build_trainer
 from shardwise.train.drift import check_replicas
+from shardwise.train.record import StepRecord
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FACTS, FAMILIES, make_config, make_data, uncount
 
 EVAL_BATCHES = 2
-STEPS = 3
-LONG = 20
-"""Steps of the cells that show that small differences do not grow."""
+STEPS = 2
+"""Of each cell: the evaluation that follows sees the second update."""
+CURVE, LONG = 8, 20
+"""Steps of the cells that show that small differences do not grow; of the slow test."""
 END = 3
 """The token that ends a document."""
 RANKS = 4
@@ -279,7 +282,7 @@ def configuration(cell: Cell) -> Config:
             "recompute": cell.recompute,
             "dropout_mode": "invariant" if cell.dropout else "fast",
         },
-        optimizer={"zero": cell.zero, "bucket_mib": 0.02} | OPTIMIZERS[cell.optimizer],
+        optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1} | OPTIMIZERS[cell.optimizer],
         precision={"mode": cell.mode},
         data=data if cell.documents else {},
     )
@@ -299,8 +302,8 @@ def measure(cell: Cell, steps: int) -> Measured:
         uncount(trainer.batches)
     weights = canonical_weights(trainer.model)
     before = trainer.evaluate() if mesh.world.size == 1 else None
-    gradients = _gradients(trainer)
-    records = [trainer.step()]
+    record, gradients = _first_step(trainer)
+    records = [record]
     sent(mesh)
     records.append(trainer.step())  # not the first: that one makes subgroups and the optimizer's state
     step, calls = sent(mesh)
@@ -332,13 +335,19 @@ def measure(cell: Cell, steps: int) -> Measured:
     return found
 
 
-def _gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """Those of the first step, by canonical name."""
-    micro_batches = trainer.feed.at(0)
-    trainer._forward_backward(micro_batches, trainer._counted(micro_batches))
-    found = canonical_gradients(trainer.model, trainer.optimizer)
-    trainer.optimizer.zero_grad()
-    return found
+def _first_step(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]]:
+    """The step, and its gradients by canonical name, as they were before the update."""
+    gradients: dict[str, Tensor] = {}
+    optimizer, update = trainer.optimizer, trainer.optimizer.step
+
+    def keep_and_update() -> None:
+        gradients.update(canonical_gradients(trainer.model, optimizer))
+        for bucket in optimizer.buckets:
+            bucket.note_gradients()  # it was filled with other ranks' parts, which is no change
+        update()
+
+    with mock.patch.object(optimizer, "step", keep_and_update):
+        return trainer.step(), gradients
 
 
 def sent(mesh: Mesh) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:

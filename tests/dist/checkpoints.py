@@ -30,7 +30,7 @@ class Result:
     Attributes:
         losses: of all steps.
         state: on rank 0, that which was saved.
-        at_end: on rank 0, the state after the last step.
+        at_end: on rank 0, the state after the last step, where the training began with none.
         saved: what became of the saves.
         bytes_read: by this rank, to restore.
     """
@@ -112,7 +112,7 @@ def run(config: Config, before: int, after: int, source: str | None, target: str
     if target is not None:
         result.saved = save(trainer, target, **options)
     result.losses += [trainer.step().loss for _ in range(after)]
-    at_end = canonical_state(trainer) if after else state
+    at_end = canonical_state(trainer) if after and source is None else state
     if trainer.mesh.world.rank == 0:
         result.state, result.at_end = state, at_end
     return result

@@ -238,7 +238,7 @@ def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
 
 
 LLAMA = make_config().model.model_dump()
-WIDE = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 2048}
+WIDE = {"hidden_size": 384, "intermediate_size": 1152, "vocab_size": 1536}
 
 
 def bytes_read(config: Config, folder: str) -> int:
@@ -260,7 +260,7 @@ def test_each_byte_is_written_once_and_read_once(model: dict[str, Any], ranks: A
 
 def test_a_pipeline_writes_and_reads_each_byte_once(ranks: Any, tmp_path: Path) -> None:
     """A tied weight too, which two stages have: a third of this state."""
-    sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
     model = DEEP | sizes | {"family": "llama", "tie_word_embeddings": True}
     writing = config_of(2, parallel={"pipeline": 2}, model=model, optimizer={"bucket_mib": 25.0})
     results = on_ranks(ranks, 4, run, writing, 1, 0, None, str(tmp_path))

@@ -19,12 +19,11 @@ DEEP = "model.layers.{}.mlp.down_proj.weight"
 
 
 def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool]:
-    """Two good steps, then poison on one rank; what the third step says, and whether it left the weights alone."""
+    """A good step, then poison on one rank; what the second step says, and whether it left the weights alone."""
     config = make_config(**sections)
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, mesh, make_data())
-    for _ in range(2):
-        trainer.step()
+    trainer.step()
     if mesh.world.rank == poisoned:
         layer = trainer.model.layers[1]
         if where == "weight":
@@ -39,7 +38,7 @@ def stop(sections: dict[str, Any], where: str, poisoned: int) -> tuple[str, bool
         same = all(
             torch.equal(p.nan_to_num(), b.nan_to_num()) for p, b in zip(trainer.model.parameters(), before, strict=True)
         )
-        return str(error), same and trainer.progress.step == 2
+        return str(error), same and trainer.progress.step == 1
     return "no error", False
 
 
@@ -61,7 +60,7 @@ def test_all_ranks_stop_before_the_update(where: str, sections: dict[str, Any], 
     texts = {text for text, _ in outcomes}
     assert len(texts) == 1, texts
     text = texts.pop()
-    assert text.startswith("step 3: the loss (")
+    assert text.startswith("step 2: the loss (")
     assert "No update was made" in text
     assert all(unchanged for _, unchanged in outcomes)
     if where == "weight":
@@ -82,7 +81,6 @@ def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
     )
     mesh = shared_mesh(1, 2)
     trainer = build_trainer(config, mesh, make_data())
-    trainer.step()
     assert isinstance(trainer.model, Stages)
     for stage, part in trainer.model.pairs():
         for number, block in zip(stage.layers, part.layers, strict=True):

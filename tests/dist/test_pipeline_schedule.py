@@ -24,7 +24,6 @@ from shardwise.cost.simulation import bubble
 from shardwise.errors import RunError
 from shardwise.models import Stages
 from shardwise.pipeline import StepTiming
-from shardwise.pipeline.schedule import Pipeline, _Stage
 from shardwise.plan.order import action_order
 from shardwise.plan.stage import Stage, rank_of
 from shardwise.train.trace import Trace
@@ -55,6 +54,8 @@ class VirtualTime:
 
     @contextmanager
     def instead_of_the_clock(self) -> Iterator[None]:
+        from shardwise.pipeline.schedule import _Stage  # here, as it imports torch's compiler, which is slow
+
         arrived = _Stage._arrived
         sends = {"x": _Stage.get_fwd_send_ops, "the gradient of x": _Stage.get_bwd_send_ops}
 
@@ -109,7 +110,9 @@ def parallel_config(schedule: Schedule, degree: int) -> ParallelConfig:
     return ParallelConfig(pipeline=degree, schedule=schedule)
 
 
-def make_pipeline(schedule: Schedule, degree: int, micro_batches: int) -> tuple[Pipeline, Stages]:
+def make_pipeline(schedule: Schedule, degree: int, micro_batches: int) -> tuple[Any, Stages]:
+    from shardwise.pipeline.schedule import Pipeline
+
     parallel, mesh = parallel_config(schedule, degree), shared_mesh(1, degree)
     count = degree * parallel.stages_per_rank
     stages = Stages()
@@ -288,6 +291,8 @@ def test_a_trace_names_the_work_and_the_messages(schedule: Schedule, ranks: Any,
 
 def test_what_has_come_is_awaited_no_more() -> None:
     """What a rank that lost another names as the reason."""
+    from shardwise.pipeline.schedule import _Stage
+
     stage: Any = object.__new__(_Stage)
     stage.awaited = []
     for message in ("x of micro-batch 0", "x of micro-batch 1"):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+import transformers
+from torch import nn
 
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
@@ -26,7 +27,7 @@ def prepared(config: Config) -> PreparedData:
     return prepare(config, Path(environment()["SHARDWISE_CACHE"]))
 
 
-def loss_of(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
+def loss_of(model: nn.Module, batches: Iterable[Batch]) -> float:
     """Mean over the counted targets, by nothing but transformers and the data."""
     total, counted = 0.0, 0
     with torch.no_grad():
@@ -46,7 +47,7 @@ def loss_of(model: PreTrainedModel, batches: Iterable[Batch]) -> float:
 
 def evaluation_loss(folder: Path, config: Config) -> float:
     """Of a Hugging Face folder on the held-out batches."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     train = config.train
     batches = TokenBatches(prepared(config).tokens["eval"], train.sequence_length, train.seed)
     return loss_of(model, batches.eval_batches(train.eval_batches, train.global_batch, 0, 1, train.micro_batch))
@@ -54,7 +55,7 @@ def evaluation_loss(folder: Path, config: Config) -> float:
 
 def first_loss(folder: Path, config: Config) -> float:
     """Of a Hugging Face folder on the first global batch."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     train = config.train
     batches = TokenBatches(prepared(config).tokens["train"], train.sequence_length, train.seed)
     return loss_of(model, batches.local_batch(0, train.global_batch, 0, 1, train.micro_batch))
@@ -70,7 +71,7 @@ def test_transformers_gets_our_evaluation_loss(trained: Trained) -> None:
 
 
 def test_the_tokenizer_comes_along(trained: Trained) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(weights(trained))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(weights(trained))
     text = "In spring there lived a monk – naïve, 修道士."
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) <= 301
@@ -81,7 +82,7 @@ def test_the_tokenizer_comes_along(trained: Trained) -> None:
 
 
 def test_generate_works(trained: Trained) -> None:
-    model = AutoModelForCausalLM.from_pretrained(weights(trained))
+    model = transformers.AutoModelForCausalLM.from_pretrained(weights(trained))
     ids = torch.tensor([[1, 2, 3]])
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (1, 6)
 
@@ -95,8 +96,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained") / "gpt2"
     torch.manual_seed(3)
     fields = to_hugging_face(load_config("gpt-tiny").model)
-    config = GPT2Config(**{**fields, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None})
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    config = transformers.GPT2Config(**{**fields, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None})
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
 

@@ -89,7 +89,10 @@ def test_the_page_shows_verify_as_it_is() -> None:
 
 @dataclass(frozen=True)
 class Followed:
-    """A folder with the examples, in which the page's trainings were run in their order; what each printed."""
+    """A folder with the examples, in which the page's trainings were run in their order; what each printed.
+
+    The recipe has two blocks, to save time.
+    """
 
     at: Path
     outcomes: dict[str, Outcome]
@@ -118,6 +121,8 @@ PROGRAMS = {
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     at = tmp_path_factory.mktemp("own")
     shutil.copytree(ROOT / "examples", at / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    recipe = (at / RECIPE).read_text(encoding="utf-8")
+    (at / RECIPE).write_text(recipe.replace("num_hidden_layers: 4", "num_hidden_layers: 2"), encoding="utf-8")
     return Followed(at, {line: follow(line, at) for line in COMMANDS if line.startswith("shardwise train")})
 
 
@@ -191,9 +196,9 @@ def test_the_export_names_the_family_and_no_architecture(followed: Followed) -> 
     assert set(load_file(followed.weights / "model.safetensors")) == set(plain(followed.config).state_dict())
 
 
-def reloaded(folder: Path, tensor: int) -> dict[str, Tensor]:
+def reloaded(recipe: Path, folder: Path, tensor: int) -> dict[str, Tensor]:
     """On this rank: an export in a model of another layout and other initial weights, whole again."""
-    own = load_config(str(ROOT / RECIPE), [f"parallel.tensor={tensor}", "train.seed=9"])
+    own = load_config(str(recipe), [f"parallel.tensor={tensor}", "train.seed=9"])
     model = build_model(own, dense.mesh(tensor).tp, sequence_parallel=tensor > 1)
     load_hugging_face(model, own.model, dense.mesh(tensor), folder)
     return {name: whole.clone() for name, whole in canonical(model)}
@@ -202,7 +207,7 @@ def reloaded(folder: Path, tensor: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("tensor", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_export_reloads_bit_equal_at_another_degree(tensor: int, followed: Followed, ranks: Any) -> None:
     wanted = load_file(followed.weights / "model.safetensors")
-    for found in dense.run(ranks, tensor, reloaded, followed.weights, tensor):
+    for found in dense.run(ranks, tensor, reloaded, followed.at / RECIPE, followed.weights, tensor):
         assert set(found) == set(wanted)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 

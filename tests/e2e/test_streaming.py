@@ -18,7 +18,7 @@ def test_the_page_runs_and_goes_on(tmp_path: Path) -> None:
     assert "data: lines: a stream of 3 files, " in first.out
     run = tmp_path / "runs/lines"
     assert len(metrics(run, "resume")) == 1
-    whole = ("data.tokenizer=tokenizer", "--run-dir", "runs/whole")
+    whole = ("model.num_hidden_layers=2", "data.tokenizer=tokenizer", "--run-dir", "runs/whole")
     shardwise("train", *COMMAND, *whole, at=tmp_path).succeeded()
     assert losses(run) == pytest.approx(losses(tmp_path / "runs/whole"), rel=1e-5)
     found = answer(within("evaluate", "runs/lines", "--json", at=tmp_path))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import transformers
 
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.e2e.command import metrics, shardwise
@@ -42,7 +42,7 @@ def test_a_tokenizer_from_the_hub(files: dict[str, bytes], tmp_path: Path) -> No
     assert len(metrics(run, "step")) == 1
     folder = run / "checkpoints/step-00000001"
     assert (folder / "merges.txt").read_bytes() == files["merges.txt"]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
     text = shardwise("generate", "runs/latest", "--prompt", "fox", "--max-tokens", "2", at=tmp_path, HF_HUB_OFFLINE="1")
     assert text.code == 0, text.err

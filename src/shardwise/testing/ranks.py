@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from shardwise import device as devices
 from shardwise.launch.guard import die_with_parent
 
-_LOADED_ONCE = [__name__, "shardwise.pipeline.schedule"]
+_LOADED_ONCE = [__name__, "shardwise.pipeline.schedule", "shardwise.train.build"]
 """Modules that the server process imports from which ranks are forked; with them come torch and its compiler."""
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.checkpoint import canonical, export_hugging_face
 from shardwise.config import LlamaConfig
@@ -71,7 +71,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 def test_transformers_computes_the_same_logits(variant: str, tmp_path: Path) -> None:
     model, config, mesh = build(**VARIANTS[variant])
     export_hugging_face(model, config, mesh, tmp_path / "model")
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     problems = {kind: found for kind, found in report.items() if found}
     assert not problems, f"transformers misses or ignores weights: {problems}"
     ids = torch.arange(40).view(20, 2) * 3 % 131
@@ -86,14 +86,14 @@ def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
     model, config, mesh = build(tie_word_embeddings=True)
     export_hugging_face(model, config, mesh, tmp_path / "model")
     assert "lm_head.weight" not in stored(tmp_path / "model")
-    assert AutoConfig.from_pretrained(tmp_path / "model").tie_word_embeddings is True
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "model").tie_word_embeddings is True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_config_is_the_models(dtype: torch.dtype, tmp_path: Path) -> None:
     model, config, mesh = build(dtype, attention_bias=True)
     export_hugging_face(model, config, mesh, tmp_path / "model")
-    theirs = AutoConfig.from_pretrained(tmp_path / "model")
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     assert theirs.architectures == ["LlamaForCausalLM"]
     assert theirs.dtype == dtype, "transformers would load the weights in another dtype"
     for key in (*(set(MODEL) - {"family"}), "head_dim", "attention_bias", "rms_norm_eps", "hidden_act"):
@@ -120,7 +120,7 @@ def test_shards_have_an_index_and_stay_small(tmp_path: Path) -> None:
     for shard in names:
         members = [found[name].nbytes for name, place in index["weight_map"].items() if place == shard]
         assert sum(members) <= limit or len(members) == 1, f"{shard} holds {sum(members)} bytes, at most {limit}"
-    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(theirs[name], tensor) for name, tensor in whole.items())
 
 
@@ -139,7 +139,7 @@ def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_pat
     assert {path.name for path in (tmp_path / "model").iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", *COMPANIONS,
     }  # fmt: skip
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for found in (theirs.config, theirs.generation_config):
         assert found.eos_token_id == tokenizer.end_of_document_id
         assert found.bos_token_id == tokenizer.token_id("a")
@@ -148,7 +148,7 @@ def test_the_tokenizer_comes_along_and_its_special_tokens_are_the_models(tmp_pat
 def test_without_a_tokenizer_no_token_is_special(tmp_path: Path) -> None:
     model, config, mesh = build()
     export_hugging_face(model, config, mesh, tmp_path / "model")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert theirs.config.eos_token_id is theirs.config.bos_token_id is None
     assert theirs.generation_config.eos_token_id is None
 

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig as HuggingFaceConfig
-from transformers import LlamaForCausalLM
 
 from shardwise.config import Decoder, LlamaConfig
 from shardwise.config.decoders import Olmo2Config, Qwen3Config
@@ -71,7 +70,7 @@ def test_canonical_tensors_are_hugging_faces(degree: int, biased: bool, tied: bo
     options: dict[str, Any] = {"attention_bias": biased, "mlp_bias": biased, "tie_word_embeddings": tied}
     model = Llama(config(**options), pretend_group(0, degree), seed=1)
     found = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    theirs = LlamaForCausalLM(HuggingFaceConfig(**SIZES, **options))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
     assert found == {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig as HuggingFaceConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+import transformers
 
 from shardwise.config import LlamaConfig
 from shardwise.models.rotary import Rotary, frequencies, rotate
@@ -46,11 +45,15 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def models(name: str, **sizes: Any) -> tuple[LlamaConfig, LlamaRotaryEmbedding]:
+def modeling_llama() -> Any:
+    return transformers.models.llama.modeling_llama  # imported now, as it is slow
+
+
+def models(name: str, **sizes: Any) -> tuple[LlamaConfig, Any]:
     scaling = SCALINGS[name]
-    theirs = HuggingFaceConfig(**SIZES | sizes, rope_theta=1000.0, rope_scaling=scaling and dict(scaling))
+    theirs = transformers.LlamaConfig(**SIZES | sizes, rope_theta=1000.0, rope_scaling=scaling and dict(scaling))
     ours = LlamaConfig(family="llama", **SIZES | sizes, rope_theta=1000.0, rope_scaling=scaling)
-    return ours, LlamaRotaryEmbedding(theirs)
+    return ours, modeling_llama().LlamaRotaryEmbedding(theirs)
 
 
 @pytest.mark.parametrize("length", [8, 32, 33, LONGEST, LONGEST + 1, 3 * LONGEST])
@@ -108,7 +111,7 @@ def test_turning_and_its_gradient_are_hugging_faces() -> None:
     found = rotate(x, *Rotary(ours).tables(6, x))
     (gradient,) = torch.autograd.grad(found, x, pull)
     cos, sin = theirs(x, torch.arange(6)[None])
-    turned, _ = apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
+    turned, _ = modeling_llama().apply_rotary_pos_emb(x.permute(1, 2, 0, 3), x.permute(1, 2, 0, 3), cos, sin)
     wanted = turned.permute(2, 0, 1, 3)
     (wanted_gradient,) = torch.autograd.grad(wanted, x, pull)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)

@@ -1,6 +1,6 @@
-"""Optimizers do not import torch's compiler, which takes as long as importing torch; with it they work as before.
+"""Neither training without a pipeline nor optimizers import torch's compiler, which takes as long as importing torch.
 
-Nothing of torch is patched for that.
+With it optimizers work as before. Nothing of torch is patched for that.
 """
 
 import subprocess
@@ -12,6 +12,7 @@ PROGRAM = """
 import sys
 import torch
 before_import = dict(vars(torch.optim.Optimizer))
+import shardwise.train.run
 from shardwise import LAMB, ZeroRedundancyOptimizer
 assert dict(vars(torch.optim.Optimizer)) == before_import
 assert not hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, "__dynamo_disable")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.pipelining import schedules
 
 from shardwise.config import ParallelConfig, Schedule
 from shardwise.config.pipeline import fits_schedule
@@ -14,16 +13,22 @@ from shardwise.cost.simulation import simulate
 from shardwise.plan.order import TIME, Action, action_order, rounds
 from shardwise.plan.stage import rank_of
 
-CLASSES: dict[Schedule, Any] = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved": schedules.ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-    "dualpipev": schedules.ScheduleDualPipeV,
+CLASSES: dict[Schedule, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
 }
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "input", "BACKWARD_WEIGHT": "weight"}
 MICRO_BATCHES = range(1, 13)
+
+
+def class_of(schedule: Schedule) -> Any:
+    from torch.distributed.pipelining import schedules  # here, as it imports torch's compiler, which is slow
+
+    return getattr(schedules, CLASSES[schedule])
 
 
 def shapes() -> list[ParallelConfig]:
@@ -57,7 +62,7 @@ def torch_schedule(parallel: ParallelConfig, micro_batches: int) -> Any:
     stages = range(parallel.pipeline * parallel.stages_per_rank)
     stubs = [Stub(i, 0, parallel) for i in stages if rank_of(parallel, i) == 0]
     single = parallel.schedule in SINGLE_STAGE
-    return CLASSES[parallel.schedule](stubs[0] if single else stubs, micro_batches, loss_fn=len, scale_grads=False)
+    return class_of(parallel.schedule)(stubs[0] if single else stubs, micro_batches, loss_fn=len, scale_grads=False)
 
 
 class Recorder(Stub):
@@ -79,7 +84,7 @@ class Recorder(Stub):
 
 def single_stage_order(parallel: ParallelConfig, micro_batches: int, rank: int) -> tuple[Action, ...]:
     stage = Recorder(rank, rank, parallel)
-    schedule = CLASSES[parallel.schedule](stage, micro_batches, scale_grads=False)
+    schedule = class_of(parallel.schedule)(stage, micro_batches, scale_grads=False)
     schedule._initialize_stage = lambda *_arguments: None
     schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches)
     return tuple(stage.order)
