@@ -111,5 +111,6 @@ def test_under_torchrun_the_text_appears_once(mistake: str, folder: Path) -> Non
     assert said.code != 0
     assert said.err.count("shardwise: ") == 1, f"the text must appear once, not once a rank:\n{said.err}"
     assert said.err.count(text) == 1
-    assert "exitcode  : 2" in said.err, "torchrun must see that the input is wrong"
+    # The second: torchrun's own error where the other rank ends just as it is to be killed.
+    assert "exitcode  : 2" in said.err or "ProcessLookupError" in said.err, "torchrun must see that the input is wrong"
     assert not (folder / "runs").exists()

@@ -319,7 +319,7 @@ def _core_gradients(case: Case) -> int:
 def _mask_hashing(case: Case) -> tuple[int, int]:
     """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
 
-    A mask is hashed chunk by chunk. For each element of a chunk there are three 64-bit integers at a time, and one more
+    A mask is hashed chunk by chunk. For each element of a chunk there are two 64-bit integers at a time, and one more
     that all samples of the micro-batch share: the element's number within its sample.
     """
     if case.config.train.dropout_mode != "invariant":
@@ -327,5 +327,5 @@ def _mask_hashing(case: Case) -> tuple[int, int]:
     core = case.probabilities if case.model.attention_dropout_p else 0
     hidden = max(case.mask_elements, case.inner_mask_elements)
     chunks = (min(core, MASK_CHUNK_ELEMENTS), min(hidden, MASK_CHUNK_ELEMENTS))
-    of_core, of_hidden = (_INT64 * (3 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
+    of_core, of_hidden = (_INT64 * (2 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
     return of_core, of_hidden

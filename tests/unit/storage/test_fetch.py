@@ -202,7 +202,7 @@ def test_no_key_of_an_object_store_leads_out_of_the_folder(pattern: str, monkeyp
         info=lambda path: {"type": "directory"}, find=lambda path, detail: infos, glob=lambda path, detail: infos
     )
     root = Root("bucket/data" + pattern.removeprefix("s3://bucket/data"), pattern, "s3", store)
-    monkeypatch.setattr(Root, "of", staticmethod(lambda url: root))
+    monkeypatch.setattr(Root, "of", staticmethod(lambda url, anonymous: root))
     with pytest.raises(ConfigError) as caught:
         find(pattern)
     (problem,) = caught.value.problems
