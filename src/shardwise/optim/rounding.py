@@ -198,7 +198,7 @@ class _Scratch:
         before = self._before.setdefault(run.bucket, dict(self._state[master]))
         self.parameter.grad = None
         self.parameter.data = run.master().float()
-        self.parameter.grad = run.gradient().float().mul_(factor)
+        self.parameter.grad = run.gradient().to(torch.float32, copy=True).mul_(factor)
         self.group.update(self._options)  # each run begins with the same ones
         self.optimizer.state[self.parameter] = {
             name: _copy(run.of(value) if _has_shape_of(master, value) else value) for name, value in before.items()
@@ -209,9 +209,11 @@ class _Scratch:
         master, state = run.bucket.master, self._state[run.bucket.master]
         new = self.optimizer.state[self.parameter]
         elementwise = {name: value for name, value in sorted(new.items()) if _has_shape_of(self.parameter, value)}
-        for name in elementwise.keys() - state.keys():
-            dtype = torch.bfloat16 if elementwise[name].is_floating_point() else elementwise[name].dtype
-            state[name] = torch.zeros_like(master, dtype=dtype)
+        for name, value in elementwise.items():
+            if not isinstance(state.get(name), Tensor):
+                state[name] = torch.zeros_like(
+                    master, dtype=torch.bfloat16 if value.is_floating_point() else value.dtype
+                )
         targets = [run.master(), *(run.of(state[name]) for name in elementwise)]
         values = [self.parameter.detach(), *elementwise.values()]
         # A class that puts a NaN into its state puts one into the weight, too: that one alone has to be kept.

@@ -16,8 +16,10 @@ from shardwise.optim.norms import ElementRun
 from shardwise.plan import chunks
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
 
-STOCHASTIC: dict[str, Any] = PLAIN | {"optimizer_dtype": torch.bfloat16, "rounding": "stochastic"}
 SEED = 5
+STOCHASTIC: dict[str, Any] = PLAIN | {
+    "optimizer_dtype": torch.bfloat16, "rounding": "stochastic", "rounding_seed": SEED,
+}  # fmt: skip
 Words: TypeAlias = npt.NDArray[np.uint32]
 
 
@@ -93,9 +95,11 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
     return LAMB if name == "LAMB" else getattr(torch.optim, name)  # type: ignore[no-any-return]
 
 
-def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int) -> None:
+def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int, gradient_dtype: torch.dtype) -> None:
     """The class itself on float32 copies; after each step, weights and state are rounded by the definition."""
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    for p in trained:
+        p.grad_dtype = gradient_dtype
     copies = [nn.Parameter(p.detach().float()) for p in trained]
     optimizer = class_of(name)(copies, **options)
     names = rounding.named_pieces([{"params": list(model.parameters())}], 0)
@@ -121,16 +125,28 @@ def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int) 
 
 
 @pytest.mark.parametrize(("name", "options"), CLASSES, ids=str)
-@pytest.mark.parametrize(("bucket_mib", "chunk"), [(1e-5, 2**16), (1000.0, 7)])
+@pytest.mark.parametrize(
+    ("bucket_mib", "chunk", "gradient_dtype"), [(1e-5, 2**17, torch.bfloat16), (1000.0, 7, torch.float32)]
+)
 def test_each_class_computes_in_float32_and_rounds_by_the_definition(
-    name: str, options: dict[str, Any], bucket_mib: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    options: dict[str, Any],
+    bucket_mib: float,
+    chunk: int,
+    gradient_dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever the buckets, and whatever is updated at once."""
+    """Whatever the buckets, whatever is updated at once and whatever the gradients' dtype."""
     monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
     wanted, found = make().bfloat16(), make().bfloat16()
-    reference(name, options, wanted, 4)
+    reference(name, options, wanted, 4, gradient_dtype)
     optimizer = ZeroRedundancyOptimizer(
-        found.parameters(), class_of(name), bucket_mib=bucket_mib, rounding_seed=SEED, **STOCHASTIC, **options
+        found.parameters(),
+        class_of(name),
+        bucket_mib=bucket_mib,
+        gradient_dtype=gradient_dtype,
+        **STOCHASTIC,
+        **options,
     )
     train(found, optimizer, 4, 1)
     assert_equal(found, wanted)
@@ -188,7 +204,9 @@ def test_another_seed_rounds_otherwise() -> None:
     weights = []
     for seed in (0, 0, 1):
         model = make().bfloat16()
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, rounding_seed=seed, **STOCHASTIC)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, **(STOCHASTIC | {"rounding_seed": seed})
+        )
         train(model, optimizer, 2)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(weights[0], weights[1])
