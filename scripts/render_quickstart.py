@@ -93,7 +93,8 @@ def main() -> None:
     arguments = ["train", "quickstart", *sys.argv[1:]]
     output = run_on_terminal([str(Path(sys.executable).with_name("shardwise")), *arguments])
     IMAGE.parent.mkdir(parents=True, exist_ok=True)
-    IMAGE.write_text(picture(last_state(output), " ".join(["shardwise", *arguments])), encoding="utf-8")
+    screen = last_state(output).replace(str(ROOT), "/home/user")
+    IMAGE.write_text(picture(screen, " ".join(["shardwise", *arguments])), encoding="utf-8")
     print(f"wrote {IMAGE.relative_to(ROOT)}")
 
 

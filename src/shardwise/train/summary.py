@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from shardwise import cost, units
@@ -56,7 +55,6 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         known = f"{units.count(parameters)} ({parameters:,}), {most} {held}"
     stop = f"; this run stops after {train.stop_after:,}" if train.stop_after is not None else ""
     precision = config.precision.resolved(accelerator)
-    rounding = ", rounded stochastically" if precision.rounding == "stochastic" else ""
     return [
         (
             "layout",
@@ -71,10 +69,14 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         (
             "precision",
             f"parameters {precision.parameter}, gradients {precision.gradient}, reduction {precision.reduce}, "
-            f"optimizer {precision.optimizer}{rounding}",
+            f"optimizer {precision.optimizer}{_rounding(precision)}",
         ),
         ("optimizer", _optimizer(config)),
     ]
+
+
+def _rounding(precision: Precision) -> str:
+    return ", rounded stochastically" if precision.rounding == "stochastic" else ""
 
 
 def _batch(config: Config, layout: Layout) -> str:
@@ -264,8 +266,8 @@ def start_rows(
     begin = f", {before:,} of them done" if before else ""
     stop = "" if end == train.steps else f", this run stops at {end:,}"
     sequence = " + sequence" if layout.sequence else ""
-    roles = asdict(precision).items()
-    others = "".join(f", {role} {dtype}" for role, dtype in roles if dtype != precision.parameter)
+    roles = {"gradient": precision.gradient, "reduce": precision.reduce, "optimizer": precision.optimizer}
+    others = "".join(f", {role} {dtype}" for role, dtype in roles.items() if dtype != precision.parameter)
     accelerator = not device_name.startswith("cpu")
     rank, same = _neediest(config, layout, accelerator)
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
@@ -282,7 +284,7 @@ def start_rows(
             f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = "
             f"{units.counted(layout.world, 'rank')}, ZeRO-{config.optimizer.zero}",
         ),
-        ("device", f"{device_name}, {precision.parameter}{others}"),
+        ("device", f"{device_name}, {precision.parameter}{others}{_rounding(precision)}"),
         ("memory", known),
     ]
     masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)
