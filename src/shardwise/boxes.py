@@ -51,8 +51,11 @@ class Box:
         """The same box with its start counted from that of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
-    def runs(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order."""
+    def runs(self, shape: tuple[int, ...], within: slice | None = None) -> list[tuple[int, int]]:
+        """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order.
+
+        Those that lie outside of the elements `within` are left out, and cost nothing.
+        """
         if not self.numel:
             return []
         # The last dimensions, which the box covers whole, and the one before them form one run.
@@ -63,10 +66,16 @@ class Box:
         length = math.prod(self.size[lead:])
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         base = sum(a * s for a, s in zip(self.start, strides, strict=True))
+        low, high = (within.start, within.stop) if within is not None else (0, math.prod(shape))
         offsets = [base]
         for size, stride in zip(self.size[:lead], strides[:lead], strict=True):
-            offsets = [o + i * stride for o in offsets for i in range(size)]
-        return [(o, length) for o in offsets]
+            # Below o, index i of this dimension has elements from o + i·stride to o + (i + 1)·stride only.
+            offsets = [
+                o + i * stride
+                for o in offsets
+                for i in range(max(0, (low - o) // stride), min(size, -((o - high) // stride)))
+            ]
+        return [(o, length) for o in offsets if o < high and o + length > low]
 
 
 def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Box]:

@@ -64,6 +64,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(said in str(error) for said in _OUT_OF_MEMORY)
 
 
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64: Apple's GPUs and some others do not."""
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Whether AdamW has a fused kernel there (`torch.optim.AdamW(fused=True)`)."""
     return device.type in ("cpu", "cuda")

@@ -10,7 +10,8 @@ A fused QKV weight is three pieces; a vocabulary-padded embedding is a box short
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -243,6 +244,31 @@ def placements(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Placement
         prefix = path.rpartition(".")[0]
         full = tuple(replace(p, name=prefix + p.name) if p.name.startswith(".") else p for p in placement.pieces)
         yield path, parameter, replace(placement, pieces=full)
+
+
+Pieces = dict[nn.Parameter, tuple[Piece, ...]]
+"""The pieces of each parameter, under names that no other tensor of the model has."""
+
+
+def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
+    """The pieces of each parameter of some parameter groups.
+
+    A name that is not full is completed by the parameter's number among those of its name and shape, and by the
+    pipeline stage: every layout without a pipeline gives the same.
+    """
+    seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    named: Pieces = {}
+    for p in (p for options in groups for p in options["params"]):
+        pieces = of_or_whole(p).pieces
+        open_names = {(piece.name, piece.shape) for piece in pieces if not piece.name or piece.name.startswith(".")}
+        named[p] = tuple(
+            replace(piece, name=f"{piece.name} {piece.shape} {seen[piece.name, piece.shape]} of stage {stage}")
+            if (piece.name, piece.shape) in open_names
+            else piece
+            for piece in pieces
+        )
+        seen.update(open_names)
+    return named
 
 
 # ---- drawing

@@ -40,6 +40,22 @@ def test_runs_list_the_elements_of_the_box_in_order(case: tuple[tuple[int, ...],
     assert len(runs) <= max(1, box.numel), f"{box} in {shape}: empty runs in {runs}"
 
 
+@given(boxes(), st.integers(0, 60), st.integers(0, 60))
+@settings(deadline=None, max_examples=300)
+def test_runs_within_some_elements_are_those_that_hold_one(
+    case: tuple[tuple[int, ...], Box], start: int, length: int
+) -> None:
+    shape, box = case
+    wanted = [run for run in box.runs(shape) if run[0] < start + length and run[0] + run[1] > start]
+    assert box.runs(shape, slice(start, start + length)) == wanted, f"{box} in {shape}"
+
+
+def test_runs_of_a_few_rows_of_many_cost_little() -> None:
+    """A chunk of a cut matrix asks for its own rows; all of these would not fit in memory."""
+    box = Box((0, 1), (2**40, 2))
+    assert box.runs((2**40, 4), slice(2**30, 2**30 + 8)) == [(2**30 + 1, 2), (2**30 + 5, 2)]
+
+
 @given(boxes())
 @settings(deadline=None)
 def test_slices_cut_the_box_out(case: tuple[tuple[int, ...], Box]) -> None:

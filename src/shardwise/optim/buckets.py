@@ -208,15 +208,15 @@ class Bucket:
         boxes = (placement.Box.whole(tuple(p.shape)) for p in self.parameters)
         return sum(length for index, box in enumerate(boxes) for _, length in self.owned_runs(index, box))
 
-    def owned_runs(self, index: int, box: placement.Box) -> list[tuple[int, int]]:
-        """A box of parameter `index`, as `(start, length)` runs of the owned part."""
-        runs = []
-        for offset, length in box.runs(tuple(self.parameters[index].shape)):
-            low = max(self.offsets[index] + offset, self.owned.start)
-            high = min(self.offsets[index] + offset + length, self.owned.stop)
-            if low < high:
-                runs.append((low - self.owned.start, high - low))
-        return runs
+    def owned_runs(self, index: int, box: placement.Box, within: slice | None = None) -> Iterator[tuple[int, int]]:
+        """Yield a box of parameter `index` as `(start, length)` runs of the owned part, or of a slice of it."""
+        within = within or slice(0, self.owned.stop - self.owned.start)
+        to_owned = self.offsets[index] - self.owned.start
+        for offset, length in box.runs(
+            tuple(self.parameters[index].shape), slice(within.start - to_owned, within.stop - to_owned)
+        ):
+            start, end = max(to_owned + offset, within.start), min(to_owned + offset + length, within.stop)
+            yield start, end - start
 
     def owned_boxes(
         self, index: int, pieces: Iterable[Piece], within: slice
@@ -227,13 +227,18 @@ class Bucket:
             a piece of the parameter, a box of the piece's canonical tensor, and the run's start in the owned part.
         """
         for piece in pieces:
-            for start, length in self.owned_runs(index, piece.local):
-                low, high = max(start, within.start), min(start + length, within.stop)
-                if low < high:
-                    offset = low + self.owned.start - self.offsets[index]
-                    for box in placement.Box.of_run(offset, high - low, tuple(self.parameters[index].shape)):
-                        yield piece, piece.canonical(box), low
-                        low += box.numel
+            for start, length in self.owned_runs(index, piece.local, within):
+                offset = start + self.owned.start - self.offsets[index]
+                for box in placement.Box.of_run(offset, length, tuple(self.parameters[index].shape)):
+                    yield piece, piece.canonical(box), start
+                    start += box.numel
+
+
+def gather_masters(buckets: list[Bucket]) -> None:
+    """Bring the masters of some buckets back to the parameters of all ranks."""
+    for gather in [bucket.start_gather() for bucket in buckets]:
+        if gather is not None:
+            gather.wait()
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwise import comm, placement
+from shardwise.device import has_float64
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.optim.buckets import Bucket
-from shardwise.placement import Piece
+from shardwise.placement import Piece, Pieces
 from shardwise.plan.chunks import rounding_chunk_elements
 
 _ROW = 1 << 14
@@ -86,9 +87,9 @@ Take = Callable[[ElementRun], Tensor]
 """What a norm is taken of: the values of some elements."""
 
 
-def _norm(runs: Sequence[ElementRun], take: Take, exact: bool) -> Tensor:
-    """The norm of the values of some runs. `exact`: in float64, a part at a time."""
-    if exact:
+def _norm(runs: Sequence[ElementRun], take: Take, dtype: torch.dtype) -> Tensor:
+    """The norm of the values of some runs; in float64 a part at a time, as each is copied."""
+    if dtype == torch.float64:
         parts = [part for run in runs for part in run.split(chunk_elements(run.bucket))]
         norms = [torch.linalg.vector_norm(take(part).double()) for part in parts]
     else:
@@ -97,7 +98,7 @@ def _norm(runs: Sequence[ElementRun], take: Take, exact: bool) -> Tensor:
     return norm
 
 
-def _pieces(bucket: Bucket, index: int, tensor_ranks: int) -> Iterator[tuple[Piece, int]]:
+def _owners(bucket: Bucket, index: int, tensor_ranks: int) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of a bucket's parameter, each with the number of ranks that own the same elements.
 
     A parameter that is not cut is equal on every tensor-parallel rank, whether a layer of shardwise made it or not.
@@ -116,18 +117,18 @@ class ModelNorms:
         world: the ranks that together hold the model.
         tensor_ranks: tensor-parallel ranks.
         exact: sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the result,
-            which is float32 in any case.
+            which is float32 in any case. A device without float64 sums in float32.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world: Group, tensor_ranks: int, *, exact: bool = False) -> None:
-        self._world, self._exact = world, exact
-        self._device = _device(buckets)
+        self._world, self._device = world, _device(buckets)
+        self._dtype = _sum_dtype(exact, self._device)
         self._runs: dict[int, list[ElementRun]] = {}
         for bucket in buckets:
             end = 0
             for index, p in enumerate(bucket.parameters):
                 first = bucket.offsets[index] - bucket.owned.start
-                for piece, copies in _pieces(bucket, index, tensor_ranks):
+                for piece, copies in _owners(bucket, index, tensor_ranks):
                     runs = self._runs.setdefault(copies, [])
                     for start, length in bucket.owned_runs(index, piece.local):
                         # Between the end of one parameter and the start of the next all is 0: one run covers both.
@@ -136,10 +137,10 @@ class ModelNorms:
 
     def measure(self, *takes: Take) -> Tensor:
         """One norm for each of `takes`. One all-reduce."""
-        squares = torch.zeros(len(takes), dtype=_dtype(self._exact), device=self._device)
+        squares = torch.zeros(len(takes), dtype=self._dtype, device=self._device)
         for copies, runs in self._runs.items():
             for column, take in enumerate(takes if runs else ()):
-                squares[column] += _norm(runs, take, self._exact).square() / copies
+                squares[column] += _norm(runs, take, self._dtype).square() / copies
         return comm.all_reduce_(squares, self._world).sqrt().float()
 
 
@@ -151,8 +152,8 @@ def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
     runs.append(run)
 
 
-def _dtype(exact: bool) -> torch.dtype:
-    return torch.float64 if exact else torch.float32
+def _sum_dtype(exact: bool, device: torch.device) -> torch.dtype:
+    return torch.float64 if exact and has_float64(device) else torch.float32
 
 
 def _device(buckets: Sequence[Bucket]) -> torch.device:
@@ -161,8 +162,8 @@ def _device(buckets: Sequence[Bucket]) -> torch.device:
 
 # ---- tensor by tensor
 
-_Key = tuple[str, tuple[int, ...], int, int]
-"""A canonical tensor: name, shape, number among this rank's parameters of that name, and stage if the name is open."""
+_Key = tuple[str, tuple[int, ...]]
+"""A canonical tensor: name and shape."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,8 @@ class CanonicalNorms:
 
     Args:
         groups: the buckets of each parameter group.
-        world, tensor_ranks: as in `ModelNorms`.
-        stage: this rank's pipeline stage, which distinguishes tensors without a full name.
-        exact: as in `ModelNorms`.
+        pieces: of each parameter.
+        world, tensor_ranks, exact: as in `ModelNorms`.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
@@ -204,21 +204,20 @@ class CanonicalNorms:
     def __init__(
         self,
         groups: Sequence[Sequence[Bucket]],
+        pieces: Pieces,
         world: Group,
         tensor_ranks: int,
-        stage: int = 0,
         *,
         exact: bool = False,
     ) -> None:
-        self._world, self._exact = world, exact
-        self._device = _device([bucket for buckets in groups for bucket in buckets])
-        seen: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._world, self._device = world, _device([bucket for buckets in groups for bucket in buckets])
+        self._dtype = _sum_dtype(exact, self._device)
         held = [
             (group, copies, key, runs)
             for group, buckets in enumerate(groups)
             for bucket in buckets
             for index in range(len(bucket.parameters))
-            for key, copies, runs in _tensors(bucket, index, tensor_ranks, stage, seen)
+            for key, copies, runs in _tensors(bucket, index, tensor_ranks, pieces)
         ]
         elements: dict[_Key, Fraction] = {}  # fractions, as copies share an element
         for _, copies, key, runs in held:
@@ -239,10 +238,10 @@ class CanonicalNorms:
 
         Collective: one all-reduce of these numbers over the world.
         """
-        squares = torch.zeros((len(takes), self.count), dtype=_dtype(self._exact), device=self._device)
+        squares = torch.zeros((len(takes), self.count), dtype=self._dtype, device=self._device)
         for share in (share for share in self._shares if share.group in groups):
             for column, take in enumerate(takes):
-                norms = torch.stack([_norm(runs, take, self._exact) for runs in share.tensors.values()])
+                norms = torch.stack([_norm(runs, take, self._dtype) for runs in share.tensors.values()])
                 squares[column].index_add_(0, share.numbers, norms.to(squares).square(), alpha=1.0 / share.copies)
         return comm.all_reduce_(squares, self._world).sqrt().float()
 
@@ -255,22 +254,17 @@ class CanonicalNorms:
 
 
 def _tensors(
-    bucket: Bucket, index: int, tensor_ranks: int, stage: int, seen: dict[tuple[str, tuple[int, ...]], int]
+    bucket: Bucket, index: int, tensor_ranks: int, pieces: Pieces
 ) -> Iterator[tuple[_Key, int, list[ElementRun]]]:
-    """Yield the canonical tensors of which a parameter holds a part, as (key, copies, owned runs).
-
-    `seen` counts the parameters by name and shape of their tensors, as layers with open names have the same ones.
-    """
-    runs_of: dict[tuple[str, tuple[int, ...], int], list[ElementRun]] = {}
-    for piece, copies in _pieces(bucket, index, tensor_ranks):
-        runs = runs_of.setdefault((piece.name, piece.shape, copies), [])
+    """Yield the canonical tensors of which a parameter holds a part, as (key, copies, owned runs)."""
+    runs_of: dict[tuple[_Key, int], list[ElementRun]] = {}
+    named = pieces[bucket.parameters[index]]
+    for piece, (_, copies) in zip(named, _owners(bucket, index, tensor_ranks), strict=True):
+        runs = runs_of.setdefault(((piece.name, piece.shape), copies), [])
         for start, length in bucket.owned_runs(index, piece.local):
             _append(runs, ElementRun(bucket, start, length), joint=start)
-    for (name, shape, copies), runs in runs_of.items():
-        is_open = not name or name.startswith(".")
-        yield (name, shape, seen.get((name, shape), 0), stage if is_open else 0), copies, runs
-    for tensor in {(name, shape) for name, shape, _ in runs_of}:
-        seen[tensor] = seen.get(tensor, 0) + 1
+    for (key, copies), runs in runs_of.items():
+        yield key, copies, runs
 
 
 def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, int]:
@@ -279,8 +273,8 @@ def _agreed_numbers(elements: dict[_Key, Fraction], world: Group) -> dict[_Key, 
     for of_rank in comm.all_gather_objects(elements, world):
         total.update(of_rank)
     wrong = [
-        f"{name or 'a parameter without a name'} of shape {shape}: {float(held):g} of {math.prod(shape)} elements"
-        for (name, shape, _, _), held in total.items()
+        f"{name} of shape {shape}: {float(held):g} of {math.prod(shape)} elements"
+        for (name, shape), held in total.items()
         if held != math.prod(shape)
     ]
     if wrong:

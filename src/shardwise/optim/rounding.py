@@ -13,25 +13,22 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import placement
 from shardwise._torch_private import step_optimizer
 from shardwise.boxes import Box
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.lamb import LAMB
 from shardwise.optim.norms import ElementRun, chunk_elements
 from shardwise.optim.update import MakeNorms, Update, options_of
-from shardwise.placement import Piece
+from shardwise.placement import Piece, Pieces
 from shardwise.random_bits import INCREMENT_32, hashed, scramble_, wrapped
 
-Pieces = dict[nn.Parameter, tuple[Piece, ...]]
 MakeOptimizer = Callable[[dict[str, Any]], torch.optim.Optimizer]
 _BITS = 16
 """Bits of a float32 that bfloat16 lacks."""
@@ -59,37 +56,17 @@ def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = Tru
         target: bfloat16.
         x: float32, of the same shape; it is used up.
         bits: int32 numbers, uniform in [0, 2^16).
-        keeps_nan: False may turn a NaN into a number, in half the time.
+        keeps_nan: whether a quiet NaN, the only kind that arithmetic gives, stays one. False takes half the time.
     """
     number = x.view(torch.int32)
     if keeps_nan:
-        # The largest numbers may carry into infinity, as they should, but a NaN may not carry into the sign.
+        # The largest numbers may carry into infinity, as they should, but a NaN may not carry into the sign. Without
+        # its low bits it is still a NaN, since its highest payload bit is set.
         sign = (number >> 31).bitwise_and_(-0x8000)
         number.bitwise_and_(0x7FFFFFFF).clamp_(max=0x7FFF0000).add_(bits).bitwise_right_shift_(_BITS).bitwise_or_(sign)
     else:
         number.add_(bits).bitwise_right_shift_(_BITS)
     target.view(torch.int16).copy_(number)
-
-
-def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
-    """The pieces of each parameter of some parameter groups, under names that no other tensor of the model has.
-
-    A name that is not full is completed by the parameter's number among those of its name and shape, and by the
-    pipeline stage: every layout without a pipeline gives the same.
-    """
-    seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    named: Pieces = {}
-    for p in (p for options in groups for p in options["params"]):
-        pieces = placement.of_or_whole(p).pieces
-        open_names = {(piece.name, piece.shape) for piece in pieces if not piece.name or piece.name.startswith(".")}
-        named[p] = tuple(
-            replace(piece, name=f"{piece.name} {piece.shape} {seen[piece.name, piece.shape]} of stage {stage}")
-            if (piece.name, piece.shape) in open_names
-            else piece
-            for piece in pieces
-        )
-        seen.update(open_names)
-    return named
 
 
 @dataclass(frozen=True)
@@ -130,7 +107,7 @@ class RandomBits:
     Two tensors share a 32-bit word: element i of a canonical tensor has `scramble(hash + i · INCREMENT_32)`.
 
     Args:
-        pieces: of each parameter, with full names.
+        pieces: of each parameter.
         seed: of the run.
     """
 
@@ -199,7 +176,7 @@ class _Scratch:
         self.parameter.grad = None
         self.parameter.data = run.master().float()
         self.parameter.grad = run.gradient().to(torch.float32, copy=True).mul_(factor)
-        self.group.update(self._options)  # each run begins with the same ones
+        self.group.update(copy.deepcopy(self._options))  # each run begins with the same ones
         self.optimizer.state[self.parameter] = {
             name: _copy(run.of(value) if _has_shape_of(master, value) else value) for name, value in before.items()
         }
@@ -259,28 +236,35 @@ class StochasticUpdate(Update):
         self._make, self._bits = make, bits
 
     def _update(self, factor: Tensor | float, number: int) -> None:
-        scratches = {
-            bucket: scratch
-            for group, buckets in zip(self._inner.param_groups, self._groups, strict=True)
-            for scratch in ([_Scratch(self._make, self._inner, group)] if buckets else [])
-            for bucket in buckets
-        }
         if isinstance(self._inner, LAMB):
-            self._update_whole_tensors(self._inner, scratches, factor, number)
+            self._update_whole_tensors(self._inner, factor, number)
             return
-        for bucket, scratch in scratches.items():
-            for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
-                scratch.load(run, factor)
-                step_optimizer(scratch.optimizer)
-                scratch.store(run, self._bits, number)
+        for group, buckets in self._trained_groups():
+            scratch = _Scratch(self._make, self._inner, group)
+            for bucket in buckets:
+                for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
+                    scratch.load(run, factor)
+                    step_optimizer(scratch.optimizer)
+                    scratch.store(run, self._bits, number)
+            # What the class keeps in its parameter group, such as a count of steps, is the same after each run.
+            group.update(options_of(scratch.group))
 
-    def _update_whole_tensors(
-        self, inner: LAMB, scratches: dict[Bucket, _Scratch], factor: Tensor | float, number: int
-    ) -> None:
+    def _trained_groups(self) -> Iterator[tuple[dict[str, Any], list[Bucket]]]:
+        for group, buckets in zip(self._inner.param_groups, self._groups, strict=True):
+            if buckets:
+                yield group, buckets
+
+    def _update_whole_tensors(self, inner: LAMB, factor: Tensor | float, number: int) -> None:
         """LAMB, which needs the norms of whole tensors' directions before it updates an element.
 
         No memory could hold the directions in float32, so they are computed twice.
         """
+        scratches = {
+            bucket: scratch
+            for group, buckets in self._trained_groups()
+            for scratch in [_Scratch(self._make, inner, group)]
+            for bucket in buckets
+        }
 
         def direction(run: ElementRun) -> Tensor:
             scratch = scratches[run.bucket]

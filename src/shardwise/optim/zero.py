@@ -19,7 +19,7 @@ from shardwise._torch_private import WithoutCompiler, without_compiler
 from shardwise.config import Rounding
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.arguments import require_known_options
-from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
+from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, gather_masters, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
@@ -30,9 +30,10 @@ from shardwise.optim.checks import (
 from shardwise.optim.elementwise import require_elementwise
 from shardwise.optim.lamb import updates_whole_tensors
 from shardwise.optim.norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
-from shardwise.optim.rounding import RandomBits, StochasticUpdate, is_stochastic, named_pieces, require_bfloat16
+from shardwise.optim.rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
 from shardwise.optim.scaling import require_scaled, spread_non_finite
 from shardwise.optim.update import Update, options_of
+from shardwise.placement import named_pieces
 
 
 class ZeroRedundancyOptimizer(WithoutCompiler):
@@ -187,12 +188,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return self._inner_class([group], **self._defaults)
 
     def _make_update(self) -> Update:
+        pieces = named_pieces(self.param_groups, self._stage)
+
         def norms(groups: list[list[Bucket]]) -> CanonicalNorms:
-            return CanonicalNorms(groups, self._world, self._tensor_ranks, self._stage, exact=self._is_stochastic)
+            return CanonicalNorms(groups, pieces, self._world, self._tensor_ranks, exact=self._is_stochastic)
 
         if not self._is_stochastic:
             return Update(self.inner, self.buckets, norms)
-        bits = RandomBits(named_pieces(self.param_groups, self._stage), self._rounding_seed)
+        bits = RandomBits(pieces, self._rounding_seed)
         return StochasticUpdate(self.inner, self.buckets, norms, self._make_inner, bits)
 
     # ---- when gradients are ready
@@ -357,10 +360,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _update(self, factor: Tensor | float) -> None:
         self.steps += 1
         self._updates.step(self.param_groups, factor, self.steps)
-        gathers = [bucket.start_gather() for bucket in self.buckets]
-        for gather in gathers:
-            if gather is not None:
-                gather.wait()
+        gather_masters(self.buckets)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0. They stay views into the buckets, whatever `set_to_none` says."""
@@ -408,15 +408,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if stored != own:
             raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {own}")
         self._inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
-        self.steps = state_dict["steps"]
+        counts = (int(state.get("step", 0)) for state in state_dict["state"].values())  # older states have no "steps"
+        self.steps = state_dict.get("steps", max(counts, default=0))
         for outer, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             outer.update(options_of(loaded))
         for bucket, master in zip(self.buckets, state_dict["masters"], strict=True):
             if bucket.separate:
                 bucket.master.copy_(master)
-                gather = bucket.start_gather()
-                if gather is not None:
-                    gather.wait()
+        gather_masters([bucket for bucket in self.buckets if bucket.separate])
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import LAMB, ZeroRedundancyOptimizer
-from shardwise.optim import rounding
+from shardwise import LAMB, ZeroRedundancyOptimizer, device
+from shardwise.optim import norms, rounding
 from shardwise.optim.norms import ElementRun
+from shardwise.placement import named_pieces
 from shardwise.plan import chunks
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
 
@@ -102,7 +103,7 @@ def reference(name: str, options: dict[str, Any], model: nn.Module, steps: int, 
         p.grad_dtype = gradient_dtype
     copies = [nn.Parameter(p.detach().float()) for p in trained]
     optimizer = class_of(name)(copies, **options)
-    names = rounding.named_pieces([{"params": list(model.parameters())}], 0)
+    names = named_pieces([{"params": list(model.parameters())}], 0)
     for step in range(1, steps + 1):
         model.zero_grad()
         model(batch(step)).backward()  # type: ignore[operator]
@@ -160,7 +161,7 @@ def test_each_class_computes_in_float32_and_rounds_by_the_definition(
 def test_further_tensors_have_bits_of_their_own() -> None:
     weight = nn.Linear(3, 2, bias=False).bfloat16()
     optimizer = ZeroRedundancyOptimizer(weight.parameters(), torch.optim.SGD, lr=1.0, **STOCHASTIC)
-    bits = rounding.RandomBits(rounding.named_pieces(optimizer.param_groups, 0), SEED)
+    bits = rounding.RandomBits(named_pieces(optimizer.param_groups, 0), SEED)
     found = list(bits.of(ElementRun(optimizer.buckets[0], 0, 6), 9, 7))
     for lane, wanted in zip(found, expected_bits(" (2, 3) 0 of stage 0", 9, 7, 6), strict=True):
         assert lane.tolist() == wanted.tolist()
@@ -220,3 +221,66 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         ZeroRedundancyOptimizer(make().double().parameters(), torch.optim.SGD, **STOCHASTIC)
     with pytest.raises(ValueError, match=r"rounding \('up'\) must be 'nearest' or 'stochastic'"):
         ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD, **(STOCHASTIC | {"rounding": "up"}))
+
+
+class Harmonic(torch.optim.Optimizer):
+    """SGD whose learning rate falls with the steps, which it counts in its parameter group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0, "sum": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["sum"].add_(1.0 / group["steps"])
+            for p in group["params"]:
+                p.sub_(p.grad * group["lr"] / group["steps"])
+
+
+@pytest.mark.parametrize("way", ["nearest", "stochastic"])
+def test_what_a_class_keeps_in_its_group_counts_steps_and_not_chunks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", 8)
+    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = ZeroRedundancyOptimizer([weight], Harmonic, lr=0.5, **(STOCHASTIC | {"rounding": way}))
+    for _ in range(3):
+        (weight.sum() * 0.25).backward()
+        optimizer.step()
+    group = optimizer.param_groups[0]
+    assert group["steps"] == 3
+    assert float(group["sum"]) == pytest.approx(1 + 1 / 2 + 1 / 3)
+    assert float(weight.detach().float().mean()) == pytest.approx(1 - 0.125 * (1 + 1 / 2 + 1 / 3), abs=2e-3)
+
+
+def test_a_state_of_before_rounding_loads() -> None:
+    """It has no "steps": they are those of the wrapped class."""
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    train(model, optimizer, 3)
+    older = optimizer.state_dict()
+    del older["steps"]
+    fresh = ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW)
+    fresh.load_state_dict(older)
+    assert fresh.steps == 3
+
+
+def test_a_device_without_float64_sums_norms_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "has_float64", lambda device: False)
+    monkeypatch.setattr(Tensor, "double", lambda self: pytest.fail("float64 was used"))
+    model = make().bfloat16()
+    clipped = STOCHASTIC | {"grad_clipping": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, max_norm=1.0, **clipped)
+    train(model, optimizer, 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_whether_a_device_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.has_float64(torch.device("cpu"))
+    device.has_float64.cache_clear()
+
+    def refuse(*args: object, **options: object) -> None:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    assert not device.has_float64(torch.device("cpu"))
+    device.has_float64.cache_clear()
