@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def local_device() -> torch.device:
@@ -32,6 +33,13 @@ def name(device: torch.device) -> str:
         return "cpu"
     properties = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(properties(device)) if properties is not None else device.type
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device; the host does not wait for the copy, since it is made from pinned memory."""
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:
@@ -65,13 +73,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @functools.cache
-def has_float64(device: torch.device) -> bool:
-    """Whether the device computes in float64: Apple's GPUs and some others do not."""
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that does not compute in float64, such as Apple's GPUs."""
     try:
         torch.zeros((), dtype=torch.float64, device=device)
     except (RuntimeError, TypeError):
-        return False
-    return True
+        return torch.float32
+    return torch.float64
 
 
 def has_fused_adamw(device: torch.device) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise import comm
 from shardwise.config import ParallelConfig
 from shardwise.data import Batches
+from shardwise.device import widest_dtype
 from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
 from shardwise.models import Bert, Stages, gives_losses
@@ -74,8 +75,8 @@ def evaluate_rounds(
 ) -> Evaluation:
     """Mean losses over micro-batches, without dropout; collective, equal on every rank.
 
-    Sums are kept in float64, so that only the rounding of float32 within a micro-batch depends on how samples are cut
-    into micro-batches and over ranks.
+    Sums are kept in float64 where the device has it, so that only the rounding of float32 within a micro-batch depends
+    on how samples are cut into micro-batches and over ranks.
 
     Args:
         rounds: micro-batches that go through the model together; every rank has the same number of them.
@@ -87,7 +88,7 @@ def evaluate_rounds(
     start, K = time.perf_counter(), len(objectives)
     cut = mesh.tp.size if parallel is not None and parallel.sequence else 1
     # Losses [K], numbers of targets [K]; if scored also right answers [K] and the number of tokens [1].
-    total = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=torch.float64, device=mesh.device)
+    total = torch.zeros(3 * K + 1 if is_scored else 2 * K, dtype=widest_dtype(mesh.device), device=mesh.device)
     for at_once in rounds:
 
         def compute(part: nn.Module, x: Tensor | None, number: int, at_once: Sequence[MicroBatch] = at_once) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.config import ParallelConfig
+from shardwise.device import to_device
 from shardwise.inference.sampling import Sampler
 from shardwise.mesh import Mesh
 from shardwise.models import CausalLM, Stages
@@ -69,8 +70,10 @@ def generate(
     source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
         logits_V = reader.next_logits(tokens)
-        drawn = torch.tensor([0 if logits_V is None else sampler.draw(logits_V)]).to(mesh.device)
-        token = int(comm.broadcast_(comm.broadcast_(drawn, mesh.pp, source=source), mesh.tp))
+        token = 0 if logits_V is None else sampler.draw(logits_V)
+        if mesh.pp.size * mesh.tp.size > 1:
+            drawn = to_device(torch.tensor([token]), mesh.device)
+            token = int(comm.broadcast_(comm.broadcast_(drawn, mesh.pp, source=source), mesh.tp))
         tokens.append(token)
         yield token
         if token in stop:
@@ -94,7 +97,7 @@ class _Cached:
         if part.outdates(cache.length, len(tokens)):
             for outdated in self._caches.values():
                 outdated.length = 0
-        new = torch.tensor(tokens[cache.length :], device=self._mesh.device).unsqueeze(1)
+        new = to_device(torch.tensor(tokens[cache.length :]), self._mesh.device).unsqueeze(1)
         # Where keys change with the length, all must be computed in one pass.
         chunks = new.split(len(new) if part.outdates(1, len(tokens)) else self._chunk)
         logits_BV: Tensor | None = None
@@ -124,7 +127,7 @@ class _Uncached:
         filled = -(-len(tokens) // self._mesh.tp.size) * self._mesh.tp.size  # sequence parallelism needs equal parts
         ids_S1 = torch.zeros(filled, 1, dtype=torch.int64)
         ids_S1[: len(tokens), 0] = torch.tensor(tokens)
-        return self._model.logits(ids_S1.to(self._mesh.device))[len(tokens) - 1, 0].float()
+        return self._model.logits(to_device(ids_S1, self._mesh.device))[len(tokens) - 1, 0].float()
 
 
 @contextmanager

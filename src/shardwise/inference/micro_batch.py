@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data import Batch
+from shardwise.device import to_device
 from shardwise.errors import ConfigError
 from shardwise.models import gives_losses
 from shardwise.parallel import DropoutKey
@@ -29,22 +30,28 @@ class MicroBatch:
         inputs: by the keywords of the model's forward.
         counts_K: counted targets of each objective.
         samples: each sample's number in the run, [B], on the host.
+        samples_B: likewise on the device.
         lengths_B: tokens of each sequence before its padding; None where no sequence is padded.
     """
 
     inputs: dict[str, Tensor]
     counts_K: Tensor
     samples: npt.NDArray[np.int64]
+    samples_B: Tensor
     lengths_B: Tensor | None = None
 
     @staticmethod
     def on(device: torch.device, batch: Batch) -> MicroBatch:
         """Copy a batch to a device."""
-        inputs = {name: torch.from_numpy(array).to(device) for name, array in batch.inputs.items()}
+
+        def copied(array: npt.NDArray[np.int64]) -> Tensor:
+            return to_device(torch.from_numpy(array), device)
+
+        inputs = {name: copied(array) for name, array in batch.inputs.items()}
         lengths_B = None
         if batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
-            lengths_B = torch.from_numpy(batch.lengths).to(device)
-        return MicroBatch(inputs, torch.from_numpy(batch.counts).to(device), batch.samples, lengths_B)
+            lengths_B = copied(batch.lengths)
+        return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B)
 
     def arguments(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> dict[str, Any]:
         """The keyword arguments for a part of a model; `dropout` and `lengths_B` only if its forward names them.

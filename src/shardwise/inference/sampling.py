@@ -45,11 +45,12 @@ class Sampler:
         Raises:
             RunError: some logits are NaN.
         """
+        logits_V = logits_V.detach().cpu()  # the one wait for the device
         if torch.isnan(logits_V).any():
             raise RunError("the logits of the next token must be numbers, and some are NaN: the weights are damaged")
         if self.temperature == 0:
             return int(logits_V.argmax())
-        log_p_V = torch.log_softmax(logits_V.detach().cpu().double() / self.temperature, dim=0)
+        log_p_V = torch.log_softmax(logits_V.double() / self.temperature, dim=0)
         if self.top_p < 1:
             log_p_V = self._likeliest(log_p_V)
         uniform_V = torch.rand(len(log_p_V), generator=self._generator, dtype=torch.float64)

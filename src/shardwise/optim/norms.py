@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm, placement
-from shardwise.device import has_float64
+from shardwise.device import widest_dtype
 from shardwise.errors import ConfigError
 from shardwise.mesh import Group
 from shardwise.optim.buckets import Bucket
@@ -153,7 +153,7 @@ def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
 
 
 def _sum_dtype(exact: bool, device: torch.device) -> torch.dtype:
-    return torch.float64 if exact and has_float64(device) else torch.float32
+    return widest_dtype(device) if exact else torch.float32
 
 
 def _device(buckets: Sequence[Bucket]) -> torch.device:

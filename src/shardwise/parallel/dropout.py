@@ -60,7 +60,7 @@ class DropoutKey:
         each row are drawn.
         """
         columns = columns or range(width)
-        place = torch.tensor(self.number(layer, site), device=rows.device)
+        place = torch.full((), self.number(layer, site), device=rows.device)  # `tensor` would wait for a copy
         stream_B1 = mixed(self.samples_B ^ place).unsqueeze(1)
         # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63

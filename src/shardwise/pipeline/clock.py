@@ -87,7 +87,7 @@ class Clock:
             seconds[stage][kind != FORWARD] += _seconds(start, end)
         work = tuple(StageSeconds(stage, forward, backward) for stage, (forward, backward) in seconds.items())
         busy = sum(stage.forward + stage.backward for stage in work)
-        here = torch.tensor([[busy, _seconds(self._begun, self._ended)]], dtype=torch.float64)
+        here = torch.tensor([[busy, _seconds(self._begun, self._ended)]])
         busy_P, length_P = comm.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
         longest = float(length_P.max())
         return StepTiming(work, 1 - busy / longest, 1 - float(busy_P.mean()) / longest)

@@ -20,6 +20,7 @@ from shardwise import comm
 from shardwise.config import Config
 from shardwise.data import Batch, Batches, StreamBatches
 from shardwise.data.samples.batch import eval_micro_batches, rows_of_rank
+from shardwise.device import to_device
 from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
 
@@ -123,14 +124,17 @@ class Feed:
         sizes = [array.size for array in blank.values()]
         if local is not None:
             packed = [np.concatenate([array.ravel() for array in _arrays(batch).values()]) for batch in local]
-            whole_MN = torch.from_numpy(np.stack(packed)).to(self._mesh.device)
+            whole_MN = to_device(torch.from_numpy(np.stack(packed)), self._mesh.device)
         else:
             whole_MN = torch.zeros(len(samples), sum(sizes), dtype=torch.int64, device=self._mesh.device)
+        samples_MB = to_device(torch.from_numpy(np.stack(samples)), self._mesh.device)
         micro_batches = []
-        for row_N, numbers in zip(comm.broadcast_(whole_MN, self._mesh.tp), samples, strict=True):
+        for row_N, numbers, samples_B in zip(
+            comm.broadcast_(whole_MN, self._mesh.tp), samples, samples_MB, strict=True
+        ):
             parts = zip(blank.items(), row_N.split(sizes), strict=True)
             inputs = {name: part.view(array.shape) for (name, array), part in parts}
-            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), numbers))
+            micro_batches.append(MicroBatch(inputs, inputs.pop(_COUNTS), numbers, samples_B))
         return micro_batches
 
 

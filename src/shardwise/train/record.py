@@ -55,11 +55,13 @@ class StepRecord:
         grad_norm: of the whole model, before clipping.
         param_norm: of the whole model, before the update.
         tokens, samples: consumed by all ranks over the whole training, this step included.
-        seconds: wall time of this step on this rank, without evaluation.
+        seconds: wall time of this step on this rank, without evaluation. On an accelerator the step ends when its
+            update is queued, so the update itself counts to the next step.
         input_seconds: the part of `seconds` in which this rank waited for data.
         peak_memory_bytes: of this rank, since its start.
         losses: of each objective, where there are several; `loss` is their sum.
         timing: of a pipeline's step, in steps that are logged.
+        asked: what the step's caller had read with its numbers.
     """
 
     step: int
@@ -75,6 +77,7 @@ class StepRecord:
     peak_memory_bytes: int
     losses: Mapping[str, float] = field(default_factory=dict)
     timing: StepTiming | None = None
+    asked: tuple[float, ...] = ()
 
 
 class Throughput:

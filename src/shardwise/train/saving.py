@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise import comm
 from shardwise.checkpoint.save import Saver
@@ -30,10 +31,22 @@ STREAM = "stream"
 
 def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None, bool]:
     """The first reason to stop that any rank has, and whether any rank sets `flag`; the same on every rank."""
-    mine = torch.tensor([reason is not None, flag], dtype=torch.int32, device=mesh.device)
-    stop, flagged = comm.all_reduce_(mine, mesh.world, op="max").tolist()
-    reasons = comm.all_gather_objects(reason, mesh.world) if stop else []
-    return next((text for text in reasons if text is not None), None), bool(flagged)
+    if mesh.world.size == 1:
+        return reason, flag
+    stop, flagged = _of_any_rank((reason is not None, flag), mesh).tolist()
+    return _first(reason, mesh) if stop else None, bool(flagged)
+
+
+def _of_any_rank(flags: Sequence[bool], mesh: Mesh) -> Tensor:
+    """Whether any rank sets each flag, as 1 or 0, on the device. Collective; the host does not wait."""
+    mine = torch.stack([torch.full((), float(flag), device=mesh.device) for flag in flags])
+    return comm.all_reduce_(mine, mesh.world, op="max")
+
+
+def _first(reason: str | None, mesh: Mesh) -> str | None:
+    """The first rank's reason that is one, the same on every rank."""
+    reasons = comm.all_gather_objects(reason, mesh.world)
+    return next((text for text in reasons if text is not None), None)
 
 
 def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
@@ -66,12 +79,25 @@ class Checkpoints:
     stream: StreamBatches | None = None
     _saved_at: float = field(default_factory=time.monotonic, init=False)
 
-    def after_step(self, progress: Progress, last: bool) -> str | None:
-        """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank."""
-        self._report()
-        every, minutes = self.config.checkpoint.every, self.config.checkpoint.every_minutes
+    def ask(self) -> Tensor:
+        """Whether any rank is asked to stop, and whether a checkpoint is due by the time: `[2]`, 1 or 0, on the device.
+
+        Collective; the host does not wait for the device.
+        """
+        minutes = self.config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        stopped_by, old = agreed_stop(self.asked_to_stop(), self.mesh, old and self.mesh.world.rank == 0)
+        return _of_any_rank((self.asked_to_stop() is not None, old and self.mesh.world.rank == 0), self.mesh)
+
+    def after_step(self, progress: Progress, last: bool, asked: Sequence[float] | None = None) -> str | None:
+        """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank.
+
+        Args:
+            asked: what `ask` gave during the step; None asks now.
+        """
+        self._report()
+        every = self.config.checkpoint.every
+        stop, old = self.ask().tolist() if asked is None else asked
+        stopped_by = _first(self.asked_to_stop(), self.mesh) if stop else None
         if stopped_by is not None or old or last or (every and progress.step % every == 0):
             self.saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ class Trainer:
                 self.evaluate()
             for step in range(first, last + 1):
                 with trace.step(step):
-                    record = self.step()
+                    record = self.step(None if checkpoints is None else checkpoints.ask)
                 stopped_by = self._after_step(record, checkpoints, is_last=step == last)
                 if stopped_by is not None and step < last:
                     return stopped_by
@@ -89,6 +90,7 @@ class Trainer:
     def _after_step(self, record: StepRecord, checkpoints: Checkpoints | None, *, is_last: bool) -> str | None:
         """Report a step, and do what is due after it; returns who asked the run to stop."""
         step, eval_every, drift_every = record.step, self.config.train.eval_every, self.config.log.drift_every
+        asked: tuple[float, ...] | None = record.asked
         if self.reporter is not None:
             if self.pipeline is not None and self.reporter.is_logged(step):
                 record = replace(record, timing=self.pipeline.timing())
@@ -97,12 +99,14 @@ class Trainer:
         if drift_every and (is_last or step % drift_every == 0):
             self.progress.phase = "comparison of replicas"
             check_replicas(self.model, self.mesh, step)
+            asked = None  # much time has passed: `checkpoints` asks again
         if eval_every and (is_last or step % eval_every == 0):
             self.evaluate()
+            asked = None
         if checkpoints is None:
             return None
         self.progress.phase = "checkpoint"
-        return checkpoints.after_step(self.progress, is_last)
+        return checkpoints.after_step(self.progress, is_last, asked)
 
     def _warn_of_a_mean(self, record: StepRecord) -> None:
         """Warn that a model of the user's own may return a mean: its first loss is far below that of a guess."""
@@ -113,8 +117,15 @@ class Trainer:
                 f"forward of {model.family} must return the sum of its targets' losses, not their mean"
             )
 
-    def step(self) -> StepRecord:
-        """One optimizer step on the next global batch."""
+    def step(self, ask: Callable[[], Tensor] | None = None) -> StepRecord:
+        """One optimizer step on the next global batch.
+
+        The host waits for the device once: it reads loss and norms before the update, which a loss that is not finite
+        must prevent. The update is still under way when this returns.
+
+        Args:
+            ask: gives a further 1-dim tensor, which is read with them: `StepRecord.asked`.
+        """
         start = time.perf_counter()
         train, step = self.config.train, self.progress.step + 1
         self.progress.phase = "reading of data"
@@ -127,10 +138,11 @@ class Trainer:
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         global_losses_K = comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
+        further = [] if ask is None else [ask()]
         # The one transfer from the device in a step: the host waits here for all work before.
-        gradient_norm, parameter_norm, *by_objective = torch.cat(
-            (torch.stack(self.optimizer.norms()), global_losses_K)
-        ).tolist()
+        numbers = torch.cat((torch.stack(self.optimizer.norms()), global_losses_K, *further)).tolist()
+        gradient_norm, parameter_norm, *others = numbers
+        by_objective, asked = others[: len(global_losses_K)], tuple(others[len(global_losses_K) :])
         loss = sum(by_objective)
         if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
             self._stop_non_finite(step, loss, gradient_norm, micro_batches, counted_K)
@@ -140,7 +152,6 @@ class Trainer:
             group["lr"] = lr
         with record_function("optimizer"):
             self.optimizer.step()
-        devices.synchronize(self.mesh.device)
         self.progress.step = step
         self.progress.position += train.global_batch
         self.progress.samples += train.global_batch
@@ -159,12 +170,13 @@ class Trainer:
             input_seconds=input_seconds,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
             losses=dict(zip(self.batches.objectives, by_objective, strict=True)) if len(by_objective) > 1 else {},
+            asked=asked,
         )
 
     def _counted(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Counted targets of each objective in the global batch: the divisors of its losses."""
-        here_K = torch.stack([batch.counts_K for batch in micro_batches]).sum(dim=0).double()
-        return comm.all_reduce_(here_K, self.mesh.dp).clamp(min=1.0)
+        here_K = torch.stack([batch.counts_K for batch in micro_batches]).sum(dim=0)
+        return comm.all_reduce_(here_K, self.mesh.dp).clamp(min=1)
 
     def _forward_backward(self, micro_batches: list[MicroBatch], counted_K: Tensor, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's share of each objective's mean.
@@ -200,8 +212,8 @@ class Trainer:
 
     def _dropout_key(self, batch: MicroBatch) -> DropoutKey:
         train = self.config.train
-        samples_B = torch.from_numpy(batch.samples).to(self.mesh.device)
-        return DropoutKey(train.seed, self.progress.step + 1, samples_B, int(batch.samples[0]), train.dropout_mode)
+        first = int(batch.samples[0])
+        return DropoutKey(train.seed, self.progress.step + 1, batch.samples_B, first, train.dropout_mode)
 
     def evaluate(self) -> tuple[float, float]:
         """Mean loss and perplexity over the first `eval_batches` global batches of the evaluation part, on every rank.

@@ -20,5 +20,5 @@ class Places:
 @pytest.mark.parametrize("length", [3, 4, 5])
 def test_the_text_goes_on_after_its_last_token(length: int) -> None:
     """And not after what fills it up, so that sequence parallelism can cut it evenly."""
-    mesh: Any = SimpleNamespace(tp=SimpleNamespace(size=4), device="cpu")
+    mesh: Any = SimpleNamespace(tp=SimpleNamespace(size=4), device=torch.device("cpu"))
     assert _Uncached(Places(), mesh).next_logits(list(range(length))).tolist() == [float(length - 1)] * 5

@@ -265,7 +265,7 @@ def test_a_state_of_before_rounding_loads() -> None:
 
 
 def test_a_device_without_float64_sums_norms_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "has_float64", lambda device: False)
+    monkeypatch.setattr(norms, "widest_dtype", lambda device: torch.float32)
     monkeypatch.setattr(Tensor, "double", lambda self: pytest.fail("float64 was used"))
     model = make().bfloat16()
     clipped = STOCHASTIC | {"grad_clipping": True}
@@ -274,13 +274,13 @@ def test_a_device_without_float64_sums_norms_in_float32(monkeypatch: pytest.Monk
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_whether_a_device_computes_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device.has_float64(torch.device("cpu"))
-    device.has_float64.cache_clear()
+def test_the_widest_dtype_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.widest_dtype(torch.device("cpu")) == torch.float64
+    device.widest_dtype.cache_clear()
 
     def refuse(*args: object, **options: object) -> None:
         raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    assert not device.has_float64(torch.device("cpu"))
-    device.has_float64.cache_clear()
+    assert device.widest_dtype(torch.device("cpu")) == torch.float32
+    device.widest_dtype.cache_clear()
