@@ -11,6 +11,8 @@ from torch import Tensor
 from shardwise import device as devices
 
 BLOCK_BYTES = 16 * 2**20
+PINNED_BYTES = 4 * 2**30
+"""Pinned memory of a rank at most: it is lost to all other programs of the machine for as long as the run lasts."""
 
 
 class Aborted(Exception):
@@ -24,7 +26,8 @@ class Conveyor:
         is_limited: whether `put` may have to wait until a block was written.
 
     Args:
-        device: where the tensors are; copies from an accelerator go to pinned memory.
+        device: where the tensors are; the first `PINNED_BYTES` that come from an accelerator go to pinned memory, which
+            is faster.
         limit: bytes of the pool, None for as much as a save needs. `put` waits while the pool is full.
     """
 
@@ -32,6 +35,7 @@ class Conveyor:
         self._device, self.is_limited = device, limit is not None
         self._block_bytes = BLOCK_BYTES if limit is None else max(2**12, min(BLOCK_BYTES, limit // 2 // 8 * 8))
         self._room = None if limit is None else max(2, limit // self._block_bytes)
+        self._pinned_room = 0 if device.type == "cpu" else PINNED_BYTES // self._block_bytes
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[Tensor, int] | Aborted | None] = queue.SimpleQueue()
         self._block: Tensor | None = None
@@ -97,8 +101,9 @@ class Conveyor:
         if self._room != 0 and self._free.empty():
             if self._room is not None:
                 self._room -= 1
-            pinned = self._device.type != "cpu"
-            self._block = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=pinned)
+            pinned = self._pinned_room > 0
+            self._pinned_room -= pinned
+            self._block = torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         else:
             self._block = self._free.get()
         self._filled = 0

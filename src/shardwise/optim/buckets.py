@@ -234,7 +234,7 @@ class Bucket:
                     start += box.numel
 
 
-def gather_masters(buckets: list[Bucket]) -> None:
+def gather_masters(buckets: Iterable[Bucket]) -> None:
     """Bring the masters of some buckets back to the parameters of all ranks."""
     for gather in [bucket.start_gather() for bucket in buckets]:
         if gather is not None:

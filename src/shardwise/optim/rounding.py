@@ -235,36 +235,25 @@ class StochasticUpdate(Update):
         super().__init__(inner, buckets, make_norms)
         self._make, self._bits = make, bits
 
-    def _update(self, factor: Tensor | float, number: int) -> None:
+    def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         if isinstance(self._inner, LAMB):
-            self._update_whole_tensors(self._inner, factor, number)
+            yield from self._update_whole_tensors(self._inner, factor, number)
             return
-        for group, buckets in self._trained_groups():
+        for group, bucket in self._in_turn():
             scratch = _Scratch(self._make, self._inner, group)
-            for bucket in buckets:
-                for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
-                    scratch.load(run, factor)
-                    step_optimizer(scratch.optimizer)
-                    scratch.store(run, self._bits, number)
-            # What the class keeps in its parameter group, such as a count of steps, is the same after each run.
+            for run in ElementRun(bucket, 0, len(bucket.master)).split(chunk_elements(bucket)):
+                scratch.load(run, factor)
+                step_optimizer(scratch.optimizer)
+                scratch.store(run, self._bits, number)
             group.update(options_of(scratch.group))
+            yield bucket
 
-    def _trained_groups(self) -> Iterator[tuple[dict[str, Any], list[Bucket]]]:
-        for group, buckets in zip(self._inner.param_groups, self._groups, strict=True):
-            if buckets:
-                yield group, buckets
-
-    def _update_whole_tensors(self, inner: LAMB, factor: Tensor | float, number: int) -> None:
+    def _update_whole_tensors(self, inner: LAMB, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         """LAMB, which needs the norms of whole tensors' directions before it updates an element.
 
         No memory could hold the directions in float32, so they are computed twice.
         """
-        scratches = {
-            bucket: scratch
-            for group, buckets in self._trained_groups()
-            for scratch in [_Scratch(self._make, inner, group)]
-            for bucket in buckets
-        }
+        scratches = {bucket: _Scratch(self._make, inner, group) for group, bucket in self._in_turn()}
 
         def direction(run: ElementRun) -> Tensor:
             scratch = scratches[run.bucket]
@@ -283,3 +272,4 @@ class StochasticUpdate(Update):
                         update.mul_(ratios[tensor])
                     scratch.parameter.sub_(update, alpha=float(group["lr"]))
                     scratch.store(part, self._bits, number)
+        yield from scratches

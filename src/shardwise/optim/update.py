@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise._torch_private import step_optimizer
 from shardwise.optim.buckets import Bucket
@@ -35,8 +36,8 @@ class Update:
     def _norms(self) -> CanonicalNorms:
         return self._make_norms(self._groups)
 
-    def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> None:
-        """Update all masters by `factor` times their reduced gradients.
+    def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
+        """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
 
         Args:
             groups: the parameter groups whose options count now; they get back what the wrapped optimizer changed.
@@ -45,21 +46,52 @@ class Update:
         """
         for outer, inner in zip(groups, self._inner.param_groups, strict=True):
             inner.update(options_of(outer))
-        self._update(factor, number)
+        yield from self._update(factor, number)
         for outer, inner in zip(groups, self._inner.param_groups, strict=True):
             outer.update(options_of(inner))
 
-    def _update(self, factor: Tensor | float, number: int) -> None:
-        buckets = [bucket for group in self._groups for bucket in group]
-        for bucket in buckets:
-            gradient = bucket.gradient.to(bucket.master.dtype)
-            bucket.master.grad = gradient if isinstance(factor, float) and factor == 1.0 else gradient.mul_(factor)
+    def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         if isinstance(self._inner, LAMB):
+            buckets = [bucket for group in self._groups for bucket in group]
+            for bucket in buckets:
+                bucket.master.grad = _scaled_gradient(bucket, factor)
             self._inner.step_slices(self._groups, self._norms)
-        else:
-            step_optimizer(self._inner)
-        for bucket in buckets:
+            for bucket in buckets:
+                bucket.master.grad = None
+                yield bucket
+            return
+        for group, bucket in self._in_turn():
+            bucket.master.grad = _scaled_gradient(bucket, factor)
+            self._step_alone(group, bucket.master)
             bucket.master.grad = None
+            yield bucket
+
+    def _in_turn(self) -> Iterator[tuple[dict[str, Any], Bucket]]:
+        """Yield each bucket with its parameter group, whose options are the same for every bucket.
+
+        Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
+        as a count of steps, is the same after each.
+        """
+        for group, buckets in zip(self._inner.param_groups, self._groups, strict=True):
+            options = options_of(group)
+            for bucket in buckets:
+                group.update(copy.deepcopy(options))
+                yield group, bucket
+
+    def _step_alone(self, group: dict[str, Any], master: nn.Parameter) -> None:
+        """A step of the wrapped optimizer as if it had this master alone."""
+        all_groups, all_masters = self._inner.param_groups, group["params"]
+        self._inner.param_groups, group["params"] = [group], [master]
+        try:
+            step_optimizer(self._inner)
+        finally:
+            self._inner.param_groups, group["params"] = all_groups, all_masters
+
+
+def _scaled_gradient(bucket: Bucket, factor: Tensor | float) -> Tensor:
+    """`factor` times a bucket's reduced gradients, in the dtype of its masters; may use them up."""
+    gradient = bucket.gradient.to(bucket.master.dtype)
+    return gradient if isinstance(factor, float) and factor == 1.0 else gradient.mul_(factor)
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -359,8 +359,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def _update(self, factor: Tensor | float) -> None:
         self.steps += 1
-        self._updates.step(self.param_groups, factor, self.steps)
-        gather_masters(self.buckets)
+        # A bucket's new parameters travel while the next bucket is updated.
+        gather_masters(self._updates.step(self.param_groups, factor, self.steps))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0. They stay views into the buckets, whatever `set_to_none` says."""

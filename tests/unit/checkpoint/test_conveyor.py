@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from shardwise.checkpoint import conveyor
 from shardwise.checkpoint.conveyor import Aborted, Conveyor
 
 CPU = torch.device("cpu")
@@ -39,9 +40,9 @@ def test_bytes_in_order(limit: int | None) -> None:
     ]
     tensors.insert(2, torch.zeros(1, dtype=torch.bfloat16))  # and the next is not aligned to its size
     wanted = b"".join(t.contiguous().flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
-    conveyor = Conveyor(CPU, limit)
-    assert carried(conveyor, tensors) == wanted, "first save"
-    assert carried(conveyor, tensors) == wanted, "second save, in blocks used before"
+    belt = Conveyor(CPU, limit)
+    assert carried(belt, tensors) == wanted, "first save"
+    assert carried(belt, tensors) == wanted, "second save, in blocks used before"
 
 
 def test_memory_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,15 +53,31 @@ def test_memory_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         return empty(size, **options)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch, "empty", counting)
-    conveyor = Conveyor(CPU, 64 * 1024)
-    assert len(carried(conveyor, [torch.ones(1_000_000)])) == 4_000_000
+    belt = Conveyor(CPU, 64 * 1024)
+    assert len(carried(belt, [torch.ones(1_000_000)])) == 4_000_000
     assert 0 < sum(allocated) <= 64 * 1024, f"{sum(allocated)} bytes of host memory, 65,536 were allowed"
 
 
 def test_a_given_up_save_reaches_the_writer() -> None:
-    conveyor = Conveyor(CPU)
-    conveyor.put(torch.ones(10))
-    conveyor.abort()
+    belt = Conveyor(CPU)
+    belt.put(torch.ones(10))
+    belt.abort()
     with pytest.raises(Aborted):
-        list(conveyor.blocks())
-    assert carried(conveyor, [torch.ones(2)]) == torch.ones(2).numpy().tobytes(), "the next save is whole again"
+        list(belt.blocks())
+    assert carried(belt, [torch.ones(2)]) == torch.ones(2).numpy().tobytes(), "the next save is whole again"
+
+
+def test_pinned_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost to other programs as long as the run lasts; what is beyond goes to memory that is not pinned."""
+    pinned, empty = [], torch.empty
+
+    def counting(size: int, *, pin_memory: bool, **options: object) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(size, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "empty", counting)
+    monkeypatch.setattr(conveyor, "PINNED_BYTES", 3 * conveyor.BLOCK_BYTES)
+    monkeypatch.setattr(conveyor.devices, "synchronize", lambda device: None)
+    belt = Conveyor(torch.device("cuda"))
+    belt.put(torch.zeros(5 * conveyor.BLOCK_BYTES // 4))
+    assert pinned == [True] * 3 + [False] * 2

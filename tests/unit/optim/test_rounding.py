@@ -239,17 +239,20 @@ class Harmonic(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("way", ["nearest", "stochastic"])
-def test_what_a_class_keeps_in_its_group_counts_steps_and_not_chunks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_class_keeps_in_its_group_counts_steps(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", 8)
-    weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-    optimizer = ZeroRedundancyOptimizer([weight], Harmonic, lr=0.5, **(STOCHASTIC | {"rounding": way}))
+    weights = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
+    options = STOCHASTIC | {"rounding": way, "bucket_mib": 1e-5}
+    optimizer = ZeroRedundancyOptimizer(weights, Harmonic, lr=0.5, **options)
+    assert len(optimizer.buckets) == 2
     for _ in range(3):
-        (weight.sum() * 0.25).backward()
+        (sum(weight.sum() for weight in weights) * 0.25).backward()
         optimizer.step()
     group = optimizer.param_groups[0]
     assert group["steps"] == 3
     assert float(group["sum"]) == pytest.approx(1 + 1 / 2 + 1 / 3)
-    assert float(weight.detach().float().mean()) == pytest.approx(1 - 0.125 * (1 + 1 / 2 + 1 / 3), abs=2e-3)
+    for weight in weights:
+        assert float(weight.detach().float().mean()) == pytest.approx(1 - 0.125 * (1 + 1 / 2 + 1 / 3), abs=2e-3)
 
 
 def test_a_state_of_before_rounding_loads() -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import ZeroRedundancyOptimizer
+from shardwise.optim import update
+from shardwise.optim.buckets import Bucket
 from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, nothing, set_to_none, train
 
 # ---- the same training
@@ -418,3 +420,15 @@ def test_it_cannot_be_copied(take: Callable[[object], object]) -> None:
     apart = copy.deepcopy(model)  # of a model it is another: an average of weights, say
     train(model, optimizer)
     assert not torch.equal(apart.first.weight, model.first.weight)
+
+
+def test_parameters_travel_while_the_next_bucket_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, bucket_mib=1e-5)
+    stepped, gathered = update.step_optimizer, Bucket.start_gather
+    monkeypatch.setattr(update, "step_optimizer", lambda inner: (order.append("update"), stepped(inner)))
+    monkeypatch.setattr(Bucket, "start_gather", lambda bucket: (order.append("gather"), gathered(bucket))[1])
+    train(model, optimizer, 1)
+    assert len(optimizer.buckets) > 2
+    assert order == ["update", "gather"] * len(optimizer.buckets)
