@@ -42,7 +42,22 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether an exception says that another rank is gone, whichever library carries the messages."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "ncclRemoteError"))
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _OF_A_LOST_PEER)
+
+
+_OF_A_LOST_PEER = (
+    "gloo",
+    "ncclRemoteError",  # NCCL: a rank's process has exited, or a network error
+    "ncclSystemError",  # NCCL: a socket was closed
+    "communicator was aborted",  # by NCCL's watchdog, which has found that a collective does not end
+    "Watchdog caught collective operation timeout",
+    "Connection closed by remote peer",
+)
+
+
+def is_shared_device(error: BaseException) -> bool:
+    """Whether an exception says that two ranks use one accelerator."""
+    return isinstance(error, RuntimeError) and "Duplicate GPU detected" in str(error)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -12,14 +12,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.errors import ConfigError
+from shardwise.hardware import accelerators
+
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+"""Variables by which a launcher shows each rank an accelerator of its own."""
+
 
 def local_device() -> torch.device:
-    """This process's device: the accelerator at `LOCAL_RANK`, or the CPU where the machine has none."""
-    if not torch.accelerator.is_available():
+    """This process's device: the accelerator at `LOCAL_RANK`, or the only one that it sees, or the CPU without any.
+
+    Raises:
+        ConfigError: the machine has accelerators that torch cannot use; this rank has none of its own, or nothing says
+            which one is its own.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        kind, count = accelerators()
+        if count:
+            raise ConfigError(
+                f"torch {torch.__version__} must be able to use this machine's accelerators ({count} × {kind}), and "
+                "finds none: install a torch that is built for them, or their driver, or hide them to train on the CPU"
+            )
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    count, local_rank = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK")
+    if local_rank is None and count > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"LOCAL_RANK must be set to this rank's number on its machine, as torchrun does: it sees {count} "
+            "accelerators, and the number says which one is its own"
+        )
+    index = int(local_rank or "0")
+    if index >= count and (count > 1 or not any(name in os.environ for name in _HIDING)):
+        raise ConfigError(
+            f"LOCAL_RANK ({index}) must be less than the number of accelerators ({count}): two ranks cannot train on "
+            "one; start fewer ranks on each machine"
+        )
+    index = min(index, count - 1)
     torch.accelerator.set_device_index(index)
-    return torch.device(torch.accelerator.current_accelerator(check_available=True).type, index)  # type: ignore[union-attr]
+    return torch.device(device.type, index)
 
 
 def backend(device: torch.device) -> str:

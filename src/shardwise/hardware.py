@@ -2,6 +2,10 @@
 
 import os
 import re
+import subprocess
+import sys
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 _TERA = 1e12
@@ -42,17 +46,19 @@ _PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
 def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tuple[str, int]:
     """The kind and number of the accelerators that this process may use; ("cpu", 0) without any.
 
-    The kinds are "nvidia" and "neuron".
+    The kinds are "nvidia", "neuron", and torch's own names of all others, such as "xpu".
 
-    They are counted by their device files, without those that `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or
-    `NEURON_RT_NUM_CORES` hide. A torch that was built for CPUs only ("+cpu" in its version) can use none.
+    The first two are counted by their device files, without those that `CUDA_VISIBLE_DEVICES`,
+    `NEURON_RT_VISIBLE_CORES` or `NEURON_RT_NUM_CORES` hide. A torch that was built for CPUs only ("+cpu" in its
+    version) can use neither. Torch itself is asked, which takes the time of its import, where such files do not tell: a
+    package adds a device to torch, or torch is built for ROCm or XPU, or the system is macOS or WSL2.
     """
-    gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
-    if not (gpus or chips) or _torch_is_built_for_cpu():
-        return "cpu", 0
-    if gpus and (count := _visible_gpus(len(gpus))):
+    gpus, chips, build = _numbered(dev, "nvidia"), _numbered(dev, "neuron"), _build_of_torch()
+    if gpus and build != "cpu" and (count := _visible_gpus(len(gpus))):
         return "nvidia", count
-    if chips:
+    if _only_torch_knows(build, dev) and (counted := _counted_by_torch())[1]:
+        return counted
+    if chips and build != "cpu":
         return "neuron", _neuron_cores(chips, sys_root)
     return "cpu", 0
 
@@ -88,13 +94,33 @@ def cpu_count() -> int:
     return os.cpu_count() or 1
 
 
-def _torch_is_built_for_cpu() -> bool:
-    from importlib import metadata  # takes a tenth of a dry run's start-up, and only accelerators need it
-
+def _build_of_torch() -> str:
+    """What the installed torch is built for, as its version says after "+": "cpu", "cu130", "rocm6.4", "xpu" or ""."""
     try:
-        return metadata.version("torch").endswith("+cpu")
+        return metadata.version("torch").partition("+")[2]
     except metadata.PackageNotFoundError:
-        return False
+        return ""
+
+
+def _only_torch_knows(build: str, dev: Path) -> bool:
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and metadata.entry_points(group="torch.backends"):
+        return True
+    return build != "cpu" and (build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or (dev / "dxg").exists())
+
+
+_COUNT = """
+import torch
+device = torch.accelerator.current_accelerator(check_available=True)
+print(*("cpu", 0) if device is None else (device.type, torch.accelerator.device_count()))
+"""
+
+
+@cache
+def _counted_by_torch() -> tuple[str, int]:
+    """Asked in a process of its own: this one must neither import torch nor open a device before its ranks start."""
+    answer = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
+    kind, _, count = answer.stdout.strip().rpartition(" ")
+    return (kind, int(count)) if answer.returncode == 0 and kind and count.isdecimal() else ("cpu", 0)
 
 
 def _numbered(dev: Path, prefix: str) -> list[int]:

@@ -125,3 +125,38 @@ def test_cpus_are_those_of_the_affinity_mask() -> None:
     finally:
         os.sched_setaffinity(0, before)
     assert hardware.cpu_count() == len(before)
+
+
+@pytest.mark.parametrize(
+    ("build", "present", "plugin", "autoload", "asked"),
+    [
+        ("+cu130", "null", False, "1", False),  # no file of a device: a computer without one
+        ("+cu130", "dxg", False, "1", True),  # WSL2
+        ("+rocm6.4", "kfd", False, "1", True),
+        ("+xpu", "null", False, "1", True),
+        ("+cpu", "null", True, "1", True),  # such as TorchNeuron
+        ("+cpu", "null", True, "0", False),
+        ("+cpu", "dxg", False, "1", False),
+    ],
+)
+def test_torch_is_asked_where_files_do_not_tell(
+    build: str, present: str, plugin: bool, autoload: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: f"2.13.0{build}")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: ["added"] if plugin else [])
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", autoload)
+    monkeypatch.setattr(hardware, "_counted_by_torch", lambda: ("xpu", 3))
+    monkeypatch.setattr(hardware.sys, "platform", "linux")
+    assert hardware.accelerators(devices(tmp_path, present)) == (("xpu", 3) if asked else ("cpu", 0))
+
+
+@pytest.mark.parametrize(
+    ("code", "counted"), [("print('xpu', 2)", ("xpu", 2)), ("print(1)", ("cpu", 0)), ("raise OSError", ("cpu", 0))]
+)
+def test_torch_counts_in_a_process_of_its_own(
+    code: str, counted: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "_COUNT", code)
+    hardware._counted_by_torch.cache_clear()
+    assert hardware._counted_by_torch() == counted
+    hardware._counted_by_torch.cache_clear()

@@ -292,6 +292,17 @@ class CheckpointConfig(Section):
         return self
 
 
+class LaunchConfig(Section):
+    """How the ranks of a run work together."""
+
+    timeout: float = Field(
+        default=600.0,
+        gt=0,
+        description="seconds after which a rank gives up a collective that another rank does not call; the preparation "
+        "of data is not bounded",
+    )
+
+
 class LogConfig(Section):
     """What a run reports."""
 
@@ -347,6 +358,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
+    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
 
     def with_batch_for(self, ranks: int) -> Config:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
@@ -26,6 +28,8 @@ from shardwise.storage.reach import in_time
 from shardwise.storage.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
+
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,30 @@ def open_run(config: Config, layout: Layout, mesh: Mesh, progress: Progress, run
     Raises:
         ConfigError: one of them is wrong; on every rank.
     """
-    data = prepare(config)
+    data = while_others_wait(lambda: prepare(config), mesh.world)
     weights = _find_weights(config, mesh)
     folder = _open_folder(config, run_path, recipe, mesh)
     return Run(config, layout, mesh, progress, data, folder, None if folder.checkpoints.candidates else weights)
+
+
+def while_others_wait(work: Callable[[], _R], group: Group) -> _R:
+    """Do some work that may take long on one rank, and wait until all ranks have done theirs. Collective.
+
+    A collective fails when a rank does not call it in time, so the ranks tell each other every few seconds whether they
+    still work. They wait no longer once the work has failed on one of them, which then raises its error.
+    """
+    if group.size == 1:
+        return work()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="preparation")
+    doing, seconds = thread.submit(work), 0.01
+    thread.shutdown(wait=False)  # after this work; a user who interrupts the run does not wait for it
+    while True:
+        failed = doing.done() and doing.exception() is not None
+        states = comm.all_gather_objects((doing.done(), failed), group)
+        if all(done for done, _ in states) or any(failed for _, failed in states):
+            return doing.result()
+        wait([doing], timeout=seconds)
+        seconds = min(2 * seconds, 5.0)
 
 
 def _find_weights(config: Config, mesh: Mesh) -> Root | None:

@@ -38,7 +38,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
         RunError: training failed.
         StoppedError: the run was asked to stop, and all is saved.
     """
-    join()
+    join(timeout=config.launch.timeout)
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     config = _with_one_batch(config, mesh)
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
@@ -88,6 +88,11 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         if comm.is_lost_connection(error):
             text = f"rank {mesh.world.rank} lost the connection to another rank during {progress.phase}"
             raise LostPeerError(text) from error
+        if comm.is_shared_device(error):
+            raise ConfigError(
+                f"rank {mesh.world.rank} must have an accelerator of its own, and shares {mesh.device} with another "
+                "rank: start at most one rank on each, and set LOCAL_RANK as torchrun does"
+            ) from error
         if not devices.is_out_of_memory(error):
             raise
         text = out_of_memory_text(config, layout, mesh.world.rank, mesh.device, progress, error)

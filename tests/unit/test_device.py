@@ -1,0 +1,85 @@
+"""Which accelerator a rank uses, and who is told that there is none."""
+
+import pytest
+import torch
+
+from shardwise import comm, device
+from shardwise.errors import ConfigError
+
+_NAMES = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
+    """A machine on which torch sees some accelerators; gives the indices that were chosen."""
+    chosen: list[int] = []
+    for name in _NAMES:
+        monkeypatch.delenv(name, raising=False)
+    found = torch.device("cuda") if request.param else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: request.param)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("machine", "variables", "index"),
+    [
+        (1, {}, 0),
+        (4, {}, 0),
+        (4, {"LOCAL_RANK": "3", "WORLD_SIZE": "8"}, 3),
+        (1, {"LOCAL_RANK": "3", "WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "3"}, 0),
+    ],
+    indirect=["machine"],
+)
+def test_a_rank_uses_the_accelerator_of_its_own(
+    machine: list[int], variables: dict[str, str], index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert device.local_device() == torch.device("cuda", index)
+    assert machine == [index]
+
+
+@pytest.mark.parametrize(
+    ("machine", "variables", "says"),
+    [
+        (4, {"LOCAL_RANK": "4", "WORLD_SIZE": "8"}, r"LOCAL_RANK \(4\) must be less than the number of accelerators"),
+        (1, {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, r"two ranks cannot train on one"),
+        (4, {"WORLD_SIZE": "2"}, r"LOCAL_RANK must be set .* it sees 4 accelerators"),
+    ],
+    indirect=["machine"],
+)
+def test_a_rank_without_an_accelerator_of_its_own_is_refused(
+    machine: list[int], variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=says):
+        device.local_device()
+
+
+@pytest.mark.parametrize("machine", [0], indirect=True)
+def test_accelerators_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
+    machine: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "accelerators", lambda: ("nvidia", 8))
+    with pytest.raises(ConfigError, match=r"accelerators \(8 × nvidia\), and finds none"):
+        device.local_device()
+    monkeypatch.setattr(device, "accelerators", lambda: ("cpu", 0))
+    assert device.local_device() == torch.device("cpu")
+
+
+def test_what_libraries_say_of_a_lost_peer_and_of_a_shared_device() -> None:
+    lost = (
+        "NCCL error in: ProcessGroupNCCL.cpp:2500, ncclRemoteError: A call failed possibly due to a network error",
+        "NCCL communicator was aborted on rank 1.",
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4567",
+    )
+    for text in lost:
+        assert comm.is_lost_connection(RuntimeError(text)), text
+        assert not comm.is_shared_device(RuntimeError(text)), text
+    shared = RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 19000")
+    assert comm.is_shared_device(shared)
+    assert not comm.is_lost_connection(shared)
+    assert not comm.is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
