@@ -248,9 +248,8 @@ def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tupl
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank of the group is here."""
-    if group.size > 1:
-        dist.barrier(group=group.process_group)
+    """Wait until every rank of the group is here. Torch's own barrier warns where it has to guess the device."""
+    all_gather_objects(None, group)
 
 
 # ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)

@@ -69,8 +69,10 @@ class Group:
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
         _alive.add(self)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
-        # time (benchmarks/collectives.py). Other backends have a native one.
-        self.scatter_by_all_to_all = bool(process_group) and dist.get_backend(process_group) == dist.Backend.GLOO
+        # time (benchmarks/collectives.py). Other backends have a native one. The configuration is a text such as
+        # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
+        backends = dist.get_backend_config(process_group).split(",") if process_group else ["none"]
+        self.scatter_by_all_to_all = all(backend.endswith(":gloo") for backend in backends)
 
     def __repr__(self) -> str:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
@@ -231,7 +233,8 @@ class Mesh:
         There is one for each name. The first call makes it and is collective.
         """
         if name not in self._host_groups:
-            made = dist.new_group(backend="gloo") if self.world.size > 1 else None
+            # Only for the CPU: of the accelerators gloo knows no other than CUDA.
+            made = dist.new_group(backend="cpu:gloo") if self.world.size > 1 else None
             self._host_groups[name] = Group(made, name=name)
         return self._host_groups[name]
 
@@ -264,9 +267,9 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
         return
     _allow_sockets()
     where = device if device is not None else devices.local_device()
-    dist.init_process_group(
-        devices.backend(where), timeout=timedelta(seconds=timeout), device_id=where if where.type != "cpu" else None
-    )
+    # Without `device_id`: NCCL would then split the world's communicator for each new group, which all ranks of the
+    # world must call, and some groups are made by their members only.
+    dist.init_process_group(devices.backend(where), timeout=timedelta(seconds=timeout))
 
 
 def leave() -> None:

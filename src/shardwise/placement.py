@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.boxes import Box as Box
-from shardwise.comm import broadcast_
+from shardwise.comm import broadcast_object
 from shardwise.mesh import Group
 from shardwise.random_bits import hashed
 
@@ -185,7 +185,7 @@ def make_parameter(
     parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
     parameter.placement = placement = Placement(pieces, group)
     if parameter.device.type != "meta":
-        initialize_(parameter, placement, _agreed_seed(group, parameter.device) if seed is None else seed)
+        initialize_(parameter, placement, _agreed_seed(group) if seed is None else seed)
     return parameter
 
 
@@ -292,7 +292,7 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
         runs = {run for piece in pieces for run in _seeded_runs(piece.box)}
         for run in sorted(runs):
             top = run * SEEDED_ROWS
-            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]))
+            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]), device="cpu")
             values.normal_(0.0, std, generator=torch.Generator().manual_seed(hashed(seed, name, run)))
             for piece in pieces:
                 first, held = piece.box.start[0], piece.box.size[0]
@@ -308,6 +308,6 @@ def _seeded_runs(box: Box) -> range:
     return range(first // SEEDED_ROWS, -(-(first + held) // SEEDED_ROWS) if held else first // SEEDED_ROWS)
 
 
-def _agreed_seed(group: Group, device: torch.device) -> int:
-    drawn = torch.randint(2**62, (1,)).to(device)
-    return int(broadcast_(drawn, group).item())
+def _agreed_seed(group: Group) -> int:
+    # As an object, since the parameter may lie where the group's backend does not communicate.
+    return broadcast_object(int(torch.randint(2**62, (1,), device="cpu")), group)

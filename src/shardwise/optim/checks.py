@@ -91,7 +91,7 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> N
     mine = [text for number, options in enumerate(groups) for text in _descriptions(number, options)]
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    wanted = torch.tensor([number, -number], device=_device(groups))
+    wanted = torch.tensor([number, -number], device=device_of(groups))
     if torch.equal(comm.all_reduce_(wanted.clone(), group, op="max"), wanted):  # the largest is also the smallest
         return
     everyone = comm.all_gather_objects(mine, group)
@@ -117,7 +117,8 @@ def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
         yield f"{name} {list(p.shape)}{strides} of {p.dtype} in group {number}{frozen}".lstrip()
 
 
-def _device(groups: Sequence[dict[str, Any]]) -> torch.device:
+def device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
+    """Where the parameters of some parameter groups lie, trained or frozen; the CPU where there are none."""
     first = next((p.device for options in groups for p in options["params"]), torch.device("cpu"))
     return torch.device("cpu") if first.type == "meta" else first
 

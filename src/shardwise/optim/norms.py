@@ -113,16 +113,18 @@ class ModelNorms:
     """L2 norms over the whole model.
 
     Args:
-        buckets: of this rank.
+        buckets: of this rank, which may have none.
+        device: of the model.
         world: the ranks that together hold the model.
         tensor_ranks: tensor-parallel ranks.
         exact: sum in float64. The order of the sum, which depends on the layout, then hardly ever changes the result,
             which is float32 in any case. A device without float64 sums in float32.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], world: Group, tensor_ranks: int, *, exact: bool = False) -> None:
-        self._world, self._device = world, _device(buckets)
-        self._dtype = _sum_dtype(exact, self._device)
+    def __init__(
+        self, buckets: Sequence[Bucket], device: torch.device, world: Group, tensor_ranks: int, *, exact: bool = False
+    ) -> None:
+        self._world, self._device, self._dtype = world, device, _sum_dtype(exact, device)
         self._runs: dict[int, list[ElementRun]] = {}
         for bucket in buckets:
             end = 0
@@ -154,10 +156,6 @@ def _append(runs: list[ElementRun], run: ElementRun, joint: int) -> None:
 
 def _sum_dtype(exact: bool, device: torch.device) -> torch.dtype:
     return widest_dtype(device) if exact else torch.float32
-
-
-def _device(buckets: Sequence[Bucket]) -> torch.device:
-    return buckets[0].values.device if buckets else torch.device("cpu")
 
 
 # ---- tensor by tensor
@@ -192,7 +190,7 @@ class CanonicalNorms:
     Args:
         groups: the buckets of each parameter group.
         pieces: of each parameter.
-        world, tensor_ranks, exact: as in `ModelNorms`.
+        device, world, tensor_ranks, exact: as in `ModelNorms`.
 
     Attributes:
         count: T, the number of canonical tensors of the model.
@@ -205,13 +203,13 @@ class CanonicalNorms:
         self,
         groups: Sequence[Sequence[Bucket]],
         pieces: Pieces,
+        device: torch.device,
         world: Group,
         tensor_ranks: int,
         *,
         exact: bool = False,
     ) -> None:
-        self._world, self._device = world, _device([bucket for buckets in groups for bucket in buckets])
-        self._dtype = _sum_dtype(exact, self._device)
+        self._world, self._device, self._dtype = world, device, _sum_dtype(exact, device)
         held = [
             (group, copies, key, runs)
             for group, buckets in enumerate(groups)

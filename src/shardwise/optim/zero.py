@@ -23,6 +23,7 @@ from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, gather_mas
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
+    device_of,
     refuse_wrapped,
     require_plain,
     require_same_parameters,
@@ -159,7 +160,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         for options in groups:
             self._move(options)
         self._partial = PartialGradients(self.buckets)
-        self._model = ModelNorms(self.buckets, self._world, self._tensor_ranks, exact=self._is_stochastic)
+        device, exact = device_of(self.param_groups), self._is_stochastic
+        self._model = ModelNorms(self.buckets, device, self._world, self._tensor_ranks, exact=exact)
         self._updates = self._make_update()
 
     def _move(self, options: dict[str, Any]) -> None:
@@ -188,10 +190,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         return self._inner_class([group], **self._defaults)
 
     def _make_update(self) -> Update:
-        pieces = named_pieces(self.param_groups, self._stage)
+        pieces, device = named_pieces(self.param_groups, self._stage), device_of(self.param_groups)
 
         def norms(groups: list[list[Bucket]]) -> CanonicalNorms:
-            return CanonicalNorms(groups, pieces, self._world, self._tensor_ranks, exact=self._is_stochastic)
+            return CanonicalNorms(groups, pieces, device, self._world, self._tensor_ranks, exact=self._is_stochastic)
 
         if not self._is_stochastic:
             return Update(self.inner, self.buckets, norms)
