@@ -77,7 +77,9 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
 
 
-def test_a_dry_run_refuses_weights_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_refuses_weights_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """But those of the run that a shipped recipe follows may be still to come."""
     for recipe in ("llama2-tiny", "bert-large-phase2"):
         assert main(["train", recipe, "--dry-run", "checkpoint.load=/nope"]) == 2
@@ -92,7 +94,14 @@ def test_a_dry_run_refuses_weights_that_are_not_there(capsys: pytest.CaptureFixt
     assert "\n# weights        empty\n" in capsys.readouterr().out
     assert main(["train", "bert-large-phase2", "--dry-run"]) == 0
     awaited = "runs/bert-large/checkpoints/step-00028125"
-    assert f"\n# weights        {awaited}: not there yet; the run that saves it comes first\n" in capsys.readouterr().out
+    assert (
+        f"\n# weights        {awaited}: not there yet; the run that saves it comes first\n" in capsys.readouterr().out
+    )
+    assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=memory://none/run"]) == 2
+    assert "checkpoint.load (memory://none/run) must be a checkpoint or hold checkpoints" in capsys.readouterr().err
+    monkeypatch.setattr("shardwise.checkpoint_format.places.find", lambda wanted: "hub")
+    assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=owner/name"]) == 0
+    assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in capsys.readouterr().out
     Path("mine.yaml").write_text(recipe_text("bert-large-phase2"))
     assert main(["train", "mine.yaml", "--dry-run"]) == 2
     assert f"checkpoint.load ({awaited}) must be a folder with weights" in capsys.readouterr().err
