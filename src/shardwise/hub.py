@@ -111,9 +111,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
         ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
     """
     place = place_of_tokenizer(named)
-    if isinstance(place, Path):
-        return place
-    return obtain(place, cached=cached, announce=announce)
+    return place if isinstance(place, Path) else obtain(place, cached=cached, announce=announce)
 
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
@@ -319,10 +317,7 @@ class HubFiles:
 
 
 def find(wanted: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """Where the files are: in the cache of this machine, else on the hub; nothing is fetched.
-
-    Returns:
-        "unknown" where the cache lacks them, and the hub cannot be reached.
+    """Where the files are, in the words of `FOUND`; nothing is fetched.
 
     Raises:
         ConfigError: the hub does not have them, or does not give them to this user.

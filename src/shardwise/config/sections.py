@@ -95,7 +95,7 @@ class TrainConfig(Section):
     )
     batch_rule: str | None = Field(
         default=None,
-        description="the rule of which global_batch is the number; a run writes it, and it need not be set",
+        description="the rule that gave global_batch its number, as a run stores it; a rule is given as global_batch",
     )
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
@@ -111,7 +111,7 @@ class TrainConfig(Section):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
-    _rule: tuple[int, int] | None = PrivateAttr(default=None)
+    _by_rule: bool = PrivateAttr(default=False)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -121,10 +121,9 @@ class TrainConfig(Section):
         match = _BATCH_RULE.fullmatch(given) if isinstance(given, str) else None
         if match is None:
             return validate(values)
-        sequences, ranks = int(match[1]), int(match[2])
-        rule = f"{sequences} per {units.counted(ranks, 'rank')}"
-        section = validate({**values, "global_batch": sequences, "batch_rule": rule})
-        section._rule = sequences, ranks
+        rule = f"{match[1]} per {match[2]} rank{'' if match[2] == '1' else 's'}"
+        section = validate({**values, "global_batch": int(match[1]), "batch_rule": rule})
+        section._by_rule = True
         return section
 
     @field_validator("global_batch", mode="before")
@@ -137,7 +136,8 @@ class TrainConfig(Section):
     @property
     def rule(self) -> tuple[int, int] | None:
         """(N, M) where the recipe gives the global batch as `N per M ranks`, and not as a number."""
-        return self._rule
+        match = _BATCH_RULE.fullmatch(self.batch_rule or "") if self._by_rule else None
+        return None if match is None else (int(match[1]), int(match[2]))
 
 
 class OptimizerConfig(Section):
