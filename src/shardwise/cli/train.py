@@ -53,8 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print configuration, layout, batch arithmetic, memory and disk needed, check that data and tokenizer "
-        "can be read, and start nothing",
+        help="print configuration, layout, batch arithmetic, memory and disk needed, check that data, tokenizer and "
+        "weights can be read, and start nothing",
     )
 
 
