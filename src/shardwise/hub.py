@@ -42,6 +42,12 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # The hub's own rule: owner/name, or for its oldest models the name alone.
 _ID = re.compile(r"(?=.{1,96}$)(?!.*(--|\.\.|\.git$))([A-Za-z0-9]([\w.-]*\w)?/)?\w([\w.-]*\w)?", re.ASCII)
 _ID_RULE = "a hub id reads owner/name, of letters, digits, '-', '_' and '.'"
+FOUND = {
+    "cache": "known to the cache of this machine",
+    "hub": "on the hub, fetched when the run starts",
+    "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
+}
+"""What a dry run says of a hub id, by where `find` found it."""
 _SHA256, _GIT = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 _SHOWN = 6
 _PATIENCE_SECONDS = 10.0
@@ -69,6 +75,12 @@ def resolve(
     Raises:
         ConfigError: no such folder, repository or revision, no access to it, or no safetensors in it.
     """
+    place = place_of_weights(load, revision)
+    return place if isinstance(place, Path) else obtain(place, cached=cached, announce=announce)
+
+
+def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
+    """The folder that `checkpoint.load` names, else what it names on the hub; else ConfigError. Sends no request."""
     folder = Path(load).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -82,13 +94,12 @@ def resolve(
         is_file = f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
         raise ConfigError(_without_weights(load, [folder.name]) if folder.suffix in _PICKLED else is_file)
     _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
-    wanted = HubFiles(
+    return HubFiles(
         "checkpoint.load", load, revision, _WEIGHTS,
         is_there=lambda names: SINGLE in names or INDEX in names,
         lacking=lambda names: _without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
-    return obtain(wanted, cached=cached, announce=announce)
 
 
 def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
@@ -100,9 +111,7 @@ def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[s
         ConfigError: no such path, repository or revision, no access to it, or no tokenizer in it.
     """
     place = place_of_tokenizer(named)
-    if isinstance(place, Path):
-        return place
-    return obtain(place, cached=cached, announce=announce)
+    return place if isinstance(place, Path) else obtain(place, cached=cached, announce=announce)
 
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
@@ -308,10 +317,7 @@ class HubFiles:
 
 
 def find(wanted: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """Where the files are: in the cache of this machine, else on the hub; nothing is fetched.
-
-    Returns:
-        "unknown" where the cache lacks them, and the hub cannot be reached.
+    """Where the files are, in the words of `FOUND`; nothing is fetched.
 
     Raises:
         ConfigError: the hub does not have them, or does not give them to this user.

@@ -112,7 +112,11 @@ def test_a_recipe_trains_on_what_its_user_knows(recipe: str) -> None:
         return
     with pytest.raises(ConfigError, match="must name its data by ") as refused:
         require_data(config, recipe)
-    for line in re.sub(r"\n {10,}", " ", str(refused.value)).splitlines()[1:]:
+    lines = re.sub(r"\n {10,}", " ", str(refused.value)).splitlines()[1:]
+    published, trial = (line.partition(":")[0].strip() for line in lines[-2:])
+    assert published in ("The tutorial's data", "Public text"), f"{recipe}.yaml: a comment must name published data"
+    assert trial == "For a trial", f"{recipe}.yaml: the last comment on data must be that for a trial"
+    for line in lines:
         keys = [word for word in line.split() if "=" in word]
         assert load_config(recipe, keys).data.is_named, line
     assert line.split()[:4] == ["For", "a", "trial:", "data.dataset=python"]

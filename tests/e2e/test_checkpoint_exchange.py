@@ -219,6 +219,7 @@ def test_imports_that_are_refused(tmp_path: Path) -> None:
         (["empty", "ours"], "SOURCE (empty) must hold model.safetensors: it is empty"),
         (["empty", "ours", "--config", "x"], "--config (x) must be left out with --from hugging-face"),
         (["empty", "ours", "--vocab-size", "5"], "--vocab-size (5) must be left out with --from hugging-face"),
+        (["empty", "ours", "--allow-drift"], "--allow-drift must be left out with --from hugging-face"),
     ):
         said = within("checkpoint", "import", *arguments, at=tmp_path, HF_HUB_OFFLINE="1").failed(2)
         assert text in said

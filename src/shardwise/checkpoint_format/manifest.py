@@ -74,12 +74,13 @@ class Manifest:
         tokens: tokens that were trained on.
         config: as it was resolved.
         layout: degrees of parallelism of the run that wrote it.
-        schedule: state of the learning rate's schedule, and the losses of the last steps, whose mean is shown.
+        schedule: state of the learning rate's schedule.
         data: identity of the data, and the run's id.
         rng: state of the random number generators.
         versions: of the programs that wrote it.
         created: date and time, in ISO 8601.
         optimizer: name, steps and names of its states; None where the checkpoint has weights alone.
+        losses: of the last steps, whose mean a run shows.
         files: every file of the folder but the manifest.
         tensors: state (`model`, `exp_avg`, …) → canonical name → tensor.
     """
@@ -96,6 +97,7 @@ class Manifest:
     versions: Mapping[str, Any]
     created: str
     optimizer: Mapping[str, Any] | None
+    losses: tuple[float, ...] = field(default=(), kw_only=True)
     files: tuple[FileEntry, ...] = field(repr=False)
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
 
@@ -234,7 +236,19 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
     counts: dict[str, Any] = {key: _count(plain, key) for key in ("step", "samples", "position", "tokens")}
     objects = {key: _of(plain, key, dict) for key in ("config", "layout", "schedule", "data", "rng", "versions")}
     created = _of(plain, "created", str)
-    return Manifest(**counts, **objects, created=created, optimizer=optimizer, files=files, tensors=tensors)
+    losses = _losses(plain, objects["schedule"])
+    return Manifest(
+        **counts, **objects, created=created, optimizer=optimizer, files=files, tensors=tensors, losses=losses
+    )
+
+
+def _losses(plain: Mapping[str, Any], schedule: dict[str, Any]) -> tuple[float, ...]:
+    """The last losses. Older checkpoints have none, or have them in `schedule`, from which they are taken."""
+    earlier = schedule.pop("recent_losses", [])
+    losses = plain.get("losses", earlier)
+    if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
+        raise ValueError("losses must be a JSON array of numbers")
+    return tuple(losses)
 
 
 def _file(plain: object) -> FileEntry:

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.checkpoint_format.folders import Found, checkpoints, glance, step_of
 from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.errors import ConfigError
-from shardwise.hub import INDEX, SINGLE, is_url
+from shardwise.hub import FOUND, INDEX, SINGLE, find, is_url, place_of_weights
 from shardwise.storage.reach import in_time
 from shardwise.storage.root import Root, StoreError
 
@@ -119,6 +119,33 @@ def newest_of(load: str, announce: Callable[[str], None] | None = None) -> str:
         raise ConfigError([f"checkpoint.load: {problem}" for problem in error.problems]) from None
     except StoreError as error:
         raise ConfigError(f"checkpoint.load: {error}") from None
+
+
+def require_checkpoint(folder: Root) -> None:
+    """Raises ConfigError where the folder that `checkpoint.load` names by a URL is no checkpoint."""
+    try:
+        if in_time(folder, (folder / MANIFEST).exists):
+            return
+    except StoreError as error:
+        raise ConfigError(f"checkpoint.load: {error}") from None
+    raise ConfigError(
+        f"checkpoint.load ({folder}) must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a "
+        "Hugging Face folder to this machine first"
+    )
+
+
+def glance_at_weights(load: str, revision: str | None) -> str:
+    """What a dry run says of `checkpoint.load`; nothing is fetched.
+
+    Raises:
+        ConfigError: there are no such weights.
+    """
+    load = newest_of(load)
+    if is_url(load):
+        require_checkpoint(Root.of(load))
+        return load
+    place = place_of_weights(load, revision)
+    return load if isinstance(place, Path) else f"{load}: {FOUND[find(place)]}"
 
 
 def _holds_checkpoints(names: Collection[str]) -> bool:

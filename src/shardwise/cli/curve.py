@@ -117,9 +117,14 @@ def _of_json(path: Path, text: str) -> _Rows:
         value = _of_lines(path, text)
     if isinstance(value, Mapping) and isinstance(value.get("log_history"), list):
         value = value["log_history"]  # of the trainer_state.json of transformers
-    for entry in _of_columns(value) if isinstance(value, Mapping) else value:
+    for number, entry in enumerate(_of_columns(value) if isinstance(value, Mapping) else value, 1):
         numbers = entry if isinstance(entry, list) else [entry]
-        row = entry if isinstance(entry, Mapping) else dict(zip(_UNNAMED.get(len(numbers), ()), numbers, strict=False))
+        if not isinstance(entry, Mapping) and (len(numbers) not in _UNNAMED or None in numbers):
+            raise ConfigError(
+                f"{path}: entry {number:,} ({_shown(json.dumps(entry))}) must be a loss, [step, loss], "
+                "[time, step, loss] or an object with names"
+            )
+        row = entry if isinstance(entry, Mapping) else dict(zip(_UNNAMED[len(numbers)], numbers, strict=True))
         if row.get("event", "step") in ("step", "resume"):
             yield row
 
@@ -133,7 +138,10 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
         except ValueError as error:
             if is_run:  # a crash may have cut the line short
                 continue
-            raise ConfigError(f"{path} must be JSON, or have JSON in each line: line {number:,}: {error}") from None
+            raise ConfigError(
+                f"{path} must be JSON, or have JSON in each line: line {number:,} ({_shown(line)}) is cut short or is "
+                f"none ({error})"
+            ) from None
 
 
 def _of_columns(value: Mapping[str, Any]) -> _Rows:
@@ -164,7 +172,10 @@ def _of_table(path: Path, text: str) -> _Rows:
     for number, cells in enumerate(table, 1):
         if len(cells) != len(names):
             needs = f"{counted(len(names), 'value')}, as its first row has" if names else "a loss, or a step and a loss"
-            raise ConfigError(f"{path}: row {number:,} ({counted(len(cells), 'value')}) must have {needs}")
+            raise ConfigError(
+                f"{path}: row {number:,} ({counted(len(cells), 'value')}) must have {needs}: a loss curve is a run's "
+                "folder, its metrics.jsonl, TensorBoard's events, JSON, or a table whose rows are equally long"
+            )
         yield dict(zip(names, cells, strict=True))
 
 

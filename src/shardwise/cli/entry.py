@@ -7,6 +7,7 @@ import gc
 import importlib
 import keyword
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -28,10 +29,15 @@ COMMANDS = {
 }
 
 
+_VALUE_OF_A_FLAG = re.compile(r"argument (\S+): ignored explicit argument (.+)", re.DOTALL)
+"""What argparse says of `--flag=value`."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises what is wrong with the arguments instead of printing it from every rank."""
 
     def error(self, message: str) -> NoReturn:
+        message = _VALUE_OF_A_FLAG.sub(r"\1 takes no value, and \2 is given: leave the value out", message)
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 

@@ -22,8 +22,10 @@ from shardwise.config import (
     Layout,
     OwnConfig,
     check_layout,
+    kept_batch,
     load_config,
     recipe_name,
+    recipe_names,
     require_data,
 )
 from shardwise.errors import ConfigError
@@ -51,8 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print configuration, layout, batch arithmetic, memory and disk needed, check that data and tokenizer "
-        "can be read, and start nothing",
+        help="print configuration, layout, batch arithmetic, memory and disk needed, check that data, tokenizer and "
+        "weights can be read, and start nothing",
     )
 
 
@@ -76,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_own(config)
     if arguments.dry_run:
-        return _show(recipe_name(recipe), config, layout)
+        return _show(recipe, config, layout)
     if place is None:
         check_accelerators(world, accelerators()[1])
     if place is None or place.rank == 0:
@@ -99,20 +101,39 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(recipe: str, config: Config, layout: Layout) -> int:
-    """The dry run. Problems of the data are reported last: the numbers are of use on a machine without the data too."""
+    """The dry run. Problems of the files are reported last: the numbers are of use on a machine without them too."""
     from shardwise.train.summary import dry_run
 
-    data, glance = config.data, None
+    rows: list[tuple[str, str]] = []
+    problems: list[str] = []
+    data, load = config.data, config.checkpoint.load
     is_built_in = data.path is None and data.blend is None and data.dataset in BUILT_IN_TEXTS
     if not is_built_in or data.tokenizer is not None or config.model.vocab_size < _ANY_TOKENIZER:
         from shardwise.data import opening
 
         glance = opening.glance(config)
+        rows, problems = [*glance.rows], [*glance.problems]
+    if load is not None:
+        from shardwise.checkpoint_format.places import glance_at_weights
+
+        try:
+            is_awaited = not Path(load).exists() and _names_weights(recipe, load)
+            found = f"{load}: not there yet; the run that saves it comes first"
+            if not is_awaited:
+                found = glance_at_weights(load, config.checkpoint.revision)
+            rows.append(("weights", found))
+        except ConfigError as error:
+            problems += error.problems
     device, count = accelerators()
-    output.raw(dry_run(recipe, config, layout, device, count > 0, [] if glance is None else glance.rows))
-    if glance is not None and glance.problems:
-        raise ConfigError(glance.problems)
+    output.raw(dry_run(recipe_name(recipe), config, layout, device, count > 0, rows))
+    if problems:
+        raise ConfigError(problems)
     return 0
+
+
+def _names_weights(recipe: str, load: str) -> bool:
+    """Whether a shipped recipe itself names these weights: those of a run before it, which may be still to come."""
+    return recipe in recipe_names() and load_config(recipe).checkpoint.load == load
 
 
 def _number_of_ranks(config: Config, nproc: int | None) -> int:
@@ -133,15 +154,16 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
 
 
 def _with_batch(config: Config, world: int, run_path: Path | None) -> Config:
-    """`config` with a number where its batch is a rule: that which an earlier run in the folder began with, if any."""
-    if config.train.batch_rule is None:
+    """`config` with a number where its batch is a rule: that of a run in the folder that began by this rule."""
+    if config.train.rule is None:
         return config
     from shardwise.checkpoint_format.earlier_run import earlier_run
 
     earlier = None if run_path is None else earlier_run(RunDirectory(run_path), config)
-    if earlier is None:
+    kept = None if earlier is None else kept_batch(earlier.config, config)
+    if kept is None:
         return config.with_batch_for(world)
-    return config.with_batch(earlier.config["train"]["global_batch"])
+    return config.with_batch(kept)
 
 
 def _launch(recipe: str, overrides: list[str], world: int, run_path: Path) -> int:

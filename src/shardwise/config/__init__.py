@@ -16,7 +16,7 @@ from shardwise.config.load import (
     require_data,
 )
 from shardwise.config.model import FamilyConfig, ModelConfig, OwnConfig
-from shardwise.config.resumption import resume_changes, resume_problems
+from shardwise.config.resumption import kept_batch, kept_batch_note, resume_changes, resume_problems
 from shardwise.config.sections import (
     DTYPE_BYTES,
     CheckpointConfig,
@@ -67,6 +67,8 @@ __all__ = [
     "config_from",
     "data_from",
     "dump_yaml",
+    "kept_batch",
+    "kept_batch_note",
     "load_config",
     "parse_yaml",
     "recipe_name",

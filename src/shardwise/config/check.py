@@ -32,6 +32,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += pipeline_problems(config, micro_batches)
     problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
     problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
+    problems += _mark_problems(config)
     if layout is None or problems:
         raise ConfigError(problems)
     return layout
@@ -53,6 +54,13 @@ def _trace_problems(config: Config, is_new: bool) -> list[str]:
     if resume != "auto" and steps[-1] <= resume < last:
         return [f"{trace} must have a step after checkpoint.resume ({resume}): set log.trace={resume + 1}:{resume + 2}"]
     return []
+
+
+def _mark_problems(config: Config) -> list[str]:
+    """Pairs of sentences have marks of their own, whatever the data are."""
+    if "nsp" not in config.model.objectives:
+        return []
+    return config.data.refused_marks(f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
 
 
 def _document_problems(config: Config) -> list[str]:

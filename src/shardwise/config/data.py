@@ -252,6 +252,15 @@ class DataConfig(Section):
         chosen = {} if self.append_eod is not False else {"append_eod": False}
         return chosen | ({"prepend_bos": True} if self.prepend_bos else {})
 
+    def refused_marks(self, why: str) -> list[str]:
+        """The problems of `append_eod` and `prepend_bos` where none can be put; `why`: the end of the sentence."""
+        given = {"append_eod": self.append_eod, "prepend_bos": self.prepend_bos}
+        return [
+            f"data.{name} ({str(value).lower()}) must be null with {why}"
+            for name, value in given.items()
+            if value is not None
+        ]
+
     def predictions(self, sequence_length: int) -> int:
         """The most tokens of a sequence that BERT predicts."""
         return self.max_predictions or math.ceil(self.masked_fraction * sequence_length)

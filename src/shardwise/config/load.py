@@ -161,6 +161,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
         target = inner
     if keys[:-1] == ["model"]:
         _drop_spellings(target, keys[-1])
+    if keys == ["train", "global_batch"]:
+        target.pop("batch_rule", None)  # that of the number which is replaced
     target[keys[-1]] = value
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.config.load import config_from
+from shardwise.config.sections import Config
 from shardwise.errors import ConfigError
 
 _FIXED_SECTIONS = ("model", "data")
@@ -45,6 +46,29 @@ def resume_changes(stored: Mapping[str, Any], new: Mapping[str, Any]) -> list[st
     """What changes when the run is resumed, one line for each key, such as `train.steps 240 → 480`."""
     changes = _changes(_complete(stored), new, fixed=False)
     return [f"{key} {_shown(then)} → {_shown(now)}" for key, then, now in changes]
+
+
+def kept_batch(stored: Mapping[str, Any], config: Config) -> int | None:
+    """The global batch that the run keeps where `config` gives it by a rule; None where the rule is a new one.
+
+    A run that was written before rules were keeps its number: by which rule it began is not known.
+    """
+    rule = config.train.batch_rule
+    if config.train.rule is None or stored["train"].get("batch_rule", rule) != rule:
+        return None
+    number: int = _complete(stored)["train"]["global_batch"]
+    return number
+
+
+def kept_batch_note(stored: Mapping[str, Any], config: Config) -> str | None:
+    """The line for the user of a run that keeps its global batch, whatever its rule gives on the present ranks."""
+    kept = kept_batch(stored, config)
+    if kept is None:
+        return None
+    rule = config.train.batch_rule
+    is_known = "batch_rule" in stored["train"]
+    why = f"{rule} gave it when the run began" if is_known else "the run began before rules were stored"
+    return f"global batch: {kept} is kept, as {why}; train.global_batch=NUMBER changes it"
 
 
 def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from shardwise import units
 from shardwise.config.base import Section, reject
 from shardwise.config.data import DataConfig
 from shardwise.config.model import AnyModel
@@ -26,7 +27,7 @@ SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
-_BATCH_RULE = re.compile(r"([1-9]\d*) per ([1-9]\d*) ranks")
+_BATCH_RULE = re.compile(r"([1-9]\d*) per ([1-9]\d*) ranks?")
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
 # contain a slash, as the secret keys of S3 do.
 _PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
@@ -90,7 +91,11 @@ class TrainConfig(Section):
     global_batch: int = Field(
         gt=0,
         description="sequences per optimizer step, over all ranks; or N per M ranks, which becomes a number when a new "
-        "run starts, and stays that when it is resumed on other ranks",
+        "run starts, and stays that when it is resumed by the same rule on other ranks",
+    )
+    batch_rule: str | None = Field(
+        default=None,
+        description="the rule that gave global_batch its number, as a run stores it; a rule is given as global_batch",
     )
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
@@ -106,7 +111,7 @@ class TrainConfig(Section):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
-    _batch_rule: tuple[int, int] | None = PrivateAttr(default=None)
+    _by_rule: bool = PrivateAttr(default=False)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -116,14 +121,23 @@ class TrainConfig(Section):
         match = _BATCH_RULE.fullmatch(given) if isinstance(given, str) else None
         if match is None:
             return validate(values)
-        section = validate({**values, "global_batch": int(match[1])})
-        section._batch_rule = int(match[1]), int(match[2])
+        rule = f"{match[1]} per {match[2]} rank{'' if match[2] == '1' else 's'}"
+        section = validate({**values, "global_batch": int(match[1]), "batch_rule": rule})
+        section._by_rule = True
         return section
 
+    @field_validator("global_batch", mode="before")
+    @classmethod
+    def _batch_is_a_number_or_a_rule(cls, value: object) -> object:
+        if isinstance(value, str):
+            reject([f"train.global_batch ({value!r}) must be a whole number, or 'N per M ranks'"])
+        return value
+
     @property
-    def batch_rule(self) -> tuple[int, int] | None:
-        """(N, M) where the recipe gives the global batch as `N per M ranks`."""
-        return self._batch_rule
+    def rule(self) -> tuple[int, int] | None:
+        """(N, M) where the recipe gives the global batch as `N per M ranks`, and not as a number."""
+        match = _BATCH_RULE.fullmatch(self.batch_rule or "") if self._by_rule else None
+        return None if match is None else (int(match[1]), int(match[2]))
 
 
 class OptimizerConfig(Section):
@@ -367,13 +381,13 @@ class Config(Section):
         Raises:
             ConfigError: that is no whole number.
         """
-        if self.train.batch_rule is None:
+        if self.train.rule is None:
             return self
-        sequences, per = self.train.batch_rule
+        sequences, per = self.train.rule
         if sequences * ranks % per:
             raise ConfigError(
-                f"train.global_batch ({sequences} per {per} ranks) must be a whole number on {ranks} ranks "
-                f"({sequences * ranks / per:g}): set train.global_batch to a number"
+                f"train.global_batch ({self.train.batch_rule}) must be a whole number on "
+                f"{units.counted(ranks, 'rank')} ({sequences * ranks / per:g}): set train.global_batch to a number"
             )
         return self.with_batch(sequences * ranks // per)
 

@@ -23,7 +23,6 @@ from shardwise.data.formats.inspection import Inspection
 from shardwise.data.reading.datasets import is_saved
 from shardwise.data.reading.detect import DataFormat, detect
 from shardwise.data.samples.pairs import chunk_room
-from shardwise.data.tokens.marks import refuse_marks
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
 from shardwise.errors import ConfigError, DataError
 
@@ -83,7 +82,7 @@ def checked_format(config: Config) -> DataFormat:
             "with splits"
         )
     holds_tokens = format in _OF_TOKENS
-    if problems := mark_problems(data) if holds_tokens else _pair_mark_problems(config):
+    if holds_tokens and (problems := mark_problems(data)):
         raise DataError(problems)
     if data.streaming and holds_tokens:
         raise DataError(
@@ -100,12 +99,6 @@ def checked_format(config: Config) -> DataFormat:
             f"({data.name}) is text: only Megatron data, HDF5 shards and splits with names have a test part"
         )
     return format
-
-
-def _pair_mark_problems(config: Config) -> list[str]:
-    if not in_pairs(config):
-        return []
-    return refuse_marks(config.data, f"model.family ({config.model.family}), whose pairs have [CLS] and [SEP]")
 
 
 @dataclass(frozen=True)
@@ -153,7 +146,7 @@ def _glance_at_tokenizer(config: Config, format: DataFormat) -> str:
     if named is not None:
         place = hub.place_of_tokenizer(named)
         if not isinstance(place, Path) and (found := hub.find(place)) != "cache":
-            return f"{named}: {datasets.FOUND[found]}"
+            return f"{named}: {hub.FOUND[found]}"
         tokenizer = open_user_tokenizer(named, vocabulary, pairs=in_pairs(config))
         document_marks(config.data, tokenizer)
         return f"{named}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({vocabulary:,})"

@@ -48,13 +48,13 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
         os.environ[_NATIVE_LOG_LEVEL] = "ERROR"
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from shardwise._torch_private import leave_events_without_names
 
     if quiet:
         del os.environ[_NATIVE_LOG_LEVEL]
-    # For the names of events, which nobody records, torch calls `inspect.stack()`: together 0.4 s of processor time.
-    dynamic_rendezvous.get_method_name = lambda depth=2: ""
+    leave_events_without_names()
     os.environ[PARENT_PID] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,

@@ -14,17 +14,15 @@ from shardwise import __version__, comm, cost, hub
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint_format.earlier_run import earlier_run
-from shardwise.checkpoint_format.manifest import MANIFEST
 from shardwise.checkpoint_format.owner import Owner, take
-from shardwise.checkpoint_format.places import newest_of
-from shardwise.config import Config, Layout, dump_yaml, resume_changes
+from shardwise.checkpoint_format.places import newest_of, require_checkpoint
+from shardwise.config import Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data import PreparedData, prepare
 from shardwise.errors import ConfigError
 from shardwise.hardware import cpu_count
 from shardwise.launch import stdio
 from shardwise.mesh import Group, Mesh
 from shardwise.runlog import RunDirectory, new_run_path
-from shardwise.storage.reach import in_time
 from shardwise.storage.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
@@ -42,6 +40,7 @@ class Folder:
         checkpoints: that the run can continue from.
         changes: of the configuration since the earlier run of this folder.
         notes: on files of the earlier run that were rebuilt.
+        batch: which global batch is kept of the earlier run, and why; None where the configuration's is used.
     """
 
     directory: RunDirectory
@@ -49,6 +48,7 @@ class Folder:
     checkpoints: FoundCheckpoints
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    batch: str | None = None
 
     def require_room(self, config: Config, needed: int | None) -> None:
         """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
@@ -114,7 +114,7 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
         if mesh.world.rank == 0:
             load = newest_of(load)
             if hub.is_url(load):
-                _require_checkpoint(Root.of(load))
+                require_checkpoint(Root.of(load))
     load = comm.broadcast_object(load, mesh.world)
     if hub.is_url(load):
         return Root.of(load)
@@ -139,18 +139,6 @@ def raised_on_every_rank(group: Group) -> Iterator[None]:
     agree(problems, group)
 
 
-def _require_checkpoint(folder: Root) -> None:
-    try:
-        if in_time(folder, (folder / MANIFEST).exists):
-            return
-    except StoreError as error:
-        raise ConfigError(f"checkpoint.load: {error}") from None
-    raise ConfigError(
-        f"checkpoint.load ({folder}) must be a checkpoint or hold checkpoints, and it has no {MANIFEST}: copy a "
-        "Hugging Face folder to this machine first"
-    )
-
-
 def _open_folder(config: Config, run_path: Path | None, recipe: str, mesh: Mesh) -> Folder:
     """Rank 0 names and makes the folder, or opens that of an earlier run; all ranks have the same, or all fail."""
     folder: Folder | None = None
@@ -172,7 +160,9 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     directory.create()
     run = directory.id(earlier_id)
     changes = () if earlier is None else tuple(resume_changes(earlier.config, resolved))
-    folder = Folder(directory, run, checkpoints, changes, () if earlier is None else earlier.notes)
+    notes = () if earlier is None else earlier.notes
+    batch = None if earlier is None else kept_batch_note(earlier.config, config)
+    folder = Folder(directory, run, checkpoints, changes, notes, batch)
     folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))

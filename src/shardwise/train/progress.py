@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise import units
-from shardwise.train.record import SMOOTHED_STEPS, StepRecord
+from shardwise.train.record import StepRecord
 
 _LINES_PER_RUN = 20
 _LONGEST_SILENCE = 300.0
@@ -51,7 +51,7 @@ class ProgressLine:
         overdue = now - self._printed_at >= _LONGEST_SILENCE
         if self._every_update or record.step >= self._next_line or record.step == self._end or overdue:
             progress, (loss, *numbers) = self._parts(now)
-            smoothed = f"{SMOOTHED_STEPS}-step mean {record.mean_loss:.4f}"
+            smoothed = f"{record.mean_steps}-step mean {record.mean_loss:.4f}"
             self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
             self._printed_at = now
             every = max(1, (self._end - self._first) // _LINES_PER_RUN)

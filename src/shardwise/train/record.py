@@ -50,7 +50,8 @@ class StepRecord:
     Attributes:
         step: its number, from 1, over the whole training.
         loss: of the global batch, before the update.
-        mean_loss: of this step and the ones before, `SMOOTHED_STEPS` in all; of fewer where the training is younger.
+        mean_loss: of this step and the ones before.
+        mean_steps: how many these are: `SMOOTHED_STEPS`, or fewer where the training is younger.
         lr: learning rate of the update.
         grad_norm: of the whole model, before clipping.
         param_norm: of the whole model, before the update.
@@ -67,6 +68,7 @@ class StepRecord:
     step: int
     loss: float
     mean_loss: float
+    mean_steps: int
     lr: float
     grad_norm: float
     param_norm: float

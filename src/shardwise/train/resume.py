@@ -277,6 +277,6 @@ def _request(config: Config) -> Mapping[str, Any]:
 def _continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:
     progress.step, progress.samples, progress.tokens = manifest.step, manifest.samples, manifest.tokens
     progress.before, progress.position = manifest.step, manifest.position
-    progress.losses.extend(manifest.schedule.get("recent_losses", ()))
+    progress.losses.extend(manifest.losses)
     if goes_back(config, manifest):
         progress.position += config.train.skip_batches * config.train.global_batch

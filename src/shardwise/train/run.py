@@ -67,7 +67,7 @@ def _with_one_batch(config: Config, mesh: Mesh) -> Config:
 
     A run that is resumed keeps the number in its folder, which other machines may not see.
     """
-    if config.train.batch_rule is None:
+    if config.train.rule is None:
         return config
     return config.with_batch(comm.broadcast_object(config.train.global_batch, mesh.world))
 
@@ -113,6 +113,8 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter) -> Resumed | None:
         epochs=trainer.batches.epochs(run.config.train.steps * run.config.train.global_batch),
     )
     reporter.message(f"data: {run.data.summary}")
+    if run.folder.batch is not None:
+        reporter.message(run.folder.batch)
     for note in run.folder.notes:
         reporter.warning(note)
     if resumed is not None:

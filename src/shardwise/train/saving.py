@@ -145,11 +145,11 @@ class Checkpoints:
             "samples": progress.samples,
             "position": progress.position,
             "tokens": progress.tokens,
+            "losses": tuple(progress.losses),
             "schedule": {
                 "name": config.optimizer.schedule,
                 "steps": config.train.steps,
                 "lr": learning_rate(config, max(progress.step, 1)),
-                "recent_losses": list(progress.losses),
                 **self.went_back,
             },
             # All random numbers are functions of these, the step and the sample. The only other state is where a

@@ -161,6 +161,7 @@ class Trainer:
             step=step,
             loss=loss,
             mean_loss=fmean(self.progress.losses),
+            mean_steps=len(self.progress.losses),
             lr=lr,
             grad_norm=gradient_norm,
             param_norm=parameter_norm,

@@ -41,6 +41,18 @@ def test_what_is_written_is_read_back(folder: Root) -> None:
     assert manifest.tensors["model"]["embed.weight"].shape == (11, 6)
 
 
+def test_last_losses_have_a_field_of_their_own(folder: Root) -> None:
+    """Older manifests have them in `schedule`, and still older ones not at all."""
+    plain = json.loads(text_of(folder))
+    del plain["losses"]
+    assert Manifest.from_json(signed(plain), "x").losses == ()
+    plain["schedule"]["recent_losses"] = [2.5, 2]
+    older = Manifest.from_json(signed(plain), "x")
+    assert older.losses == (2.5, 2)
+    assert "recent_losses" not in older.schedule
+    assert Manifest.from_json(older.to_json(), "x") == older
+
+
 def test_every_changed_byte_is_found(folder: Root) -> None:
     text = text_of(folder)
     chance = random.Random(0)
@@ -126,6 +138,7 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no mapping": (lambda plain: plain.update(tensors=[]), "tensors must be a JSON object"),
     "no step": (lambda plain: plain.pop("step"), r"step \(None\) must be a whole number"),
     "truth": (lambda plain: plain.update(step=True), r"step \(True\) must be a whole number"),
+    "loss": (lambda plain: plain.update(losses=["low"]), "losses must be a JSON array of numbers"),
     "optimizer": (lambda plain: plain.update(optimizer=3), "optimizer must be an object or null"),
 }
 

@@ -41,6 +41,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train"], "required: RECIPE"),
         (["train", "quickstart", "--npro", "2"], "unrecognized arguments: --npro"),
         (["train", "quickstart", "--nproc", "two"], "argument --nproc: invalid int value: 'two'"),
+        (
+            ["train", "quickstart", "--dry-run=True"],
+            "--dry-run takes no value, and 'True' is given: leave",
+        ),
         (["train", "no-such-recipe"], "unknown recipe 'no-such-recipe'"),
         (["train", "quickstart", "parallel.tensr=2"], "did you mean parallel.tensor?"),
     ],

@@ -77,6 +77,39 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
     assert config_from(parse_yaml(out, "dry run")).data.path == "corpus.jsonl"
 
 
+def test_a_dry_run_refuses_weights_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But those of the run that a shipped recipe follows may be still to come."""
+    for recipe in ("llama2-tiny", "bert-large-phase2"):
+        assert main(["train", recipe, "--dry-run", "checkpoint.load=/nope"]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.count("checkpoint.load (/nope) must be a folder with weights: there is none") == 1
+        assert "\n# memory " in captured.out
+    Path("empty").mkdir()
+    assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=empty"]) == 2
+    assert "checkpoint.load (empty) must hold model.safetensors: it is empty" in capsys.readouterr().err
+    Path("empty/model.safetensors").touch()
+    assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=empty"]) == 0
+    assert "\n# weights        empty\n" in capsys.readouterr().out
+    assert main(["train", "bert-large-phase2", "--dry-run"]) == 0
+    awaited = "runs/bert-large/checkpoints/step-00028125"
+    assert (
+        f"\n# weights        {awaited}: not there yet; the run that saves it comes first\n" in capsys.readouterr().out
+    )
+    assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=memory://none/run"]) == 2
+    assert "checkpoint.load (memory://none/run) must be a checkpoint or hold checkpoints" in capsys.readouterr().err
+    monkeypatch.setattr("shardwise.checkpoint_format.places.find", lambda wanted: "hub")
+    assert main(["train", "llama2-tiny", "--dry-run", "checkpoint.load=owner/name"]) == 0
+    assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in capsys.readouterr().out
+    Path("mine.yaml").write_text(recipe_text("bert-large-phase2"))
+    assert main(["train", "mine.yaml", "--dry-run"]) == 2
+    assert f"checkpoint.load ({awaited}) must be a folder with weights" in capsys.readouterr().err
+    Path(awaited).mkdir(parents=True)
+    assert main(["train", "bert-large-phase2", "--dry-run"]) == 2
+    assert f"checkpoint.load ({awaited}) must hold model.safetensors: it is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
     [
@@ -184,13 +217,30 @@ def test_a_run_goes_on_in_its_folder(started: list[tuple[list[str], int, Path]])
 
 
 def test_a_run_keeps_the_batch_that_it_began_with(capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe's rule counts the ranks of a new run; on other ranks, the run goes on with its number."""
-    stored("old", "llama2-tiny", "train.global_batch=8")
-    rule = ["llama2-tiny", "train.global_batch=4 per 1 ranks", "train.micro_batch=1", "--nproc", "4", "--dry-run"]
-    for arguments, batch in ((["--run-dir", "old"], 8), (["--run-dir", "new"], 16), ([], 16)):
-        assert main(["train", *rule, *arguments]) == 0
+    """A recipe's rule counts the ranks of a new run; on other ranks, the run goes on with its number.
+
+    Another rule, or a rule in place of a number, is what its user asks for; how an older run began is not known.
+    """
+    rule = "train.global_batch=8 per 2 ranks"
+    run = stored("old", "llama2-tiny", rule)
+    stored("plain", "llama2-tiny", "train.global_batch=8")
+    written = (run / "config.yaml").read_text()
+    (RunDirectory("older").create().path / "config.yaml").write_text(
+        written.replace("  batch_rule: 8 per 2 ranks\n", "")
+    )
+    cases = [
+        (rule, "old", 8),
+        (rule, "older", 8),
+        (rule, "plain", 16),
+        (rule, "new", 16),
+        ("train.global_batch=64 per 2 ranks", "old", 128),
+        ("train.global_batch=32", "old", 32),
+    ]
+    for key, folder, batch in cases:
+        arguments = ["llama2-tiny", key, "train.micro_batch=1", "--nproc", "4", "--dry-run", "--run-dir", folder]
+        assert main(["train", *arguments]) == 0
         out = capsys.readouterr().out
-        assert f"  global_batch: {batch}\n" in out
+        assert f"  global_batch: {batch}\n" in out, (key, folder)
         assert f"× 4 DP = {batch} global batch" in out
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import load_config, resume_changes, resume_problems
+from shardwise.config import kept_batch_note, load_config, resume_changes, resume_problems
 
 
 def resolved(*overrides: str, recipe: str = "llama2-tiny") -> dict[str, Any]:
@@ -81,3 +81,15 @@ def test_a_configuration_that_is_none_is_told() -> None:
     (problem,) = resume_problems({"model": {"family": "llama"}}, resolved())
     assert problem.startswith("the configuration of the run in this folder is not valid:\n  ")
     assert "model.vocab_size is missing" in problem
+
+
+def test_a_run_says_why_it_keeps_its_batch() -> None:
+    rule = load_config("llama2-tiny", ["train.global_batch=4 per 1 rank"])
+    began = rule.with_batch_for(2).model_dump(mode="json")
+    assert kept_batch_note(began, rule) == (
+        "global batch: 8 is kept, as 4 per 1 rank gave it when the run began; train.global_batch=NUMBER changes it"
+    )
+    del began["train"]["batch_rule"]
+    assert (note := kept_batch_note(began, rule)) is not None
+    assert note.startswith("global batch: 8 is kept, as the run began before rules were stored; ")
+    assert kept_batch_note(began, load_config("llama2-tiny")) is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.config import PrecisionConfig, check_layout, config_from, dump_yaml, load_config
+from shardwise.config import PrecisionConfig, apply_overrides, check_layout, config_from, dump_yaml, load_config
 from shardwise.config.text import parse_yaml
 from shardwise.errors import ConfigError
 
@@ -96,11 +96,17 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
     assert config.train.global_batch == 8, "before the number of ranks is known, it is that of the rule"
     assert config.with_batch_for(64).train.global_batch == 16
     assert config.with_batch(4).train.global_batch == 4
-    with pytest.raises(ConfigError, match=r"\(8 per 32 ranks\) must be a whole number on 3 ranks \(0.75\): set"):
-        config.with_batch_for(3)
+    with pytest.raises(ConfigError, match=r"\(8 per 32 ranks\) must be a whole number on 1 rank \(0.25\): set"):
+        config.with_batch_for(1)
+    again = config_from(config.with_batch_for(64).model_dump())
+    assert (again.with_batch_for(128).train.global_batch, again.train.batch_rule) == (16, "8 per 32 ranks")
+    values = again.model_dump()
+    apply_overrides(values, ["train.global_batch=4"])
+    assert config_from(values).train.batch_rule is None, "no rule gave this number"
+    assert load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"]).train.batch_rule == "4 per 1 rank"
     assert load_config("gpt3-23b", ["train.global_batch=8"]).with_batch_for(64).train.global_batch == 8
     for wrong in ("8 per node", "0 per 32 ranks", "8 per 0 ranks"):
-        with pytest.raises(ConfigError, match=r"train.global_batch \('.*'\) must be a whole number"):
+        with pytest.raises(ConfigError, match=r"\('.*'\) must be a whole number, or 'N per M ranks'$"):
             load_config("llama2-tiny", [f"train.global_batch={wrong}"])
 
 

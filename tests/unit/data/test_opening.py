@@ -8,7 +8,6 @@ import pytest
 
 from shardwise import hub
 from shardwise.config import Config, config_from
-from shardwise.data.formats import datasets
 from shardwise.data.opening import Glance, glance, prepare
 from shardwise.data.reading.megatron import IndexedWriter
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -99,7 +98,7 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
     if isinstance(found, ConfigError):
         assert (seen.rows, seen.problems) == ([], ["no such repository"] * 2)
     else:
-        said = datasets.FOUND[found]
+        said = hub.FOUND[found]
         assert (seen.rows, seen.problems) == ([("data", f"wikitext: {said}"), ("tokenizer", f"gpt2: {said}")], [])
 
 

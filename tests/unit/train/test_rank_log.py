@@ -36,7 +36,7 @@ def reporter(path: Path, rank: int = 0) -> tuple[Reporter, io.StringIO]:
 
 
 def record(step: int) -> StepRecord:
-    return StepRecord(step, 1 / 3, 1 / 3, 1e-3, 0.5, 10.0, step * 512, step * 8, 0.5, 0.0, 1000)
+    return StepRecord(step, 1 / 3, 1 / 3, 1, 1e-3, 0.5, 10.0, step * 512, step * 8, 0.5, 0.0, 1000)
 
 
 def train(made: Reporter) -> None:

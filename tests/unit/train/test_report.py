@@ -55,6 +55,7 @@ def record(step: int, **changes: Any) -> StepRecord:
         "step": step,
         "loss": 1 / 3,
         "mean_loss": 0.5,
+        "mean_steps": min(step, 20),
         "lr": 1e-3,
         "grad_norm": 0.5,
         "param_norm": 10.0,
@@ -231,6 +232,7 @@ def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     printed = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
     assert [line.split("/")[0] for line in printed] == [f"step {step:>3}" for step in (1, *range(5, 101, 5))]
     assert "\x1b" not in stream.getvalue()
+    assert "  1-step mean 0.5000  " in printed[0], "the label must say how many steps there are"
     for expected in (
         "100/100",
         "done",

@@ -214,7 +214,7 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
     drift, heads = min(zip(drifts, orders, strict=True), key=lambda found: found[0])
     if drift:
         fact = f"must hold each of its {g} key/value heads (num_key_value_heads) {copies} times, equal to the bit"
-        shards.note_drift(f"{attention}.qkv_proj", drift, fact)
+        shards.note_drift(f"{attention}.qkv_proj", drift, fact, are_matrices=True)
     # All query heads of a slot attend to its head: ordered by the slots' heads, they are in the model's order.
     order = sorted(range(slots), key=lambda slot: (heads[slot], slot))
     block = n // slots * d
@@ -225,6 +225,6 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
 
 
 def _drift(kv: Stacked, heads: Sequence[int], size: int) -> float:
-    """The largest difference of slots of `size` rows that have the same head in `heads`."""
+    """The largest `difference` of slots of `size` rows that have the same head in `heads`."""
     slots = [kv.read(slot * size, (slot + 1) * size) for slot in range(len(heads))]
     return max(difference(slots[heads.index(head)], slots[slot]) for slot, head in enumerate(heads))

@@ -74,6 +74,8 @@ def load(path: Path) -> Any:
     classes = _CLASSES
     try:
         mapped = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format, which cannot be mapped
+        if not mapped:
+            _require_pickle(path)
         if mapped:
             named = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
             classes = {name: StandIn for name in named if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
@@ -107,6 +109,15 @@ def followed(value: Any, path: Path) -> Any:
     if not isinstance(value.tid, int) or value.tid < 0:
         raise ConfigError(f"{path} refers to a tensor by {value.tid!r}, which must be a number")
     return load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
+
+
+def _require_pickle(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(2)
+    if start == b"PK":
+        raise ConfigError(f"{path} is truncated: it begins as a zip archive, and has no end of one")
+    if start[:1] != pickle.PROTO:
+        raise ConfigError(f"{path} must be a file that torch.save has written, and is none")
 
 
 def _sentence(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -19,6 +20,12 @@ from shardwise.units import counted
 
 _SHOWN = 8
 _DRIFT = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
+_NO_DRIFT = (
+    "they differ by more than their norm, as unrelated matrices do: they are of different checkpoints, or the model's "
+    "configuration (such as num_key_value_heads) is not that of the shards"
+)
+_MOST_DRIFT = 1.0
+"""The largest `difference` of matrices that may be replicas: that of two random ones is √2, whatever their scale."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -87,10 +94,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two elements; infinite where two shapes are not the same."""
+    """The norm of the difference of two tensors as a part of the larger norm of both; infinite if it is no number."""
     if same_bits(one, other):
         return 0.0
-    return float((one.float() - other.float()).abs().max()) if one.shape == other.shape else math.inf
+    if one.shape != other.shape:
+        return math.inf
+    part = float((one.float() - other.float()).norm() / torch.maximum(one.float().norm(), other.float().norm()))
+    return part if math.isfinite(part) else math.inf
 
 
 def _differing(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> str:
@@ -166,11 +176,14 @@ class Shards:
         """Note whether replicas differ, rank by rank; `text`: what the tensor must be, with a place for the ranks."""
         if ranks := _differing(first, others):
             drift = max(difference(one, other) for one, other in zip(first, others, strict=True))
-            self.note_drift(name, drift, text.format(ranks))
+            self.note_drift(name, drift, text.format(ranks), are_matrices=first[0].dim() > 1)
 
-    def note_drift(self, name: str, drift: float, fact: str) -> None:
-        """Note that replicas differ by so much; `fact`: what the tensor must be."""
-        if self.allow_drift and drift < math.inf:
+    def note_drift(self, name: str, drift: float, fact: str, *, are_matrices: bool) -> None:
+        """Note that replicas have such a `difference`; `fact`: what the tensor must be.
+
+        Biases begin at 0, so that their drift may be larger than they are.
+        """
+        if self.allow_drift and drift <= (_MOST_DRIFT if are_matrices else sys.float_info.max):
             self._differences[name] = drift
         else:
             self._drifted.append((name, fact))
@@ -182,8 +195,8 @@ class Shards:
             return []
         most = max(self._differences, key=lambda name: self._differences[name])
         return [
-            f"replicas of {counted(len(self._differences), 'tensor')} differ, at most by {self._differences[most]:.2g} "
-            f"({most}): the first ones are taken"
+            f"replicas of {counted(len(self._differences), 'tensor')} differ, at most by "
+            f"{self._differences[most]:.2%} of their norm ({most}): the first ones are taken"
         ]
 
     def require_floats(self) -> None:
@@ -253,7 +266,7 @@ class Shards:
         wanted = {name: shape for name, shape in shapes.items() if name not in tensors or tensors[name].parts}
         problems = [
             *self.problems,
-            *lines_of_layers(self.where, f": {{}} {{}}: {_DRIFT}", self._drifted),
+            *lines_of_layers(self.where, f": {{}} {{}}: {_NO_DRIFT if self.allow_drift else _DRIFT}", self._drifted),
             *lines_of_layers(self.where, " lacks {}", self._missing),
             *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
             *mismatches(self.where, wanted, {name: tensor.entry for name, tensor in tensors.items() if tensor.parts}),

@@ -10,7 +10,8 @@ ACTIONS = {
     "inspect": "show what a checkpoint holds, or list a run's checkpoints",
     "verify": "read a checkpoint whole: checksums, completeness, values that are not finite",
     "export": "write a checkpoint as a plain Hugging Face folder",
-    "import": "make a checkpoint of Hugging Face weights, or of Megatron-LM's or neuronx-distributed's shards",
+    "import": "make a checkpoint of Hugging Face weights, or of shards of Megatron-LM, neuronx-distributed or "
+    "neuronx-nemo-megatron",
     "prune": "remove old checkpoints of a run",
     "diff": "compare two checkpoints or Hugging Face folders, tensor by tensor",
 }

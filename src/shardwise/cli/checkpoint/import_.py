@@ -98,10 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _require_fitting(arguments: argparse.Namespace) -> None:
     kind = arguments.kind
     problems = [
-        f"{option} ({getattr(arguments, name)}) must be left out with --from {kind}: it is for --from "
+        f"{option}{'' if value is True else f' ({value})'} must be left out with --from {kind}: it is for --from "
         f"{listing(kinds, 'or')}"
         for name, (option, kinds) in _OPTIONS.items()
-        if getattr(arguments, name) is not None and kind not in kinds
+        if (value := getattr(arguments, name)) is not None and kind not in kinds
     ]
     if kind == _NEURONX and arguments.config is None:
         problems.append(f"--from {_NEURONX} needs --config PATH: its checkpoints do not describe their model")

@@ -66,7 +66,6 @@ def _show(found: Found, tensors: bool) -> None:
     if manifest is None:
         raise ConfigError(str(found.problem))
     age = _age(found)
-    schedule = {key: value for key, value in manifest.schedule.items() if key != "recent_losses"}  # twenty numbers
     train, states = manifest.config.get("train"), _states(manifest)
     planned = train.get("steps") if isinstance(train, dict) else None
     versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()) if version)
@@ -84,7 +83,7 @@ def _show(found: Found, tensors: bool) -> None:
             ("optimizer", _optimizer(manifest)),
             ("dtypes", "; ".join(f"{state} {', '.join(_dtypes(manifest, state))}" for state in states)),
             ("data", _flat(manifest.data)),
-            ("schedule", _flat(schedule)),
+            ("schedule", _flat(manifest.schedule)),
             ("randomness", _flat(manifest.rng)),
         ]
     )

@@ -15,7 +15,7 @@ from shardwise.data.samples.batch import Batches, TokenArray, Tokens
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, without_end
 from shardwise.data.samples.pairs import SentencePairBatches, chunk_room
 from shardwise.data.samples.sentences import ChunkIndex, Sentences
-from shardwise.data.tokens.marks import DocumentMarks, refuse_marks
+from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     PairTokens,
     Tokenizer,
@@ -140,7 +140,7 @@ def document_marks(data: DataConfig, tokenizer: Tokenizer) -> DocumentMarks:
 
 def mark_problems(data: DataConfig) -> list[str]:
     """The problems of keys that ask for marks of documents, where the data are tokens."""
-    return refuse_marks(data, f"{data.key} ({data.name}), whose tokens are read as they are")
+    return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
 
 
 def in_pairs(config: Config) -> bool:

@@ -45,12 +45,6 @@ from shardwise.data.tokens.split import Split, plan_split
 from shardwise.errors import DataError, ShardwiseError
 from shardwise.units import counted, size
 
-FOUND = {
-    "cache": "known to the cache of this machine",
-    "hub": "on the hub, fetched when the run starts",
-    "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
-}
-"""What a dry run says of a hub id, by where `hub.find` found it."""
 _ARROW_ROWS = 1024
 """Rows that an inspection looks at, at most."""
 _TEXT = ("string", "large_string")
@@ -199,7 +193,7 @@ def glance(config: Config) -> str:
     """How many files a saved data set has; of one on the hub, no more than that its name may be one."""
     require_library(config.data)
     if config.data.is_hub_dataset:
-        return FOUND[hub.find(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))]
+        return hub.FOUND[hub.find(hub.place_of_dataset(config.data.name, BUILT_IN_TEXTS))]
     dataset = DataSet.open(config.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))

@@ -9,7 +9,6 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.config import DataConfig
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.errors import DataError
 
@@ -54,13 +53,3 @@ class DocumentMarks:
         places = np.stack([after - sizes, after], axis=1)
         # Row by row, so that marks at one place keep the order of their documents.
         return np.insert(tokens, places[marked], ids[marked]), sizes + marked.sum(axis=1)
-
-
-def refuse_marks(data: DataConfig, why: str) -> list[str]:
-    """The problems of keys that ask for marks of documents where none can be put; `why`: the end of the sentence."""
-    given = {"append_eod": data.append_eod, "prepend_bos": data.prepend_bos}
-    return [
-        f"data.{name} ({str(value).lower()}) must be null with {why}"
-        for name, value in given.items()
-        if value is not None
-    ]

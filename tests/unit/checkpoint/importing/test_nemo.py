@@ -1,5 +1,6 @@
 """neuronx-nemo-megatron's checkpoints of GPT and Llama, as each of its layouts has them."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ def test_replicas_that_drifted_are_taken_where_it_is_allowed(tmp_path: Path) -> 
         f"SOURCE: final_norm.bias must be the same {rank}",
     ]
     opened = open_nemo(folder, VOCABULARY, allow_drift=True)
-    assert opened.notes == ["replicas of 8 tensors differ, at most by 0.25 (head.weight): the first ones are taken"]
+    (note,) = opened.notes
+    assert re.fullmatch(r"replicas of 8 tensors differ, at most by \d\d\.\d\d% of their norm \(.+\): .+ taken", note)
     assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import data_from, load_config
+from shardwise.config import check_layout, data_from, load_config
 from shardwise.data import IndexedFile, Tokenizer, make_batches, prepare
 from shardwise.data.opening import glance, inspect
 from shardwise.data.tokens.marks import DocumentMarks
@@ -140,9 +140,9 @@ def test_marks_are_counted_by_a_tokenizer(folder: Folder) -> None:
         inspect(str(folder.at / "text.jsonl"), 1, {"append_eod": False})
 
 
-def test_marks_of_sentence_pairs_are_refused(folder: Folder, tmp_path: Path) -> None:
+def test_marks_of_sentence_pairs_are_refused(folder: Folder) -> None:
     text = r"data\.append_eod \(true\) must be null with model\.family \(bert\), whose pairs have \[CLS\] and \[SEP\]"
-    with pytest.raises(DataError, match=text):
-        prepare(load_config("bert-tiny", ["data.append_eod=true"]), tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        check_layout(load_config("bert-tiny", ["data.append_eod=true"]), 1)
     with pytest.raises(ConfigError, match="--prepend-bos must be left out with --split-sentences"):
         folder.run(folder.job("megatron", "wrong", prepend_bos=True, split_sentences=True))
