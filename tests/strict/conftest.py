@@ -1,0 +1,30 @@
+"""Ranks on the strict device, which all of its tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from shardwise.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def strict() -> Iterator[Callable[[int], RankPool]]:
+    """Pools of ranks by size, as the fixture `ranks` of the CPU."""
+    from shardwise.testing import RankPool
+    from tests.strict import build, ranks
+
+    if missing := build.missing():
+        pytest.skip(f"the strict device is not built here: {missing}")
+    build.library()  # before ranks start, which would each build it
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        return pools.setdefault(size, RankPool(size, device_type="strict", prepare=ranks.prepare))
+
+    yield pool
+    for started in pools.values():
+        started.close()
