@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -25,9 +26,10 @@ def missing() -> str:
 
 
 def library() -> Path:
-    """The shared library, in the repository's ignored folder `build`; made where it does not exist."""
-    folder = HERE.parents[1] / "build" / f"strict-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    parts = [folder / f"{name}-{_digest(f'{name}.cpp', 'strict.h', 'build.py')}.o" for name in SOURCES]
+    """The shared library, in STRICT_BUILD or the repository's ignored folder `build`; made where it does not exist."""
+    root = Path(os.environ.get("STRICT_BUILD", HERE.parents[1] / "build"))
+    folder = root / f"strict-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
+    parts = [folder / f"{name}-{_digest(f'{name}.cpp', 'strict.h')}.o" for name in SOURCES]
     made = folder / f"{NAME}-{'-'.join(part.stem.split('-')[-1] for part in parts)}.so"
     if made.exists():
         return made
@@ -53,7 +55,8 @@ def _build(parts: list[Path], made: Path) -> None:
         for name, part in zip(SOURCES, parts, strict=True)
         if not part.exists()
     ]
-    if any([process.wait() for process in running]):
+    codes = [process.wait() for process in running]
+    if any(codes):
         raise RuntimeError("the strict device does not compile: see the messages of g++ above")
     linked = made.with_suffix(".part")
     names = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"]

@@ -440,6 +440,7 @@ struct Event {
   std::chrono::steady_clock::time_point time;
   int64_t epoch;
   bool timed;
+  int asked = 0;
 };
 thread_local std::map<Index, c10::Stream> streams_;
 
@@ -480,7 +481,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *static_cast<Event*>(*e) = {std::chrono::steady_clock::now(), epoch_, flag == c10::EventFlag::BACKEND_DEFAULT};
   }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return land(), true; }
+  // Not done when asked for the first time, so that nobody counts on it; done later, so that a loop may poll.
+  bool queryEvent(void* e) const override {
+    auto* event = static_cast<Event*>(e);
+    if (!event || event->epoch < epoch_) return true;
+    if (!event->asked++) return false;
+    return land(), true;
+  }
   bool queryStream(const c10::Stream&) const override { return land(), true; }
   void synchronizeStream(const c10::Stream&) const override { host_waits("synchronize a stream"); }
   void synchronizeEvent(void*) const override { host_waits("synchronize an event"); }

@@ -72,7 +72,8 @@ def load() -> None:
     if _library is not None:
         return
     found = importlib.util.spec_from_file_location(build.NAME, build.library())
-    assert found is not None and found.loader is not None
+    assert found is not None
+    assert found.loader is not None
     _library = importlib.util.module_from_spec(found)
     found.loader.exec_module(_library)
     _library.on_wait(_waited)
@@ -134,7 +135,7 @@ def current_stream(device: Any = None) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
 
 
-class device(torch.accelerator.device_index):  # noqa: N801  as torch.cuda.device
+class device(torch.accelerator.device_index):
     """Makes a device the current one inside."""
 
     def __init__(self, device: Any) -> None:

@@ -14,5 +14,11 @@ def prepare() -> None:
     device.load()
 
 
+def prepare_unlike_cuda() -> None:
+    """Likewise, as an accelerator that is not CUDA."""
+    os.environ["STRICT_CUDA_LIKE"] = "0"
+    prepare()
+
+
 def losses(cell: cells.Cell, steps: int) -> list[float]:
     return cells.measure(cell, steps).losses
