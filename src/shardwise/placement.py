@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.boxes import Box as Box
-from shardwise.comm import broadcast_
+from shardwise.comm import broadcast_object
 from shardwise.mesh import Group
 from shardwise.random_bits import hashed
 
@@ -184,7 +184,7 @@ def make_parameter(
     parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
     parameter.placement = placement = Placement(pieces, group)
     if parameter.device.type != "meta":
-        initialize_(parameter, placement, _agreed_seed(group, parameter.device) if seed is None else seed)
+        initialize_(parameter, placement, _agreed_seed(group) if seed is None else seed)
     return parameter
 
 
@@ -266,7 +266,7 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
         runs = {run for piece in pieces for run in _seeded_runs(piece.box)}
         for run in sorted(runs):
             top = run * SEEDED_ROWS
-            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]))
+            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]), dtype=torch.float32, device="cpu")
             values.normal_(0.0, std, generator=torch.Generator().manual_seed(hashed(seed, name, run)))
             for piece in pieces:
                 first, held = piece.box.start[0], piece.box.size[0]
@@ -282,6 +282,5 @@ def _seeded_runs(box: Box) -> range:
     return range(first // SEEDED_ROWS, -(-(first + held) // SEEDED_ROWS) if held else first // SEEDED_ROWS)
 
 
-def _agreed_seed(group: Group, device: torch.device) -> int:
-    drawn = torch.randint(2**62, (1,)).to(device)
-    return int(broadcast_(drawn, group).item())
+def _agreed_seed(group: Group) -> int:
+    return broadcast_object(int(torch.randint(2**62, (), device="cpu")), group)

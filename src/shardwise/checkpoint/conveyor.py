@@ -98,7 +98,7 @@ class Conveyor:
             if self._room is not None:
                 self._room -= 1
             pinned = self._device.type != "cpu"
-            self._block = torch.empty(self._block_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._block = torch.empty(self._block_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         else:
             self._block = self._free.get()
         self._filled = 0
