@@ -1,7 +1,10 @@
 """What this machine has, without torch: accelerators, their peak speed, memory, usable CPUs."""
 
+import functools
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 _TERA = 1e12
@@ -42,19 +45,18 @@ _PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
 def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tuple[str, int]:
     """The kind and number of the accelerators that this process may use; ("cpu", 0) without any.
 
-    The kinds are "nvidia" and "neuron".
+    The kinds are "nvidia", "neuron" and torch's types of other devices.
 
-    They are counted by their device files, without those that `CUDA_VISIBLE_DEVICES`, `NEURON_RT_VISIBLE_CORES` or
-    `NEURON_RT_NUM_CORES` hide. A torch that was built for CPUs only ("+cpu" in its version) can use none.
+    The first two are counted by their device files, without those that `CUDA_VISIBLE_DEVICES`,
+    `NEURON_RT_VISIBLE_CORES` or `NEURON_RT_NUM_CORES` hide. A torch that was built for CPUs only ("+cpu" in its
+    version) can use none of them. Where there may be others, torch is asked.
     """
     gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
-    if not (gpus or chips) or _torch_is_built_for_cpu():
-        return "cpu", 0
-    if gpus and (count := _visible_gpus(len(gpus))):
-        return "nvidia", count
-    if chips:
-        return "neuron", _neuron_cores(chips, sys_root)
-    return "cpu", 0
+    if (gpus or chips) and not _torch_is_built_for_cpu():
+        if gpus and (count := _visible_gpus(len(gpus))):
+            return "nvidia", count
+        return ("neuron", _neuron_cores(chips, sys_root)) if chips else ("cpu", 0)
+    return _torch_says() if _may_have_others(dev) else ("cpu", 0)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -86,6 +88,25 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _may_have_others(dev: Path) -> bool:
+    """Whether torch may find devices here that no file counts: of AMD, Intel, Apple, under WSL2, or by a plug-in."""
+    from importlib import metadata
+
+    if metadata.entry_points(group="torch.backends"):
+        return True
+    hints = any((dev / name).exists() for name in ("kfd", "dxg", "dri")) or sys.platform == "darwin"
+    return hints and not _torch_is_built_for_cpu()
+
+
+@functools.cache
+def _torch_says() -> tuple[str, int]:
+    """torch's accelerator and its number, by a process of its own: this one does without torch."""
+    ask = "import torch; a = torch.accelerator; print(a.is_available() and a.current_accelerator().type, a.device_count())"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    kind, _, count = asked.stdout.strip().rpartition("\n")[2].partition(" ")
+    return (kind, int(count)) if count.isdecimal() and int(count) else ("cpu", 0)
 
 
 def _torch_is_built_for_cpu() -> bool:

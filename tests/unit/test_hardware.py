@@ -125,3 +125,14 @@ def test_cpus_are_those_of_the_affinity_mask() -> None:
     finally:
         os.sched_setaffinity(0, before)
     assert hardware.cpu_count() == len(before)
+
+
+def test_torch_is_asked_where_no_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's GPUs have one file for all, and a plug-in's devices may have none."""
+    monkeypatch.setattr(hardware, "_torch_says", lambda: ("cuda", 4))
+    assert hardware.accelerators(tmp_path) == ("cpu", 0)
+    assert hardware.accelerators(devices(tmp_path, "kfd")) == ("cuda", 4)
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
+    assert hardware.accelerators(tmp_path) == ("cpu", 0)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [group])
+    assert hardware.accelerators(tmp_path) == ("cuda", 4)
