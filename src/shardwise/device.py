@@ -11,12 +11,32 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import ConfigError
+
 
 def local_device() -> torch.device:
-    """This process's device: the accelerator at `LOCAL_RANK`, or the CPU where the machine has none."""
+    """This process's device: the accelerator at `LOCAL_RANK`, or the CPU where the machine has none.
+
+    A rank that sees one accelerator takes that: a launcher may show each rank its own.
+
+    Raises:
+        ConfigError: several accelerators are here, and `LOCAL_RANK` is missing in a job, or is that of none of them.
+    """
     if not torch.accelerator.is_available():
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    count, place = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK")
+    if place is None and count > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"LOCAL_RANK must be set by the launcher, as this machine has several accelerators ({count}): "
+            "without it all of its ranks would use the first"
+        )
+    index = int(place or "0")
+    if index >= count > 1:
+        raise ConfigError(
+            f"LOCAL_RANK ({index}) must be below the number of accelerators ({count}): "
+            "two ranks cannot share one; start fewer ranks on this machine"
+        )
+    index %= count
     torch.accelerator.set_device_index(index)
     return torch.device(torch.accelerator.current_accelerator(check_available=True).type, index)  # type: ignore[union-attr]
 
