@@ -41,6 +41,13 @@ def library() -> Path:
     return made
 
 
+def use_everywhere() -> None:
+    """Build it, and let every Python that this process starts load it as it imports torch; not this process itself."""
+    library()
+    folders = [str(HERE.parents[1]), str(HERE / "entry"), os.environ.get("PYTHONPATH", "")]
+    os.environ.update(TEST_DEVICE="strict", PYTHONPATH=os.pathsep.join(filter(None, folders)))
+
+
 def _digest(*names: str) -> str:
     return hashlib.sha256(b"".join((HERE / name).read_bytes() for name in names)).hexdigest()[:8]
 
