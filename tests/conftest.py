@@ -14,8 +14,21 @@ if TYPE_CHECKING:
     from shardwise.testing import RankPool
 
 
-def pytest_configure() -> None:
-    """Undo what `nohup`, or `&` in a script, does to the tests: processes inherit that a signal is ignored."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", default="cpu", choices=("cpu", "strict"), help="of ranks and commands (strict: tests/strict)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let ranks and commands use the device that was asked for, and undo what `nohup` does to the tests.
+
+    `nohup`, or `&` in a script, has processes inherit that a signal is ignored.
+    """
+    if config.getoption("--device") == "strict" and not config.getoption("numprocesses", None):
+        from tests.strict import build  # torch, which most tests do without
+
+        build.use_everywhere()
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -51,13 +64,13 @@ def _folder(nodeid: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], RankPool]]:
+def ranks(pytestconfig: pytest.Config) -> Iterator[Callable[[int], RankPool]]:
     from shardwise.testing import RankPool  # torch, which most tests do without
 
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
-        return pools.setdefault(size, RankPool(size))
+        return pools.setdefault(size, RankPool(size, device_type=pytestconfig.getoption("--device")))
 
     yield pool
     for started in pools.values():

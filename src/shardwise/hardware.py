@@ -119,7 +119,7 @@ print(*("cpu", 0) if device is None else (device.type, torch.accelerator.device_
 def _counted_by_torch() -> tuple[str, int]:
     """Asked in a process of its own: this one must neither import torch nor open a device before its ranks start."""
     answer = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
-    kind, _, count = answer.stdout.strip().rpartition(" ")
+    kind, _, count = answer.stdout.strip().rpartition("\n")[2].rpartition(" ")
     return (kind, int(count)) if answer.returncode == 0 and kind and count.isdecimal() else ("cpu", 0)
 
 

@@ -10,6 +10,8 @@ import atexit
 import os
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -130,7 +132,7 @@ class Group:
         if size not in self._subgroups:
             first = self.rank // size * size
             members = list(self.ranks[first : first + size])
-            made = dist.new_group(members, use_local_synchronization=True) if size > 1 else None
+            made = _new_group(members) if size > 1 else None
             self._subgroups[size] = Group(made, name=f"{self.name}/{size}")
         return self._subgroups[size]
 
@@ -140,7 +142,7 @@ class Group:
         if len(indices) == self.size:
             return self
         if indices not in self._subgroups:
-            made = dist.new_group([self.ranks[i] for i in indices], use_local_synchronization=True)
+            made = _new_group([self.ranks[i] for i in indices])
             self._subgroups[indices] = Group(made, name=f"{self.name}/{name}")
         return self._subgroups[indices]
 
@@ -156,6 +158,30 @@ class Group:
         whole = kind == "send"
         self.meter.bytes[kind] += whole_bytes if whole else factor * whole_bytes * (self.size - 1) // self.size
         self.meter.calls[kind] += 1
+
+
+def _new_group(members: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of some ranks, made by these alone; None: of all ranks."""
+    with _unbound_world():
+        made = dist.new_group(members, backend=backend, use_local_synchronization=members is not None)
+    assert isinstance(made, dist.ProcessGroup), "this rank is no member"
+    return made
+
+
+@contextmanager
+def _unbound_world() -> Iterator[None]:
+    """Inside, torch makes each new group by itself, whatever device the world is bound to.
+
+    Otherwise it splits the world's communicator, in which all ranks of the world must take part and which only NCCL
+    can do, and looks for the world's device in a group over gloo, which serves no accelerator but CUDA.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there is no process group"
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 Ranks = Group | dist.ProcessGroup | DeviceMesh
@@ -208,7 +234,8 @@ class Mesh:
             return
         shape = (pipeline, self.world.size // (tensor * pipeline), tensor)
         _alive.add(self)
-        self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+        with _unbound_world():
+            self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         pp, dp, tp = (
             Group(self.device_mesh.get_group(axis) if size > 1 else None, name=axis)
             for axis, size in zip(("pp", "dp", "tp"), shape, strict=True)
@@ -233,8 +260,7 @@ class Mesh:
         There is one for each name. The first call makes it and is collective.
         """
         if name not in self._host_groups:
-            # Only for the CPU: of the accelerators gloo knows no other than CUDA.
-            made = dist.new_group(backend="cpu:gloo") if self.world.size > 1 else None
+            made = _new_group(backend="gloo") if self.world.size > 1 else None
             self._host_groups[name] = Group(made, name=name)
         return self._host_groups[name]
 
@@ -267,9 +293,9 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
         return
     _allow_sockets()
     where = device if device is not None else devices.local_device()
-    # Without `device_id`: NCCL would then split the world's communicator for each new group, which all ranks of the
-    # world must call, and some groups are made by their members only.
-    dist.init_process_group(devices.backend(where), timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        devices.backend(where), timeout=timedelta(seconds=timeout), device_id=where if where.type != "cpu" else None
+    )
 
 
 def leave() -> None:

@@ -292,7 +292,7 @@ def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
         runs = {run for piece in pieces for run in _seeded_runs(piece.box)}
         for run in sorted(runs):
             top = run * SEEDED_ROWS
-            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]), device="cpu")
+            values = torch.empty((min(SEEDED_ROWS, shape[0] - top), *shape[1:]), dtype=torch.float32, device="cpu")
             values.normal_(0.0, std, generator=torch.Generator().manual_seed(hashed(seed, name, run)))
             for piece in pieces:
                 first, held = piece.box.start[0], piece.box.size[0]

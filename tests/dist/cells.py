@@ -331,7 +331,9 @@ def measure(cell: Cell, steps: int) -> Measured:
         },
     )
     if mesh.dp.rank == mesh.tp.rank == 0:
-        found.weights, found.gradients = weights, gradients
+        found.weights, found.gradients = (
+            {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (weights, gradients)
+        )
     return found
 
 

@@ -84,7 +84,7 @@ def load(trainer: Trainer, folder: str, **options: Any) -> int:
 def canonical_state(trainer: Trainer) -> State:
     """Weights and optimizer state by canonical name, whole, on every rank."""
     mesh: Mesh = trainer.mesh
-    weights = canonical_weights(trainer.model, mesh.pp)
+    weights = {name: tensor.cpu() for name, tensor in canonical_weights(trainer.model, mesh.pp).items()}
     found: State = {"model": weights}
     slices = [s for s in state_slices(trainer.model, trainer.optimizer) if s.piece.copies.rank == 0]
     for name, flats in state_tensors(trainer.optimizer).items():
@@ -95,7 +95,7 @@ def canonical_state(trainer: Trainer) -> State:
     # One collective for all: each alone takes milliseconds between ranks that share a core.
     tensors = [tensor for name, state in found.items() if name != "model" for tensor in state.values()]
     if tensors:
-        flat = comm.all_reduce_(torch.cat([tensor.view(-1) for tensor in tensors]), mesh.world)
+        flat = comm.all_reduce_(torch.cat([tensor.view(-1) for tensor in tensors]).to(mesh.device), mesh.world)
         for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.view(-1).copy_(values)
     return found

@@ -1,6 +1,7 @@
 """One mesh a process for the tests of sharded code, and parameters filled from, or compared with, canonical tensors."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,12 @@ from shardwise.placement import placements
 
 @functools.cache
 def mesh(tensor: int, pipeline: int = 1) -> Mesh:
-    """Made once a process: each new one costs threads that gloo keeps, and hundreds of them slow everything down."""
-    return Mesh(tensor=tensor, pipeline=pipeline, device="cpu")
+    """Made once a process: each new one costs threads that gloo keeps, and hundreds of them slow everything down.
+
+    On the CPU, but for ranks that were told to use this machine's accelerator (TEST_DEVICE).
+    """
+    device = "cpu" if os.environ.get("TEST_DEVICE", "cpu") == "cpu" else None
+    return Mesh(tensor=tensor, pipeline=pipeline, device=device)
 
 
 def run(ranks: Any, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

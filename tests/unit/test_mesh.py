@@ -44,7 +44,7 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[str, float]] = []
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, *, timeout: asked.append((backend, timeout.seconds))
+        dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout.seconds))
     )
     meshes.join(torch.device("cpu"), timeout=7)
     assert asked == [("gloo", 7)]

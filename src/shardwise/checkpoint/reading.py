@@ -283,7 +283,7 @@ def _read_rows(reader: CheckpointReader, segment: _Segment, problems: list[Store
             return reader.read(segment.entry, segment.piece, segment.box)
         except StoreError as error:
             problems.append(error)
-    return torch.zeros(segment.box.size, dtype=TORCH_DTYPES[segment.entry.dtype])
+    return torch.zeros(segment.box.size, dtype=TORCH_DTYPES[segment.entry.dtype], device="cpu")
 
 
 def _rounds(shared: Sequence[_Segment], ranks: int) -> Iterable[list[list[_Segment]]]:

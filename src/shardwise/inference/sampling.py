@@ -53,7 +53,7 @@ class Sampler:
         log_p_V = torch.log_softmax(logits_V.double() / self.temperature, dim=0)
         if self.top_p < 1:
             log_p_V = self._likeliest(log_p_V)
-        uniform_V = torch.rand(len(log_p_V), generator=self._generator, dtype=torch.float64)
+        uniform_V = torch.rand(len(log_p_V), generator=self._generator, dtype=torch.float64, device="cpu")
         return int((log_p_V - torch.log(-torch.log(uniform_V))).argmax())
 
     def _likeliest(self, log_p_V: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class LAMB(torch.optim.Optimizer):
             raise RuntimeError("LAMB takes dense and real gradients: make embeddings with sparse=False")
         state = self.state[p]
         if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["step"] += 1

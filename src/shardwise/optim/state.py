@@ -70,7 +70,10 @@ def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, 
 def begin_restoring(optimizer: ZeroRedundancyOptimizer, names: Sequence[str], steps: int) -> None:
     """Give the wrapped optimizer the state of one that did `steps` steps; its tensors are 0 and wait to be filled."""
     state = {
-        index: {"step": torch.tensor(float(steps)), **{name: torch.zeros_like(bucket.master) for name in names}}
+        index: {
+            "step": torch.tensor(float(steps), device="cpu"),
+            **{name: torch.zeros_like(bucket.master) for name in names},
+        }
         for index, bucket in enumerate(optimizer.buckets)
     }
     groups = optimizer.inner.state_dict()["param_groups"]

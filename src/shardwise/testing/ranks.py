@@ -35,10 +35,11 @@ class RankPool:
     Args:
         size: the number of ranks.
         device_type: `cpu`, or that of an accelerator with a device for each rank.
+        prepare: a module-level function that each rank calls first, such as one that registers a device with torch.
     """
 
-    def __init__(self, size: int, *, device_type: str = "cpu") -> None:
-        self.size, self.device_type = size, device_type
+    def __init__(self, size: int, *, device_type: str = "cpu", prepare: Callable[[], None] | None = None) -> None:
+        self.size, self.device_type, self._prepare = size, device_type, prepare
         self._processes: list[Any] = []
         self._tasks: list[Any] = []
         self._results: Any = None
@@ -74,7 +75,9 @@ class RankPool:
         for rank in range(self.size):
             tasks = context.Queue()
             process = context.Process(
-                target=_serve, args=(rank, self.size, self.device_type, rendezvous, tasks, self._results), daemon=True
+                target=_serve,
+                args=(rank, self.size, self.device_type, self._prepare, rendezvous, tasks, self._results),
+                daemon=True,
             )
             process.start()
             self._tasks.append(tasks)
@@ -88,10 +91,20 @@ class RankPool:
         self._processes, self._tasks = [], []
 
 
-def _serve(rank: int, size: int, device_type: str, rendezvous: str, tasks: Any, results: Any) -> None:
+def _serve(
+    rank: int,
+    size: int,
+    device_type: str,
+    prepare: Callable[[], None] | None,
+    rendezvous: str,
+    tasks: Any,
+    results: Any,
+) -> None:
     die_with_parent()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    if prepare is not None:
+        prepare()
     device = torch.device(device_type) if device_type == "cpu" else devices.local_device()
     dist.init_process_group(
         devices.backend(device),

@@ -1,0 +1,31 @@
+"""Ranks on the strict device, which all of its tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from shardwise.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def strict() -> Iterator[Callable[..., RankPool]]:
+    """Pools of ranks by size, as the fixture `ranks` of the CPU, and by whether the device is like CUDA."""
+    from shardwise.testing import RankPool
+    from tests.strict import build, ranks
+
+    if missing := build.missing():
+        pytest.skip(f"the strict device is not built here: {missing}")
+    build.library()  # before ranks start, which would each build it
+    pools: dict[tuple[int, bool], RankPool] = {}
+
+    def pool(size: int, like_cuda: bool = True) -> RankPool:
+        prepare = ranks.prepare if like_cuda else ranks.prepare_unlike_cuda
+        return pools.setdefault((size, like_cuda), RankPool(size, device_type="strict", prepare=prepare))
+
+    yield pool
+    for started in pools.values():
+        started.close()

@@ -1,0 +1,175 @@
+"""The module `torch.strict`, and `load`, which makes the device known to torch in this process.
+
+`counters()` says what the host waited for and where, the copies by direction, and the kernels by operator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.strict import build
+
+_waits: Counter[tuple[str, str]] = Counter()
+_library: Any = None
+
+
+@dataclass
+class Counters:
+    """Of this process since `reset_counters`.
+
+    Attributes:
+        waits: (why the host waited, the Python line that caused it) → how often.
+        copies: `to device`, `to host` and `on device` → (number, bytes).
+        kernels: operator → number.
+    """
+
+    waits: dict[tuple[str, str], int]
+    copies: dict[str, tuple[int, int]]
+    kernels: dict[str, int]
+
+
+def counters() -> Counters:
+    found = _library.counts()
+    copies = {what.removeprefix("copy "): both for what, both in found.items() if what.startswith("copy ")}
+    kernels = {what.removeprefix("kernel "): n for what, (n, _) in found.items() if what.startswith("kernel ")}
+    return Counters(dict(_waits), copies, kernels)
+
+
+def reset_counters() -> None:
+    _waits.clear()
+    _library.reset_counts()
+
+
+def host_can_read(tensor: torch.Tensor) -> bool:
+    """Whether a program on the host may follow the tensor's address."""
+    return bool(_library.can_read(tensor))
+
+
+def _waited(why: str) -> None:
+    """Count a wait at the innermost line outside torch and this module."""
+    frame = sys._getframe(1)
+    torch_folder = str(Path(torch.__file__).parent)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith((torch_folder, "<")) or frame.f_code.co_filename == __file__
+    ):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    _waits[why, f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_qualname}"] += 1
+
+
+def load() -> None:
+    """Make torch know the device `strict`, in this process; a second call does nothing."""
+    global _library
+    if _library is not None:
+        return
+    found = importlib.util.spec_from_file_location(build.NAME, build.library())
+    assert found is not None
+    assert found.loader is not None
+    _library = importlib.util.module_from_spec(found)
+    found.loader.exec_module(_library)
+    _library.on_wait(_waited)
+    torch.utils.rename_privateuse1_backend("strict")
+    torch._register_device_module("strict", sys.modules[__name__])
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    dist.Backend.register_backend("strictccl", _make_backend, extended_api=True, devices=["strict"])
+    if os.environ.get("STRICT_CUDA_LIKE", "1") != "0":
+        dist.Backend.backend_capability["gloo"].append("strict")  # as torch has it for CUDA, and for nothing else
+
+
+def _make_backend(options: Any, _: Any) -> Any:
+    """A communicator; where the world is bound to a device, it is split off the world's, as NCCL's is."""
+    if dist.is_initialized() and (bound := dist.group.WORLD.bound_device_id) is not None:
+        world = dist.group.WORLD._get_backend(bound)
+        if world.supports_splitting:
+            world.perform_nocolor_split(bound)
+    gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+    return _library.make_backend(gloo, options.group_id)
+
+
+# ---- what torch and programs expect of `torch.strict`
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    return bool(_library.is_initialized())
+
+
+def _lazy_init() -> None:
+    """torch 2.11 asks for it."""
+
+
+def _is_in_bad_fork() -> bool:
+    return bool(_library.is_in_bad_fork())
+
+
+def device_count() -> int:
+    return int(_library.device_count())
+
+
+def _index(device: Any = None) -> int:
+    index = device if isinstance(device, int) else torch.device(device or "strict").index
+    return current_device() if index is None else int(index)
+
+
+def current_device() -> int:
+    return int(torch.accelerator.current_device_index())
+
+
+def set_device(device: Any) -> None:
+    torch.accelerator.set_device_index(_index(device))
+
+
+def current_stream(device: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream(_index(device))
+
+
+class device(torch.accelerator.device_index):
+    """Makes a device the current one inside."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(_index(device))
+
+
+def synchronize(device: Any = None) -> None:
+    torch.accelerator.synchronize(_index(device))
+
+
+def get_device_name(device: Any = None) -> str:
+    return "Strict test device"
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return _library.generator(_index(device)).get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    _library.generator(_index(device)).set_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    _library.generator(current_device()).manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    for index in range(device_count()):
+        _library.generator(index).manual_seed(seed)
+
+
+def initial_seed() -> int:
+    return int(_library.generator(current_device()).initial_seed())
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]

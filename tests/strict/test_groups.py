@@ -1,0 +1,31 @@
+"""Groups of ranks on accelerators: those like CUDA, and those whose communicators cannot be split."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise import comm
+from shardwise.mesh import Group, Mesh
+from shardwise.testing import RankPool
+
+Strict = Callable[..., RankPool]
+
+
+def make_groups() -> tuple[list[int], tuple[int, ...], float]:
+    """With a world that is bound to this rank's device, as `mesh.join` and torch's own advice have it."""
+    rank = dist.get_rank()
+    dist.group.WORLD.bound_device_id = torch.device("strict", rank)
+    mesh = Mesh(tensor=2)
+    on_host = comm.all_gather_objects(rank, mesh.host_group("test"))
+    alone = Group.world().pick((0,), "first").ranks if rank == 0 else (0,)
+    summed = comm.all_reduce_(torch.ones(2, device=mesh.device), mesh.tp).sum().item()
+    dist.group.WORLD.bound_device_id = None
+    return on_host, alone, summed
+
+
+@pytest.mark.parametrize("like_cuda", [True, False], ids=["like CUDA", "another"])
+def test_groups_of_a_bound_world(like_cuda: bool, strict: Strict) -> None:
+    """The world's communicator is not split: a group of some ranks is made by these alone, one on the host by all."""
+    assert strict(2, like_cuda).run(make_groups, timeout=30) == [([0, 1], (0,), 4.0)] * 2

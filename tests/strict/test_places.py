@@ -1,0 +1,36 @@
+"""Which device a rank takes."""
+
+import os
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+from shardwise import device as devices
+from shardwise.errors import ConfigError
+from shardwise.testing import RankPool
+
+
+def places() -> None:
+    with mock.patch.dict(os.environ, LOCAL_RANK="3", WORLD_SIZE="16"):
+        assert devices.local_device() == torch.device("strict", 3)
+    with (
+        mock.patch.dict(os.environ, LOCAL_RANK="9", WORLD_SIZE="16"),
+        pytest.raises(ConfigError, match=r"LOCAL_RANK \(9\) must be below the number of accelerators \(8\)"),
+    ):
+        devices.local_device()
+    with mock.patch.dict(os.environ, WORLD_SIZE="16"):
+        del os.environ["LOCAL_RANK"]
+        with pytest.raises(ConfigError, match=r"LOCAL_RANK must be set by the launcher.* \(8\)"):
+            devices.local_device()
+        os.environ["WORLD_SIZE"] = "1"
+        assert devices.local_device() == torch.device("strict", 0)
+        os.environ["LOCAL_RANK"] = "9"
+        with mock.patch.object(torch.accelerator, "device_count", return_value=1):
+            assert devices.local_device() == torch.device("strict", 0), "each rank may see one device of its own"
+    devices.local_device()
+
+
+def test_two_ranks_do_not_share_a_device(strict: Callable[..., RankPool]) -> None:
+    strict(1).run(places)

@@ -1,0 +1,60 @@
+"""Checkpoints on the strict device: what is saved has arrived on the host, and a resumed training goes on the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.config import Config
+from shardwise.inference.sampling import Sampler
+from shardwise.testing import RankPool
+from tests.dist.checkpoints import canonical_state, load, make_trainer, run, save, step_folder
+from tests.dist.training import make_config
+
+Strict = Callable[..., RankPool]
+BEFORE, AFTER = 2, 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [({"tensor": 2, "sequence": True}, "float32"), ({}, "mixed")],
+    ids=["TP 2 and sequence parallelism", "DP 2, mixed"],
+)
+def test_a_resumed_training_goes_on_the_same(
+    layout: dict[str, object], precision: str, strict: Strict, tmp_path: Path
+) -> None:
+    config = make_config(parallel=layout, precision={"mode": precision}, optimizer={"zero": 1})
+    whole, _ = strict(2).run(run, config, BEFORE, AFTER, None, str(tmp_path))
+    assert whole.saved[0].problem is None, whole.saved[0].problem
+    resumed, _ = strict(2).run(run, config, AFTER, 0, step_folder(tmp_path, BEFORE), None)
+    assert resumed.losses == whole.losses[BEFORE:]
+    for kind, tensors in whole.at_end.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(resumed.state[kind][name], tensor), f"{kind} of {name} differs at the end"
+
+
+def train_save_load(config: Config, root: str, default: str | None) -> tuple[list[float], int]:
+    """Losses of a training that is saved and goes on from there, and a token drawn, with torch's default device."""
+    torch.set_default_device(default)
+    try:
+        trainer = make_trainer(config)
+        losses = [trainer.step().loss for _ in range(BEFORE)]
+        assert save(trainer, root)[0].problem is None
+        resumed = make_trainer(config)
+        load(resumed, step_folder(root, BEFORE))
+        losses += [resumed.step().loss, resumed.evaluate()[0]]
+        canonical_state(trainer)
+        token = Sampler(top_p=0.9).draw(torch.linspace(0, 1, 20, device=trainer.mesh.device))
+    finally:
+        torch.set_default_device(None)
+    return losses, token
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_torchs_default_device_changes_nothing(optimizer: str, strict: Strict, tmp_path: Path) -> None:
+    config = make_config(optimizer={"name": optimizer})
+    wanted, found = (
+        strict(1).run(train_save_load, config, str(tmp_path / str(default)), default)[0] for default in (None, "strict")
+    )
+    assert found == wanted
