@@ -89,6 +89,41 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def allocator_bytes(device: torch.device) -> dict[str, int]:
+    """What an accelerator's allocator holds: `allocated` by tensors, `reserved` for them, and each at most so far.
+
+    Empty on the CPU. The host does not wait.
+    """
+    if device.type == "cpu":
+        return {}
+    memory = torch.accelerator
+    return {
+        "allocated": int(memory.memory_allocated(device)),
+        "reserved": int(memory.memory_reserved(device)),
+        "most_allocated": int(memory.max_memory_allocated(device)),
+        "most_reserved": int(memory.max_memory_reserved(device)),
+    }
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of an accelerator's memory; None for the CPU, and where the device does not tell."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.get_memory_info(device)[1])
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
+
+
+def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies matrices of this dtype."""
+    try:
+        matrix = torch.zeros(2, 2, dtype=dtype, device=device)
+        return (matrix @ matrix).dtype == dtype
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+
+
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "Storage size calculation overflowed",  # of a tensor that no memory could hold

@@ -1,7 +1,8 @@
-"""The text that a user reads when memory ran out in a training."""
+"""What a user reads when a device has too little memory for a training, before the start or when it ran out."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +13,8 @@ from shardwise.cost.memory import expected_memory
 from shardwise.errors import ConfigError
 from shardwise.train.record import Progress
 from shardwise.units import size
+
+_ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF"
 
 
 def out_of_memory_text(
@@ -26,13 +29,60 @@ def out_of_memory_text(
         parts = ", ".join(f"{kind} {size(amount)}" for kind, amount in expected.rows())
         known = f"{size(expected.total)} beside Python and torch: {parts}"
     cause = str(error).strip().partition("\n")[0] or type(error).__name__
-    remedies = _remedies(config, layout, accelerator, pipeline_rank) or ["a smaller model"]
     return (
         f"rank {rank} ran out of memory on {devices.name(device)} during {progress.phase}, after step "
         f"{progress.step:,}\nheld at most so far: {size(devices.peak_memory(device))}\n"
-        f"expected: {known}\n"
-        f"what would help: {'; '.join(remedies)}\ncause: {cause}"
+        f"expected: {known}\n{_of_allocator(device)}"
+        f"what would help: {_listed_remedies(config, layout, accelerator, pipeline_rank)}\ncause: {cause}"
     )
+
+
+def _of_allocator(device: torch.device) -> str:
+    """A line on the allocator, with advice where it holds much memory in pieces that are too small."""
+    held, total = devices.allocator_bytes(device), devices.total_memory(device)
+    if not held:
+        return ""
+    unused = held["reserved"] - held["allocated"]
+    line = f"allocator: {size(held['allocated'])} in tensors, {size(unused)} more reserved"
+    if total is not None:
+        line += f", of {size(total)}"
+    if unused > held["reserved"] / 10 and "expandable_segments:True" not in os.environ.get(_ALLOCATOR_SETTINGS, ""):
+        line += f"; {_ALLOCATOR_SETTINGS}=expandable_segments:True lets tensors use what is reserved in pieces"
+    return f"{line}\n"
+
+
+def require_accelerator(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:
+    """Check before the start that this rank's accelerator can train the model; nothing is checked on a CPU.
+
+    Returns:
+        a warning where the estimate of the whole step exceeds the memory: of that a part is allocated and freed by
+        kernels, and the estimate of it is not exact for each device.
+
+    Raises:
+        ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
+            accelerator has, or it does not compute in the dtype of the parameters.
+    """
+    if device.type == "cpu":
+        return None
+    precision = config.precision.resolved(accelerator=True)
+    if not devices.computes_in(device, getattr(torch, precision.parameter)):
+        raise ConfigError(
+            f"precision.mode ({config.precision.mode or 'mixed, the default on an accelerator'}) must be float32: "
+            f"{devices.name(device)} does not compute in {precision.parameter}"
+        )
+    pipeline_rank = rank // (layout.data * layout.tensor) % layout.pipeline
+    expected, total = expected_memory(config, layout, True, pipeline_rank=pipeline_rank), devices.total_memory(device)
+    if expected is None or total is None or expected.total <= total:
+        return None
+    held = expected.parameters + expected.gradients + expected.optimizer
+    rest = f"{size(total)} of {devices.name(device)}: {_listed_remedies(config, layout, True, pipeline_rank)}"
+    if held > total:
+        raise ConfigError(f"memory of parameters, gradients and optimizer ({size(held)}) must be at most the {rest}")
+    return f"the expected memory ({size(expected.total)}) exceeds the {rest}"
+
+
+def _listed_remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> str:
+    return "; ".join(_remedies(config, layout, accelerator, pipeline_rank) or ["a smaller model"])
 
 
 def _remedies(config: Config, layout: Layout, accelerator: bool, pipeline_rank: int) -> list[str]:

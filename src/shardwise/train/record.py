@@ -62,6 +62,7 @@ class StepRecord:
         peak_memory_bytes: of this rank, since its start.
         losses: of each objective, where there are several; `loss` is their sum.
         timing: of a pipeline's step, in steps that are logged.
+        allocator: bytes by `device.allocator_bytes`, on an accelerator.
         asked: what the step's caller had read with its numbers.
     """
 
@@ -79,6 +80,7 @@ class StepRecord:
     peak_memory_bytes: int
     losses: Mapping[str, float] = field(default_factory=dict)
     timing: StepTiming | None = None
+    allocator: Mapping[str, int] = field(default_factory=dict)
     asked: tuple[float, ...] = ()
 
 

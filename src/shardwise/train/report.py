@@ -193,7 +193,9 @@ class Reporter:
         stages: dict[str, Any] = {}
         if timing is not None:
             stages = {"stage_seconds": [asdict(stage) for stage in timing.stages], "bubble": timing.bubble}
-        self._rank_file.write({"step": record.step, **seconds, "input_seconds": record.input_seconds, **peak, **stages})
+        allocator = {"allocator_bytes": dict(record.allocator)} if record.allocator else {}
+        waited = {"input_seconds": record.input_seconds}
+        self._rank_file.write({"step": record.step, **seconds, **waited, **peak, **allocator, **stages})
         if self._metrics is None:
             return
         values = {

@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
 from shardwise.launch import stopping
 from shardwise.mesh import Mesh, join, leave
 from shardwise.train.build import build_checkpoints, build_reporter, build_run_trainer
-from shardwise.train.memory import out_of_memory_text
+from shardwise.train.memory import out_of_memory_text, require_accelerator
 from shardwise.train.opening import Run, open_run
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
@@ -43,12 +43,15 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
     config = _with_one_batch(config, mesh)
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
     with _explained(config, layout, mesh, progress):
+        shortage = require_accelerator(config, layout, mesh.world.rank, mesh.device)
         here = open_run(config, layout, mesh, progress, run_path, recipe)
         # Inside of the reporter too, so that it records the same sentence that the user reads.
         with build_reporter(here) as reporter, _explained(config, layout, mesh, progress):
             progress.phase = "construction of the model"
             trainer = build_run_trainer(here, reporter)
             resumed = _begin(here, trainer, reporter)
+            if shortage is not None:
+                reporter.warning(shortage)
             with build_checkpoints(here, trainer, reporter, resumed) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)

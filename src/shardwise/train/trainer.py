@@ -171,6 +171,7 @@ class Trainer:
             input_seconds=input_seconds,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
             losses=dict(zip(self.batches.objectives, by_objective, strict=True)) if len(by_objective) > 1 else {},
+            allocator=devices.allocator_bytes(self.mesh.device),
             asked=asked,
         )
 

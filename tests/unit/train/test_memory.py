@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise import device as devices
 from shardwise import units
 from shardwise.config import Config, Layout, config_from
 from shardwise.cost import expected_memory
 from shardwise.device import is_out_of_memory
-from shardwise.train.memory import out_of_memory_text
+from shardwise.errors import ConfigError
+from shardwise.train.memory import out_of_memory_text, require_accelerator
 from shardwise.train.trainer import Progress
 
 
@@ -124,3 +126,67 @@ def test_a_tensor_whose_size_overflows_is_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**31 - 1, 2**31 - 1)
     assert is_out_of_memory(caught.value)
+
+
+# ---- accelerators
+
+GIB = 2**30
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """One of 16 GiB, of which an allocator has reserved 12 and tensors hold 8."""
+    device = torch.device("cuda", 0)
+    held = {"allocated": 8 * GIB, "reserved": 12 * GIB, "most_allocated": 9 * GIB, "most_reserved": 12 * GIB}
+    monkeypatch.setattr(devices, "allocator_bytes", lambda device: held)
+    monkeypatch.setattr(devices, "total_memory", lambda device: 16 * GIB)
+    monkeypatch.setattr(devices, "peak_memory", lambda device: 9 * GIB)
+    monkeypatch.setattr(devices, "name", lambda device: "some GPU")
+    monkeypatch.setattr(devices, "computes_in", lambda device, dtype: dtype in (torch.float32, torch.bfloat16))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    return device
+
+
+def test_the_allocators_view_and_its_remedy(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> str:
+        return out_of_memory_text(config(), Layout(2), 0, accelerator, Progress(), MemoryError())
+
+    line = "\nallocator: 8.0 GiB in tensors, 4.0 GiB more reserved, of 16.0 GiB"
+    assert f"{line}; PYTORCH_ALLOC_CONF=expandable_segments:True lets tensors use what is reserved" in said()
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert f"{line}\n" in said()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "tokens", "found"),
+    [
+        (64, 64, None),
+        (64, 2**21, r"the expected memory \(.*\) exceeds the 16.0 GiB of some GPU: train.micro_batch=5 \("),
+        (32768, 64, r"refused: memory of parameters, gradients and optimizer \(.*\) must be at most the 16.0 GiB"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_told_before_the_start(
+    accelerator: torch.device, hidden: int, tokens: int, found: str | None
+) -> None:
+    chosen = config(model={"hidden_size": hidden, "max_position_embeddings": tokens}, train={"sequence_length": tokens})
+    try:
+        said = require_accelerator(chosen, Layout(2), 0, accelerator)
+    except ConfigError as error:
+        said = f"refused: {error}"
+    assert said is None if found is None else re.match(found, said or ""), said
+
+
+def test_a_dtype_that_the_device_lacks_is_refused(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "computes_in", lambda device, dtype: dtype == torch.float32)
+    assert require_accelerator(config(), Layout(2), 0, accelerator) is None
+    with pytest.raises(ConfigError, match=r"^precision.mode \(bfloat16\) must be float32: some GPU does not"):
+        require_accelerator(config(precision={"mode": "bfloat16"}), Layout(2), 0, accelerator)
+
+
+def test_what_a_device_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert devices.allocator_bytes(cpu) == {}
+    assert devices.total_memory(cpu) is None
+    assert devices.computes_in(cpu, torch.bfloat16)
+    assert not devices.computes_in(cpu, torch.quint8)
+    assert require_accelerator(config(), Layout(2), 0, cpu) is None
