@@ -29,15 +29,15 @@ COMMANDS = {
 }
 
 
-_VALUE_OF_A_FLAG = re.compile(r"argument (\S+): ignored explicit argument (.+)", re.DOTALL)
-"""What argparse says of `--flag=value`."""
+_VALUE_OF_A_FLAG = r"(?s)argument (\S+): ignored explicit argument (.+)"
+"""What argparse says of `--flag=value`; compiled only for a message."""
 
 
 class _Parser(argparse.ArgumentParser):
     """Raises what is wrong with the arguments instead of printing it from every rank."""
 
     def error(self, message: str) -> NoReturn:
-        message = _VALUE_OF_A_FLAG.sub(r"\1 takes no value, and \2 is given: leave the value out", message)
+        message = re.sub(_VALUE_OF_A_FLAG, r"\1 takes no value, and \2 is given: leave the value out", message)
         raise ConfigError(f"{message}\n{self.format_usage().rstrip()}")
 
 

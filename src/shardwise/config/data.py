@@ -20,7 +20,7 @@ _NEEDS = {
     "datasets": "data.path, a folder that save_to_disk wrote: a data set of the hub is named by data.dataset alone",
 }
 """What a run must name, by `data.format`."""
-_SPLIT_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_SPLIT_NAME = r"(?a)[A-Za-z_]\w*(\.\w+)*"
 
 
 class DataConfig(Section):
@@ -269,7 +269,7 @@ class DataConfig(Section):
     def split_names(self) -> tuple[str, ...]:
         """The data set's own splits for training, evaluation and test; empty if `data.split` has weights."""
         names = tuple(name.strip() for name in self.split.split(","))
-        valid = all(_SPLIT_NAME.fullmatch(name) for name in names)
+        valid = all(re.fullmatch(_SPLIT_NAME, name) for name in names)
         return names if valid and len(names) <= len(set(names)) <= 3 else ()
 
     @property

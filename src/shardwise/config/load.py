@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError, listing, nearest_name
 _RECIPES = Path(__file__).parent.parent / "recipes"
 _SUFFIXES = (".yaml", ".yml")
 _MODEL_FILE = "model.config"
-_DATA_COMMENT = re.compile(r"^ *# ((?:\S.*: +|  +)data\..+)", re.MULTILINE)
+_DATA_COMMENT = r"(?m)^ *# ((?:\S.*: +|  +)data\..+)"
 """A comment of a recipe that names data for it, such as `# For a trial:  data.dataset=python`, or continues one."""
 
 
@@ -62,7 +62,7 @@ def recipe_name(recipe: str) -> str:
 def require_data(config: Config, recipe: str) -> None:
     """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
     if not config.data.is_named:
-        lines = _DATA_COMMENT.findall(recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
+        lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)
         raise ConfigError(
             f"{recipe_name(recipe)} must name its data by data.path, data.blend or data.dataset:\n{shown}"

@@ -27,10 +27,10 @@ SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
-_BATCH_RULE = re.compile(r"([1-9]\d*) per ([1-9]\d*) ranks?")
+_BATCH_RULE = r"([1-9]\d*) per ([1-9]\d*) ranks?"  # patterns are compiled where they are used: a start is short
 # The password of a URL: what stands between the user's name and `@`. A colon with digits is a port. A password may
 # contain a slash, as the secret keys of S3 do.
-_PASSWORD = re.compile(r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)")
+_PASSWORD = r"(?<=://)[^/:@]*:(?!\d+(/|$))[^@]*(?=@)"
 
 
 class ParallelConfig(Section):
@@ -118,7 +118,7 @@ class TrainConfig(Section):
     def _read_batch_rule(cls, values: Any, validate: Callable[[Any], TrainConfig]) -> TrainConfig:
         """Read `N per M ranks`: the global batch is N, until `Config.with_batch_for` knows the number of ranks."""
         given = values.get("global_batch") if isinstance(values, dict) else None
-        match = _BATCH_RULE.fullmatch(given) if isinstance(given, str) else None
+        match = re.fullmatch(_BATCH_RULE, given) if isinstance(given, str) else None
         if match is None:
             return validate(values)
         rule = f"{match[1]} per {match[2]} rank{'' if match[2] == '1' else 's'}"
@@ -136,7 +136,7 @@ class TrainConfig(Section):
     @property
     def rule(self) -> tuple[int, int] | None:
         """(N, M) where the recipe gives the global batch as `N per M ranks`, and not as a number."""
-        match = _BATCH_RULE.fullmatch(self.batch_rule or "") if self._by_rule else None
+        match = re.fullmatch(_BATCH_RULE, self.batch_rule or "") if self._by_rule else None
         return None if match is None else (int(match[1]), int(match[2]))
 
 
@@ -297,7 +297,7 @@ class CheckpointConfig(Section):
             "FSSPEC_FTP_USERNAME and FSSPEC_FTP_PASSWORD) or in fsspec's configuration"
             for key, url in (("path", self.path), ("load", self.load))
             if url is not None
-            for secret, held in (("password", _PASSWORD.search(url)), ("query string", has_query(url)))
+            for secret, held in (("password", re.search(_PASSWORD, url)), ("query string", has_query(url)))
             if held
         ]
         if self.revision is not None and self.load is None:

@@ -105,8 +105,9 @@ def test_a_killed_rank_is_named_before_what_followed_from_it(tmp_path: Path) -> 
 (folder / "logs" / f"rank-{rank:04d}.log").touch()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-while not (folder / "pid-1").exists(): time.sleep(0.02)
-time.sleep(0.05)
+while not (folder / "pid-1").exists() or not (folder / "pid-1").read_text(): time.sleep(0.02)
+killed = Path("/proc", (folder / "pid-1").read_text(), "stat")
+while killed.exists() and killed.read_text().rpartition(") ")[2][0] != "Z": time.sleep(0.02)
 report_failure(Failure(0, "connection closed by peer", 1))
 sys.exit(1)
 """
