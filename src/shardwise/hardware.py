@@ -103,7 +103,7 @@ def _may_have_others(dev: Path) -> bool:
 @functools.cache
 def _torch_says() -> tuple[str, int]:
     """torch's accelerator and its number, by a process of its own: this one does without torch."""
-    ask = "import torch; a = torch.accelerator; print(a.is_available() and a.current_accelerator().type, a.device_count())"
+    ask = "from torch.accelerator import *; print(is_available() and current_accelerator().type, device_count())"
     asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
     kind, _, count = asked.stdout.strip().rpartition("\n")[2].partition(" ")
     return (kind, int(count)) if count.isdecimal() and int(count) else ("cpu", 0)
