@@ -51,12 +51,14 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     The first two are counted by their device files, without those that `CUDA_VISIBLE_DEVICES`,
     `NEURON_RT_VISIBLE_CORES` or `NEURON_RT_NUM_CORES` hide. A torch that was built for CPUs only ("+cpu" in its
     version) can use neither. Torch itself is asked, which takes the time of its import, where such files do not tell: a
-    package adds a device to torch, or torch is built for ROCm or XPU, or the system is macOS or WSL2.
+    package adds a device to torch, or the system has graphics of AMD or Intel, or is macOS or WSL2.
     """
-    gpus, chips, build = _numbered(dev, "nvidia"), _numbered(dev, "neuron"), _build_of_torch()
+    gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
+    hints = sys.platform == "darwin" or any((dev / name).exists() for name in ("kfd", "dri", "dxg"))
+    build = _build_of_torch() if gpus or chips or hints else ""
     if gpus and build != "cpu" and (count := _visible_gpus(len(gpus))):
         return "nvidia", count
-    if _only_torch_knows(build, dev) and (counted := _counted_by_torch())[1]:
+    if ((hints and build != "cpu") or _has_plugin()) and (counted := _counted_by_torch())[1]:
         return counted
     if chips and build != "cpu":
         return "neuron", _neuron_cores(chips, sys_root)
@@ -102,10 +104,23 @@ def _build_of_torch() -> str:
         return ""
 
 
-def _only_torch_knows(build: str, dev: Path) -> bool:
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and metadata.entry_points(group="torch.backends"):
-        return True
-    return build != "cpu" and (build.startswith(("rocm", "xpu")) or sys.platform == "darwin" or (dev / "dxg").exists())
+def _has_plugin() -> bool:
+    """Whether an installed package adds a device to torch, which loads it by itself.
+
+    The files are read here since `importlib.metadata` takes a fifth of a dry run's start-up for them.
+    """
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return False
+    for folder in sys.path:
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        for name in (name for name in names if name.endswith((".dist-info", ".egg-info"))):
+            try:
+                with open(f"{folder}/{name}/entry_points.txt", "rb") as file:
+                    if b"[torch.backends]" in file.read():
+                        return True
+            except OSError:  # most packages have no such file
+                continue
+    return False
 
 
 _COUNT = """

@@ -41,11 +41,16 @@ def library() -> Path:
     return made
 
 
-def use_everywhere() -> None:
-    """Build it, and let every Python that this process starts load it as it imports torch; not this process itself."""
-    library()
+def variables() -> dict[str, str]:
+    """What makes every Python load the device as it imports torch: the entry point below `entry`."""
     folders = [str(HERE.parents[1]), str(HERE / "entry"), os.environ.get("PYTHONPATH", "")]
-    os.environ.update(TEST_DEVICE="strict", PYTHONPATH=os.pathsep.join(filter(None, folders)))
+    return {"TEST_DEVICE": "strict", "STRICT_DEVICES": "4", "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def use_everywhere() -> None:
+    """Build it, and let every Python that this process starts load it; not this process itself."""
+    library()
+    os.environ.update(variables())
 
 
 def _digest(*names: str) -> str:

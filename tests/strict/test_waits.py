@@ -9,7 +9,7 @@ from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
 from tests.strict import device
 
-WAITS = {"Feed._shared": 1, "Trainer._dropout_key": 4, "Trainer.step": 1, "synchronize": 1}
+WAITS = {"Trainer.step": 1}
 """By the function that makes the host wait."""
 
 

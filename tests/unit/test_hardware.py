@@ -133,7 +133,7 @@ def test_cpus_are_those_of_the_affinity_mask() -> None:
         ("+cu130", "null", False, "1", False),  # no file of a device: a computer without one
         ("+cu130", "dxg", False, "1", True),  # WSL2
         ("+rocm6.4", "kfd", False, "1", True),
-        ("+xpu", "null", False, "1", True),
+        ("+xpu", "dri", False, "1", True),
         ("+cpu", "null", True, "1", True),  # such as TorchNeuron
         ("+cpu", "null", True, "0", False),
         ("+cpu", "dxg", False, "1", False),
@@ -143,7 +143,13 @@ def test_torch_is_asked_where_files_do_not_tell(
     build: str, present: str, plugin: bool, autoload: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: f"2.13.0{build}")
-    monkeypatch.setattr(metadata, "entry_points", lambda group: ["added"] if plugin else [])
+    packages = tmp_path / "packages"
+    for name, points in (("other-1", "[console_scripts]"), ("device-2", "[torch.backends]\nstrict = strict:load")):
+        folder = packages / f"{name}.dist-info"
+        folder.mkdir(parents=True)
+        if plugin or name == "other-1":
+            (folder / "entry_points.txt").write_text(points)
+    monkeypatch.setattr(hardware.sys, "path", [str(packages), str(tmp_path / "absent")])
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", autoload)
     monkeypatch.setattr(hardware, "_counted_by_torch", lambda: ("xpu", 3))
     monkeypatch.setattr(hardware.sys, "platform", "linux")
