@@ -68,13 +68,13 @@ class Verified:
             f"{train.steps}",
             "weights": "the initial ones, which must be equal",
             "loss": f"of each step up to {middle}: within {tolerance.losses:.1e}",
-            "gradient": f"of step 1, of each tensor: within {tolerance.gradients:.1e} of its norm",
+            "grad": f"gradients of step 1, of each tensor: within {tolerance.gradients:.1e} of its norm",
             "resumed": f"losses after step {middle}, from the checkpoint of the layout above: within "
             f"{tolerance.losses:.1e}",
         }
-        if self.config.precision.mode != "float32":
-            fields["tolerance"] = (
-                "that of bfloat16, which rounds at other places in each layout; with precision.mode=float32 it is 1e-05"
+        if not tolerance.is_of_float32:
+            fields["bfloat16"] = (
+                "rounds at other places in each layout: more is allowed than the 1e-05 of precision.mode=float32"
             )
         if self.config.model.has_dropout:
             was = self.recipe.train.dropout_mode
@@ -86,13 +86,15 @@ class Verified:
         for number, reason in enumerate(self.refused):
             fields[f"left out{' ' * number}"] = reason
         for name, text in fields.items():
-            _show_field(name.strip(), text)
+            _show_wrapped(text, f"{name.strip():9}  ", " " * 11)
 
     def _show_verdict(self) -> None:
         broken, number = self.found.broken, len(self.found.outcomes) - 1
         for outcome in broken:
-            for problem in outcome.problems:
-                output.line(f"{outcome.cell.name}: {problem}")
+            _show_wrapped(f"{outcome.cell.name}:")
+            for line in "\n".join(outcome.problems).splitlines():
+                _show_wrapped(line, "  ", "  ")
+            output.line()
         if broken:
             output.line(f"BROKEN by {len(broken)} of {counted(number, 'layout')}")
         else:
@@ -111,10 +113,11 @@ def _sizes(config: Config) -> str:
     return f"{model.family}, {blocks}, {heads}, vocabulary of {model.vocab_size}{tie}"
 
 
-def _show_field(name: str, text: str) -> None:
-    lines = textwrap.wrap(text, _WIDTH - 11, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        output.line(f"{'' if number else name:9}  {line}")
+def _show_wrapped(text: str, first: str = "", then: str = "") -> None:
+    for line in textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=then, break_long_words=False, break_on_hyphens=False
+    ):
+        output.line(line)
 
 
 def _show_table(outcomes: Sequence[Outcome]) -> None:
@@ -128,7 +131,7 @@ def _show_table(outcomes: Sequence[Outcome]) -> None:
         "recompute": [outcome.cell.recompute for outcome in outcomes],
         "weights": [_number(outcome, "weights") for outcome in outcomes],
         "loss": [_number(outcome, "losses") for outcome in outcomes],
-        "gradient": [_number(outcome, "gradients") for outcome in outcomes],
+        "grad": [_number(outcome, "gradients") for outcome in outcomes],
         "resumed": [_number(outcome, "resumed") for outcome in outcomes],
     }
     if not any(columns[""]):

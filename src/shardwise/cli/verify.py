@@ -28,6 +28,7 @@ from shardwise.errors import ConfigError, listing
 from shardwise.hardware import accelerators
 from shardwise.launch.environment import joined
 from shardwise.verify.cells import AXES, Cell, candidates, parse_layouts
+from shardwise.verify.job import CLEAR_LINE
 from shardwise.verify.miniature import existing, miniature
 
 _CPU_RANKS = 4
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_own(recipe)
     devices = _devices(arguments.devices, arguments.nproc)
     config, cells, refused = _plan(recipe, devices, parse_layouts(arguments.layouts), arguments.steps)
+    from shardwise.launch.local import EndedError
     from shardwise.verify.run import verify
 
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
@@ -83,9 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         found = verify(config, cells, folder)
         is_named = any(str(folder) in problem for outcome in found.broken for problem in outcome.problems)
+    except EndedError as error:
+        raise EndedError(str(error).replace("the run", "the verification")) from None
     finally:
         if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.write(CLEAR_LINE)
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
     shown = Verified(recipe_name(arguments.recipe), recipe, config, found, refused)

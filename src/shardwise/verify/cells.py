@@ -89,7 +89,7 @@ def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
         if text == ALL:
             chosen |= dict.fromkeys(AXES)
         elif key not in AXES:
-            near = nearest_name(key, AXES)
+            near = next((name for name in AXES if name.endswith(f".{key}")), None) or nearest_name(key, AXES)
             hint = f"did you mean {near}?" if near else f"it chooses among {listing(AXES)}"
             problems.append(f"--layouts {text}: unknown key; {hint}")
         elif not equals or not values:

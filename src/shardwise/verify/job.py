@@ -13,6 +13,8 @@ from shardwise.verify.tolerance import Differences
 
 TIMEOUT = 120.0
 """Seconds after which a collective fails that a rank never calls: steps of a miniature take less than one."""
+CLEAR_LINE = "\r\x1b[2K"
+"""What a terminal clears the line of progress by."""
 _JOB, _RESULTS = "job.json", "results.jsonl"
 
 

@@ -29,6 +29,8 @@ from shardwise.verify.cells import Cell
 from shardwise.verify.miniature import at
 from shardwise.verify.tolerance import Differences
 
+_SAMPLES = 256
+"""Of the random text; longer trainings read them again."""
 _WEIGHT, _GRADIENT = "weight ", "gradient "
 
 
@@ -63,18 +65,19 @@ class Reference:
 
 
 @cache
-def mesh_of(device: str, tensor: int, pipeline: int) -> Mesh:
+def _mesh(device: str, ranks: int, tensor: int, pipeline: int) -> Mesh:
     """One mesh for all cells with these degrees: gloo keeps threads for each group that was ever made."""
-    return Mesh(tensor=tensor, pipeline=pipeline, device="cpu" if device == "cpu" else None)
+    mesh = Mesh(tensor=tensor, pipeline=pipeline, device="cpu" if device == "cpu" else None)
+    assert mesh.world.size == ranks
+    return mesh
 
 
 def make_trainer(config: Config, cell: Cell) -> Trainer:
     """The trainer of this rank at a cell's layout, on random text."""
-    here, model, train = at(config, cell), config.model, config.train
-    text = random_text(
-        model.vocab_size, train.steps * train.global_batch + 1, train.sequence_length, pairs="nsp" in model.objectives
-    )
-    return build_trainer(here, mesh_of(cell.device, cell.tensor, cell.pipeline), text)
+    model, train = config.model, config.train
+    samples = min(_SAMPLES, train.steps * train.global_batch)
+    text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
+    return build_trainer(at(config, cell), _mesh(cell.device, cell.ranks, cell.tensor, cell.pipeline), text)
 
 
 def save(trainer: Trainer, root: Path) -> Path:

@@ -20,14 +20,22 @@ class Tolerance:
 
     @staticmethod
     def of(config: Config) -> Tolerance:
-        """In float32 that of the contract; bfloat16 rounds what ranks exchange, at other places in each layout."""
-        if config.precision.mode == "float32":
+        """In float32 that of the contract. bfloat16 rounds what ranks exchange, at other places in each layout.
+
+        It has 8 bits: 2^-8 is the distance between two numbers near 1. A loss is a mean over many rounded numbers, and
+        may differ by a quarter of that. A gradient is a sum of numbers that cancel, and may differ by 8 times as much;
+        where it is also added up in bfloat16, by 64 times as much.
+        """
+        dtypes = config.precision.resolved(accelerator=True)
+        if dtypes.parameter == dtypes.gradient == dtypes.reduce == "float32":
             return Tolerance(1e-5, 1e-5)
-        return Tolerance(_BFLOAT16, 8 * _BFLOAT16)
+        is_mixed = dtypes.gradient == dtypes.reduce == "float32"
+        return Tolerance(2.0**-10, (8 if is_mixed else 64) * 2.0**-8)
 
-
-_BFLOAT16 = 2.0**-8
-"""The distance from 1 to the next bfloat16 below it, about 0.4 %."""
+    @property
+    def is_of_float32(self) -> bool:
+        """Whether this is the contract's."""
+        return self.losses <= 1e-5
 
 
 @dataclass(frozen=True)

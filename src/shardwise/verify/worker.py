@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardwise.launch.environment import keep_own
 from shardwise.launch.rank import as_rank, enter_job
+from shardwise.verify.job import CLEAR_LINE, TIMEOUT, Checkpoint, Job, Result
 
 
 def main() -> int:
@@ -28,7 +29,6 @@ def _work(folder: Path) -> None:
     from shardwise import comm
     from shardwise.config import config_from
     from shardwise.mesh import Group, join, leave
-    from shardwise.verify.job import TIMEOUT, Checkpoint, Job, Result
     from shardwise.verify.measure import measure
     from shardwise.verify.tolerance import Tolerance
 
@@ -57,7 +57,7 @@ def _work(folder: Path) -> None:
 def _show(text: str) -> None:
     """Replace the line of progress, where a terminal is."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[2K{text[:79]}")
+        sys.stderr.write(f"{CLEAR_LINE}{text[:79]}")
         sys.stderr.flush()
 
 
