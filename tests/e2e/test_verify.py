@@ -64,10 +64,11 @@ def test_a_seeded_fault_is_found_and_named_and_the_other_layouts_go_on(tmp_path:
     data, pipeline, tensor, alone = found["layouts"]
     assert found["broken"] == 2, [one["problems"] for one in found["layouts"]]
     assert any(re.match(r"the gradient of \S+ differs by 1\.\de-02 of its norm", text) for text in data["problems"])
-    assert pipeline["problems"] == [], "it read the checkpoint of one process, not the one with the fault"
+    assert data["source"] == pipeline["source"] == "one process, on cpu", "a fault is passed on with its checkpoint"
+    assert pipeline["problems"] == []
     assert "RuntimeError: no such kernel" in tensor["problems"][0]
     assert alone["problems"] == []
-    assert alone["resumed"] <= 1e-5
+    assert alone["source"] == "one process, on cpu"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")

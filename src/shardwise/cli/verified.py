@@ -66,6 +66,7 @@ class Verified:
             f"random tokens, {self.config.optimizer.name}, precision.mode {self.config.precision.mode}",
             "reference": f"one process on {first.device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at step "
             f"{train.steps}",
+            "layouts": "TP, PP, DP: degrees of parallelism; SP: sequence parallelism; Z1: ZeRO-1",
             "weights": "the initial ones, which must be equal",
             "loss": f"of each step up to {middle}: within {tolerance.losses:.1e}",
             "grad": f"gradients of step 1, of each tensor: within {tolerance.gradients:.1e} of its norm",
@@ -122,7 +123,7 @@ def _show_wrapped(text: str, first: str = "", then: str = "") -> None:
 
 def _show_table(outcomes: Sequence[Outcome]) -> None:
     """A row for each layout. Settings that all layouts share stand above; a mark is before those that are broken."""
-    columns = {
+    columns: dict[str, list[str]] = {
         "": ["✗" if outcome.problems else "" for outcome in outcomes],
         "TP": [f"{outcome.cell.tensor}{' SP' if outcome.cell.sequence else ''}" for outcome in outcomes],
         "PP": [str(outcome.cell.pipeline) for outcome in outcomes],
@@ -136,8 +137,8 @@ def _show_table(outcomes: Sequence[Outcome]) -> None:
     }
     if not any(columns[""]):
         del columns[""]
-    for key, rest in (("schedule", {"-"}), ("recompute", set[str]())):
-        same = {*columns[key]} - rest
+    for key in ("schedule", "recompute"):
+        same = {*columns[key]} - {"-"}
         if len(same) < 2 and len(outcomes) > 1:
             del columns[key]
             for value in same:

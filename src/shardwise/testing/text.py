@@ -19,7 +19,7 @@ def random_text(vocabulary: int = 131, samples: int = 64, length: int = 16, *, p
     tokens = [1]
     for noise in generator.random(samples * length):
         tokens.append((tokens[-1] * 7 + 3) % vocabulary if noise < 0.8 else int(noise * 1000) % vocabulary)
-    row = np.asarray(tokens, dtype=np.uint16 if vocabulary <= 2**16 else np.uint32)
+    row = np.asarray(tokens, np.uint16) if vocabulary <= 2**16 else np.asarray(tokens, np.int32)
     evaluation = row[: 8 * length + 1]
     data = PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
     if not pairs:

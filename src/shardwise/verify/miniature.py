@@ -86,7 +86,7 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
     rotary = getattr(model, "rotary_pct", None)
     if rotary is not None:  # a part of a head that is even and not empty
         hidden = heads // fewer * max(_HEAD_WIDTH, 2 * math.ceil(1 / rotary))
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": _alike(model.vocab_size, _VOCABULARY, degrees),
         "hidden_size": hidden,
         "intermediate_size": _alike(
@@ -122,7 +122,7 @@ def at(config: Config, cell: Cell) -> Config:
 
     One process takes all samples at once; but in bfloat16 one, so that it rounds the sums of each as a pipeline does.
     """
-    parallel = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
+    parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule
     micro_batch = 1

@@ -17,11 +17,13 @@ class Outcome:
     Attributes:
         differences: None of a cell that failed.
         problems: what breaks the contract, or why the cell failed.
+        source: whose checkpoint was read.
     """
 
     cell: Cell
     differences: Differences | None
     problems: Sequence[str]
+    source: str | None = None
     seconds: float = 0.0
 
     def facts(self) -> dict[str, Any]:
@@ -30,6 +32,7 @@ class Outcome:
             **self.cell.facts(),
             **(asdict(self.differences) if self.differences is not None else {}),
             "problems": [*self.problems],
+            "source": self.source,
             "seconds": round(self.seconds, 3),
         }
 

@@ -38,7 +38,7 @@ def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
             results = Result.read_all(folder)
             for cell, result in zip(pending, results, strict=False):
                 problems = result.differences.problems(Tolerance.of(config), result.source)
-                outcomes.append(Outcome(cell, result.differences, tuple(problems), result.seconds))
+                outcomes.append(Outcome(cell, result.differences, problems, result.source, result.seconds))
                 source = one_process if problems else result.checkpoint
             done = len(results)
             if done < len(pending):
@@ -62,4 +62,4 @@ def _launch(folder: Path, ranks: int) -> str | None:
 def _read_back(config: Config, cell: Cell, source: Checkpoint, losses: Sequence[float]) -> Outcome:
     """One process continues from the last layout's checkpoint."""
     differences = Differences(0.0, 0.0, 0.0, loss_difference(continued(config, cell, Path(source.folder)), losses))
-    return Outcome(cell, differences, tuple(differences.problems(Tolerance.of(config), source.of)))
+    return Outcome(cell, differences, differences.problems(Tolerance.of(config), source.of), source.of)
