@@ -31,6 +31,8 @@ from shardwise.verify.tolerance import Differences
 
 _SAMPLES = 256
 """Of the random text; longer trainings read them again."""
+_PLACE = ("samples", "position", "tokens")
+"""How far a training is, as a manifest has it."""
 _WEIGHT, _GRADIENT = "weight ", "gradient "
 
 
@@ -96,8 +98,7 @@ def save(trainer: Trainer, root: Path) -> Path:
         mesh.host_group("checkpoint"),
         described={"layout": {"ranks": mesh.world.size}, "data": {}, "versions": {}},
     )
-    place = {"samples": progress.samples, "position": progress.position, "tokens": progress.tokens}
-    saver.save(progress.step, {**place, "schedule": {}, "rng": {}})
+    saver.save(progress.step, {"schedule": {}, "rng": {}} | {key: getattr(progress, key) for key in _PLACE})
     saver.wait()
     for saved in saver.finished():
         if saved.problem is not None:
@@ -110,9 +111,8 @@ def resume(config: Config, cell: Cell, folder: Path) -> Trainer:
     trainer, where = make_trainer(config, cell), Root.of(str(folder))
     manifest = read_manifest(where, trainer.mesh.world)
     restore(where, manifest, trainer.model, trainer.optimizer, trainer.mesh)
-    progress = trainer.progress
-    progress.step, progress.position = manifest.step, manifest.position
-    progress.samples, progress.tokens = manifest.samples, manifest.tokens
+    for key in ("step", *_PLACE):
+        setattr(trainer.progress, key, getattr(manifest, key))
     return trainer
 
 
