@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwise.config import Config
+from shardwise.errors import RunError, ShardwiseError
 from shardwise.launch.local import EndedError, LaunchError, launch
 from shardwise.verify.cells import Cell
 from shardwise.verify.job import Checkpoint, Job, Result
@@ -23,10 +24,19 @@ def verify(config: Config, cells: Sequence[Cell], folder: Path) -> Verification:
 
     The reference runs in this process, on the device of the first cell. The other cells of one device and number of
     ranks share their processes; after a cell that failed, the next ones get new processes.
+
+    Raises:
+        RunError: the reference cannot be trained.
     """
     torch.set_num_threads(1)
     first = Cell(device=cells[0].device)
-    one_process = Checkpoint(str(train_reference(config, first, folder)), first.name)
+    try:
+        one_process = Checkpoint(str(train_reference(config, first, folder)), first.name)
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise RunError(f"one process on {first.device}, the reference, cannot be trained: {text}") from error
     losses = Reference.load(folder).losses
     outcomes: list[Outcome] = []
     source = one_process

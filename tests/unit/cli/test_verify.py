@@ -61,6 +61,18 @@ def test_more_ranks_than_accelerators_are_refused(
     assert "--nproc (4) must be at most the number of accelerators (2): " in capsys.readouterr().err
 
 
+def test_a_reference_that_fails_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr("shardwise.verify.run.train_reference", fail)
+    assert main(["verify", "llama2-tiny"]) == 1
+    err = capsys.readouterr().err
+    assert err == ("shardwise: one process on cpu, the reference, cannot be trained: ValueError: no such kernel\n")
+
+
 def verified(*layouts: str, failing: int = 0) -> Verified:
     """Of which the first `failing` layouts broke the contract, the first of them without any number."""
     recipe = load_config("gpt3-23b")
