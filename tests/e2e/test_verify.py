@@ -1,6 +1,7 @@
 """`shardwise verify` with real ranks: the contract kept, broken by a seeded fault, and a verification that is ended."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -55,9 +56,10 @@ def test_a_seeded_fault_is_found_and_named_and_the_other_layouts_go_on(tmp_path:
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(FAULTS)
     layouts = ("parallel.sequence=false", "optimizer.zero=1")
+    path = os.pathsep.join(filter(None, (str(tmp_path / "hook"), os.environ.get("PYTHONPATH"))))
     done = shardwise(
         "verify", "llama2-tiny", "--nproc", "2", "--json", "--layouts", *layouts,
-        at=tmp_path, PYTHONPATH=f"{tmp_path / 'hook'}:{ROOT / 'src'}", TMPDIR=str(tmp_path),
+        at=tmp_path, PYTHONPATH=path, TMPDIR=str(tmp_path),
     )  # fmt: skip
     assert done.code == 1, done.err
     found = json.loads(done.out)
