@@ -23,8 +23,6 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "train.recompute": get_args(Recompute),
 }
 """The keys that a layout may set, with all their values; of a degree the divisors of the number of ranks."""
-OF_RECIPE = ("parallel.schedule", "train.recompute")
-"""The keys that keep the recipe's value unless they are named."""
 
 
 @dataclass(frozen=True)
@@ -116,30 +114,23 @@ def _value_problems(key: str, value: Any) -> list[str]:
 
 
 def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
-    """The layouts of exactly `ranks` ranks that are chosen, each once: a key without effect has its default."""
+    """The layouts of exactly `ranks` ranks that are chosen, each once: a key without effect has its default.
+
+    Schedule and recompute are the recipe's unless they are chosen.
+    """
+    values: dict[str, Sequence[Any]] = {key: valid or sorted(divisors(ranks)) for key, valid in AXES.items()}
     own = {"parallel.schedule": config.parallel.schedule, "train.recompute": config.train.recompute}
-    values = []
-    for key, valid in AXES.items():
-        every = valid or sorted(divisors(ranks))
-        named = chosen.get(key)
-        values.append(([own[key]] if key in own and key not in chosen else every) if named is None else named)
-    found: dict[Cell, None] = {}
-    for tensor, sequence, pipeline, schedule, zero, recompute in itertools.product(*values):
-        if ranks % (tensor * pipeline) == 0:
-            data = ranks // (tensor * pipeline)
-            found[
-                Cell(
-                    device,
-                    ranks,
-                    tensor,
-                    sequence and tensor > 1,
-                    pipeline,
-                    schedule if pipeline > 1 else None,
-                    zero if data > 1 else 0,
-                    recompute,
-                )
-            ] = None
-    return sorted(found, key=lambda cell: (cell.tensor, cell.pipeline))  # ranks keep the groups of one mesh
+    values |= {key: [value] for key, value in own.items() if key not in chosen}
+    values |= {key: named for key, named in chosen.items() if named is not None}
+    found = []
+    for tensor, sequence, pipeline, schedule, zero, recompute in itertools.product(*values.values()):
+        data, rest = divmod(ranks, tensor * pipeline)
+        if rest == 0:
+            sequence, zero = sequence and tensor > 1, zero if data > 1 else 0
+            found.append(
+                Cell(device, ranks, tensor, sequence, pipeline, schedule if pipeline > 1 else None, zero, recompute)
+            )
+    return sorted(dict.fromkeys(found), key=lambda cell: (cell.tensor, cell.pipeline))  # of one mesh together
 
 
 def common_batch(cells: Iterable[Cell]) -> int:
