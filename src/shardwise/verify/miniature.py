@@ -47,7 +47,7 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
             "global_batch": common_batch(cells),
             "sequence_length": length,
             "seed": config.train.seed,
-            "dropout_mode": "invariant" if model.has_dropout else "fast",
+            "dropout_mode": "invariant" if is_own or model.has_dropout else "fast",
         },
         "optimizer": optimizer.model_dump()
         | {
@@ -82,24 +82,29 @@ def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any
         and all(_fits(kv_heads, degree) == _fits(kv_heads // n, degree) for degree in degrees)
         and (n == 1 or heads // n >= _FEWEST_HEADS)
     )
-    hidden = heads // fewer * _HEAD_WIDTH
-    rotary = getattr(model, "rotary_pct", None)
-    if rotary is not None:  # a part of a head that is even and not empty
-        hidden = heads // fewer * max(_HEAD_WIDTH, 2 * math.ceil(1 / rotary))
+    rotary = getattr(model, "rotary_pct", 1.0)
+    width = next(w for w in itertools.count(_HEAD_WIDTH, 2) if int(w * rotary) and int(w * rotary) % 2 == 0)
+    hidden = heads // fewer * width
+    head_dim = width * (1 + (model.head_dim * heads != model.hidden_size))
     sizes: dict[str, Any] = {
         "vocab_size": _alike(model.vocab_size, _VOCABULARY, degrees),
         "hidden_size": hidden,
         "intermediate_size": _alike(
-            model.intermediate_size, hidden * model.intermediate_size // model.hidden_size, degrees
+            model.intermediate_size, max(1, hidden * model.intermediate_size // model.hidden_size), degrees
         ),
         "num_hidden_layers": layers,
         "num_attention_heads": heads // fewer,
         "num_key_value_heads": kv_heads // fewer,
-        "head_dim": _HEAD_WIDTH * (1 + (model.head_dim * heads != model.hidden_size)),
+        "head_dim": head_dim,
         "pad_token_id": 0,
     }
     if "no_rope_layers" in given:
         sizes["no_rope_layers"] = tuple(itertools.islice(itertools.cycle(given["no_rope_layers"]), layers))
+    if given.get("rope_scaling"):  # some have a factor for each frequency
+        sizes["rope_scaling"] = {
+            key: value[: int(head_dim * rotary) // 2] if isinstance(value, list) else value
+            for key, value in given["rope_scaling"].items()
+        }
     return given | {key: value for key, value in sizes.items() if key in given}
 
 

@@ -1,5 +1,6 @@
 """What the miniature keeps of a recipe, and where it can be trained."""
 
+import json
 import math
 
 import pytest
@@ -67,6 +68,27 @@ def test_document_ends_and_blocks_without_rotation_stay() -> None:
     assert data.eod_token == 3
     smollm = ["model.family=smollm3", "model.no_rope_layers=[1,0,1,1,1,1,1,1]"]
     assert small(load_config("llama2-tiny", smollm))[0].model.model_dump()["no_rope_layers"][:8] == (1, 0, *[1] * 6)
+
+
+@pytest.mark.parametrize("part", [0.25, 0.3, 0.4, 1.0])
+def test_a_part_of_a_head_that_rotates_stays_even(part: float) -> None:
+    neox = load_config("gpt-neox-tiny", [f"model.rotary_pct={part}", "model.hidden_size=160"])
+    model = small(neox)[0].model
+    assert model.rotary_dim >= 2
+    assert model.rotary_dim % 2 == 0
+
+
+def test_factors_of_frequencies_are_as_many_as_the_frequencies() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaling["original_max_position_embeddings"] = 64
+    recipe = load_config("llama2-tiny", ["model.rope_scaling=" + json.dumps(scaling)])
+    model = small(recipe)[0].model.model_dump()
+    assert len(model["rope_scaling"]["long_factor"]) == model["head_dim"] // 2
+
+
+def test_a_feed_forward_layer_is_never_empty() -> None:
+    narrow = load_config("llama2-7b", ["model.intermediate_size=8"])
+    assert small(narrow)[0].model.intermediate_size == 8
 
 
 def test_the_precision_of_accelerators_is_that_of_all_devices() -> None:
