@@ -27,9 +27,10 @@ SECTIONS = {
     "start_up": "what commands take before they do what they are for",
     "memory": "optimizer state and peak memory against their formulas",
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
+    "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
-ONLY_WHEN_NAMED = ("precision", "data_prepare")
+ONLY_WHEN_NAMED = ("parity", "precision", "data_prepare")
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help="what to measure (default: all but the slow)")
     parser.add_argument("--rounds", type=int, default=3, help="more rounds, steadier medians (default: 3)")
-    parser.add_argument("--steps", type=int, help="precision: end after this many steps")
+    parser.add_argument("--steps", type=int, help="parity: steps of each training; precision: end after them")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of the results")
     parser.add_argument("--readme", action="store_true", help="put the side-by-side table into README.md too")
     arguments = parser.parse_args()

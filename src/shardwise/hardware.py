@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from functools import cache
 from importlib import metadata
@@ -111,16 +110,8 @@ def _has_plugin() -> bool:
     """
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return False
-    for folder in sys.path:
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        for name in (name for name in names if name.endswith((".dist-info", ".egg-info"))):
-            try:
-                with open(f"{folder}/{name}/entry_points.txt", "rb") as file:
-                    if b"[torch.backends]" in file.read():
-                        return True
-            except OSError:  # most packages have no such file
-                continue
-    return False
+    files = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
+    return any(b"[torch.backends]" in file.read_bytes() for file in files)
 
 
 _COUNT = """
@@ -133,6 +124,8 @@ print(*("cpu", 0) if device is None else (device.type, torch.accelerator.device_
 @cache
 def _counted_by_torch() -> tuple[str, int]:
     """Asked in a process of its own: this one must neither import torch nor open a device before its ranks start."""
+    import subprocess  # a start on a machine without other devices does without it
+
     answer = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
     kind, _, count = answer.stdout.strip().rpartition("\n")[2].rpartition(" ")
     return (kind, int(count)) if answer.returncode == 0 and kind and count.isdecimal() else ("cpu", 0)

@@ -23,6 +23,8 @@ TORCH_FREE = (
     "units",
     "boxes",
     "data",
+    "verify.cells",
+    "verify.miniature",
 )
 
 CURVE = str(ROOT / "tests/golden/curves/llama2-tiny.json")

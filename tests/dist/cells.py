@@ -12,18 +12,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
-from unittest import mock
 
 import torch
 from torch import Tensor
 
 from shardwise.config import Config, Schedule
 from shardwise.mesh import Mesh
-from shardwise.testing import canonical_gradients, canonical_weights
+from shardwise.testing import canonical_weights, step_with_gradients
 from shardwise.train.build import build_trainer
 from shardwise.train.drift import check_replicas
-from shardwise.train.record import StepRecord
-from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FACTS, FAMILIES, make_config, make_data, uncount
 
@@ -302,7 +299,7 @@ def measure(cell: Cell, steps: int) -> Measured:
         uncount(trainer.batches)
     weights = canonical_weights(trainer.model)
     before = trainer.evaluate() if mesh.world.size == 1 else None
-    record, gradients = _first_step(trainer)
+    record, gradients = step_with_gradients(trainer)
     records = [record]
     sent(mesh)
     records.append(trainer.step())  # not the first: that one makes subgroups and the optimizer's state
@@ -335,21 +332,6 @@ def measure(cell: Cell, steps: int) -> Measured:
             {name: tensor.cpu() for name, tensor in tensors.items()} for tensors in (weights, gradients)
         )
     return found
-
-
-def _first_step(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]]:
-    """The step, and its gradients by canonical name, as they were before the update."""
-    gradients: dict[str, Tensor] = {}
-    optimizer, update = trainer.optimizer, trainer.optimizer.step
-
-    def keep_and_update() -> None:
-        gradients.update(canonical_gradients(trainer.model, optimizer))
-        for bucket in optimizer.buckets:
-            bucket.note_gradients()  # it was filled with other ranks' parts, which is no change
-        update()
-
-    with mock.patch.object(optimizer, "step", keep_and_update):
-        return trainer.step(), gradients
 
 
 def sent(mesh: Mesh) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:

@@ -1,18 +1,15 @@
 """What the parity tests run on every rank: a few optimizer steps of a tiny model, by the trainer itself."""
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.config import Config, config_from
-from shardwise.data import IGNORE, Batch, PreparedText
-from shardwise.data.parts import Part
-from shardwise.data.samples.sentences import Sentences
-from shardwise.data.tokens.tokenizer import PairTokens
+from shardwise.data import IGNORE, Batch
 from shardwise.testing import canonical_gradients, canonical_weights
+from shardwise.testing import random_text as make_data
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 
@@ -58,29 +55,6 @@ def make_config(**sections: dict[str, Any]) -> Config:
             base[section] = {}
         base.setdefault(section, {}).update(values)
     return config_from(base)
-
-
-def make_data(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
-    """Tokens with structure to learn: each follows from its predecessor, with noise. `pairs`: in sentences."""
-    generator = np.random.default_rng(0)
-    tokens = [1]
-    for noise in generator.random(samples * length):
-        tokens.append((tokens[-1] * 7 + 3) % vocabulary if noise < 0.8 else int(noise * 1000) % vocabulary)
-    row = np.asarray(tokens, dtype=np.uint16)
-    evaluation = row[: 8 * length + 1]
-    data = PreparedText(Path(), "test", "test", {"train": row, "eval": evaluation, "test": row[:0]}, vocabulary)
-    if not pairs:
-        return data
-    parts: tuple[tuple[Part, int], ...] = (("train", len(row)), ("eval", len(evaluation)))
-    sentences = {part: _sentences(tokens) for part, tokens in parts}
-    return replace(data, sentences=sentences, pair_tokens=PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4))
-
-
-def _sentences(tokens: int) -> Sentences:
-    """Sentences of 5 tokens and documents of 10 sentences; what is left over makes the last ones longer."""
-    bounds = np.append(np.arange(0, tokens - 4, 5), tokens)
-    documents = np.append(np.arange(0, len(bounds) - 10, 10), len(bounds) - 1)
-    return Sentences(bounds, documents)
 
 
 @dataclass

@@ -40,8 +40,11 @@ _IMPORTED = (
     "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
     "shardwise.checkpoint.importing", "shardwise.inference", "shardwise.launch.local", "shardwise.prepare",
-    "shardwise.train.run", "shardwise.cli.claim", "shardwise.launch.rank",
-    *(f"shardwise.cli.{name}" for name in ("train", "stop", "evaluate", "generate", "checkpoint", "data", "recipes")),
+    "shardwise.train.run", "shardwise.verify.run", "shardwise.cli.claim", "shardwise.launch.rank",
+    *(
+        f"shardwise.cli.{name}"
+        for name in ("train", "stop", "evaluate", "generate", "verify", "checkpoint", "data", "recipes")
+    ),
 )  # fmt: skip
 
 _TORCHS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"

@@ -22,6 +22,7 @@ COMMANDS = {
     "stop": "stop a run after the step under way, with a checkpoint",
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",
+    "verify": "prove on this machine that a recipe trains alike at every layout",
     "compare": "compare the losses of two runs, or of a run and a golden curve",
     "checkpoint": "inspect, verify, compare and prune checkpoints",
     "data": "fetch data, prepare them for training, and look at them",

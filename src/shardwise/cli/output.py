@@ -41,13 +41,15 @@ def progress(text: str) -> None:
     sys.stderr.flush()
 
 
-def table(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = (), indent: int = 0) -> None:
+def table(
+    rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = (), indent: int = 0, gap: int = 2
+) -> None:
     """Print columns as wide as they need; `right`: the numbers of those that are set flush right."""
     cells = [[printable(cell) for cell in row] for row in (head, *rows) if row]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         fields = (row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths))
-        raw(f"{' ' * indent}{'  '.join(fields)}".rstrip())
+        raw(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip())
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from shardwise import comm
 from shardwise.checkpoint import canonical
 from shardwise.mesh import Group
 from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.train.record import StepRecord
+from shardwise.train.trainer import Trainer
 
 
 def canonical_weights(model: nn.Module, pipeline: Group | None = None) -> dict[str, Tensor]:
@@ -23,6 +25,23 @@ def canonical_gradients(model: nn.Module, optimizer: ZeroRedundancyOptimizer) ->
         if bucket.sharded:
             comm.all_gather(bucket.gradient, bucket.group, out=bucket.gradients)
     return {name: tensor.clone() for name, tensor in canonical(model, _gradient)}
+
+
+def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]]:
+    """One step, and its gradients by canonical name, of this rank's stages, as they were before the update."""
+    gradients: dict[str, Tensor] = {}
+    optimizer = trainer.optimizer
+
+    def keep(*_: object) -> None:
+        gradients.update(canonical_gradients(trainer.model, optimizer))
+        for bucket in optimizer.buckets:
+            bucket.note_gradients()  # it was filled with other ranks' parts, which is no change
+
+    hook = optimizer.register_step_pre_hook(keep)
+    try:
+        return trainer.step(), gradients
+    finally:
+        hook.remove()
 
 
 def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -1,0 +1,130 @@
+"""`shardwise verify` on eight CPU ranks: every layout of four families in float32, and of the others every division."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from report import Report, Table
+
+RANKS, STEPS = 8, 4
+PIPELINES = (1, 2, 4, 8)
+FAMILIES = {"llama": "llama2-7b", "gpt": "gpt3-23b", "gpt_neox": "gpt-neox-20b", "bert": "bert-large"}
+"""The recipe of each family whose every layout is verified."""
+OTHERS = {name: f"model.family={name} model.num_key_value_heads=8" for name in ("mistral", "qwen2", "olmo2", "smollm3")}
+OTHERS["qwen3"] = "model.family=qwen3 model.num_key_value_heads=8 model.head_dim=128"
+"""Llama's recipe becomes another family's, which differs from it by facts."""
+KINDS = {"weights": "weights", "losses": "loss", "gradients": "gradient", "resumed": "resumed"}
+
+
+def verify(recipe: str, overrides: str, layouts: list[str], steps: int) -> dict[str, Any]:
+    """What the command found."""
+    arguments = [recipe, "precision.mode=float32", *overrides.split(), "--nproc", str(RANKS), "--steps", str(steps)]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "verify", *arguments, "--devices", "cpu", *layouts, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if not done.stdout:
+        raise RuntimeError(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def run(rounds: int, steps: int | None = None) -> Report:
+    """A verification for each pipeline degree: few ranks in a pipeline need few blocks."""
+    found = {}
+    for family, recipe in FAMILIES.items():
+        for pipeline in PIPELINES:
+            layouts = ["--layouts", "all", f"parallel.pipeline={pipeline}"]
+            found[family, pipeline] = verify(recipe, "", layouts, steps or STEPS)
+            print(f"{family}, pipeline degree {pipeline}: {len(found[family, pipeline]['layouts'])}", flush=True)
+    for family, overrides in OTHERS.items():
+        found[family, 0] = verify("llama2-7b", overrides, [], steps or STEPS)
+    return report(found)
+
+
+def report(found: Mapping[tuple[str, int], dict[str, Any]]) -> Report:
+    """The tables, from what was found by family and pipeline degree (0: all of them)."""
+    figures = {family: _summary(family, found) for family in dict.fromkeys(family for family, _ in found)}
+    families = [family for family in figures if family in FAMILIES]
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for (family, _), one in found.items():
+        for layout in one["layouts"][:-1] if family in families else ():
+            rows.setdefault(_row(layout), {})[family] = _numbers(layout)
+    tables = [
+        Table(
+            ("family", "layouts", "that differ", *KINDS.values(), "steps"),
+            [[family, *(_text(value) for value in one.values())] for family, one in figures.items()],
+            "The largest differences of each family",
+        ),
+        Table(
+            ("TP", "PP", "DP", "schedule", "recompute", *families),
+            [[*row, *(numbers.get(family, "") for family in families)] for row, numbers in rows.items()],
+            "Each layout: loss, gradient, resumed",
+        ),
+    ]
+    broken = sum(one["that differ"] for one in figures.values())
+    missing = sum(len(families) - len(numbers) for numbers in rows.values())
+    return Report(
+        "parity",
+        "Every layout of eight ranks against one process",
+        tables,
+        figures,
+        targets=[f"every measured layout keeps the contract of 1e-5: {f'MISSED by {broken}' if broken else 'reached'}"],
+        notes=[
+            "`shardwise verify` measured it in float32 on eight CPU ranks (gloo); "
+            "[docs/verify.md](../../docs/verify.md) says what the columns compare. SP is sequence parallelism, Z1 is "
+            "ZeRO-1. `make bench ARGS=parity` measures it again.",
+            "Llama is the miniature of `llama2-7b`, gpt that of `gpt3-23b` (tied embedding, four kinds of dropout), "
+            "gpt_neox that of `gpt-neox-20b`, bert that of `bert-large` (dropout, two losses): all combinations of "
+            "degrees, schedule and recompute.",
+            *(
+                [
+                    "The other families have Llama's recipe with key/value heads that four query heads share: all "
+                    "combinations of degrees, with the recipe's schedule and recompute."
+                ]
+                if len(figures) > len(families)
+                else []
+            ),
+            *([f"{missing} empty fields of the table were not measured."] if missing else []),
+        ],
+    )
+
+
+def _summary(family: str, found: Mapping[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
+    of_family = [one for (name, _), one in found.items() if name == family]
+    layouts = [layout for one in of_family for layout in one["layouts"]]
+    largest = {text: max(layout.get(kind, 0.0) for layout in layouts) for kind, text in KINDS.items()}
+    return {
+        "layouts": len(layouts) - len(of_family),  # the last of each is one process that reads a checkpoint
+        "that differ": sum(one["broken"] for one in of_family),
+        **largest,
+        "steps": max(one["miniature"]["train"]["steps"] for one in of_family),
+    }
+
+
+def _row(layout: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{layout['tensor']}{' SP' if layout['sequence'] else ''}",
+        str(layout["pipeline"]),
+        f"{layout['data']}{' Z1' if layout['zero'] else ''}",
+        layout["schedule"] or "",
+        layout["recompute"],
+    )
+
+
+def _numbers(layout: dict[str, Any]) -> str:
+    if "losses" not in layout:
+        return "failed"
+    return " ".join(_text(layout[kind]) for kind in ("losses", "gradients", "resumed"))
+
+
+def _text(value: float) -> str:
+    return f"{value:.0e}" if isinstance(value, float) and value else f"{value:g}"

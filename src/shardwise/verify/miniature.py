@@ -1,0 +1,154 @@
+"""A recipe's model and training in miniature: small and short, with all that decides how it is cut and computed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from shardwise.config import Config, OwnConfig, check_layout, config_from
+from shardwise.errors import ConfigError, divisors
+from shardwise.verify.cells import Cell, common_batch
+
+_HEAD_WIDTH, _FEWEST_HEADS = 8, 4
+_LENGTH = 16
+_VOCABULARY = 128
+_BUCKET_MIB = 0.1
+_LR = {"adamw": 1e-3, "lamb": 1e-2}
+_END = 3
+"""The token that ends a document in random text."""
+
+
+def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelerator: bool) -> Config:
+    """The recipe in miniature, for `steps` steps at each of the `cells`.
+
+    It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
+    heads, feed-forward width and vocabulary can be divided; ties, dropout, precision, optimizer, the form of the
+    schedule, and what document ends change. It is small in width, depth, vocabulary and sequence, and its warmup takes
+    one step. The learning rate is 1e-3 (LAMB: 1e-2): steps move the losses, and the differences that rounding makes,
+    which grow with it, stay small. The masks of dropout are those of `invariant`, as those of `fast` depend on the
+    layout. A model of the user's own keeps its keys, as their meaning is not known.
+    """
+    degrees = sorted({cell.tensor for cell in cells} | {1})
+    model, optimizer, data = config.model, config.optimizer, config.data
+    lr = _LR[optimizer.name]
+    is_own = isinstance(model, OwnConfig)
+    length = math.lcm(_LENGTH, *degrees)
+    if is_own and model.max_position_embeddings is not None:
+        length = min(length, model.max_position_embeddings)
+    document_keys = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    documents = {key: True for key in document_keys if getattr(data, key)}
+    values: dict[str, Any] = {
+        "model": _model(config, degrees, max(4, *(cell.stages for cell in cells))),
+        "parallel": {"vocab_multiple": config.parallel.vocab_multiple},
+        "train": {
+            "steps": steps,
+            "global_batch": common_batch(cells),
+            "sequence_length": length,
+            "seed": config.train.seed,
+            "dropout_mode": "invariant" if is_own or model.has_dropout else "fast",
+        },
+        "optimizer": optimizer.model_dump()
+        | {
+            "lr": lr,
+            "min_lr": optimizer.min_lr * lr / optimizer.lr,
+            "warmup_steps": min(1, optimizer.warmup_steps),
+            "constant_steps": 0,
+            "bucket_mib": _BUCKET_MIB,
+        },
+        "precision": config.precision.model_dump()
+        | {"mode": config.precision.mode or ("mixed" if has_accelerator else "float32")},
+        "data": {
+            **documents,
+            **({"eod_token": _END} if documents else {}),
+            "masked_fraction": data.masked_fraction,
+            "max_predictions": None if data.max_predictions is None else min(data.max_predictions, length),
+        },
+    }
+    return config_from(values)
+
+
+def _model(config: Config, degrees: Sequence[int], layers: int) -> dict[str, Any]:
+    model = config.model
+    given = model.model_dump()
+    if isinstance(model, OwnConfig):
+        return given
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    fewer = max(
+        n
+        for n in divisors(math.gcd(heads, kv_heads))
+        if _are_alike(heads, heads // n, degrees)
+        and all(_fits(kv_heads, degree) == _fits(kv_heads // n, degree) for degree in degrees)
+        and (n == 1 or heads // n >= _FEWEST_HEADS)
+    )
+    rotary = getattr(model, "rotary_pct", 1.0)
+    width = next(w for w in itertools.count(_HEAD_WIDTH, 2) if int(w * rotary) and int(w * rotary) % 2 == 0)
+    hidden = heads // fewer * width
+    head_dim = width * (1 + (model.head_dim * heads != model.hidden_size))
+    sizes: dict[str, Any] = {
+        "vocab_size": _alike(model.vocab_size, _VOCABULARY, degrees),
+        "hidden_size": hidden,
+        "intermediate_size": _alike(
+            model.intermediate_size, max(1, hidden * model.intermediate_size // model.hidden_size), degrees
+        ),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads // fewer,
+        "num_key_value_heads": kv_heads // fewer,
+        "head_dim": head_dim,
+        "pad_token_id": 0,
+    }
+    if "no_rope_layers" in given:
+        sizes["no_rope_layers"] = tuple(itertools.islice(itertools.cycle(given["no_rope_layers"]), layers))
+    if given.get("rope_scaling"):  # some have a factor for each frequency
+        sizes["rope_scaling"] = {
+            key: value[: int(head_dim * rotary) // 2] if isinstance(value, list) else value
+            for key, value in given["rope_scaling"].items()
+        }
+    return given | {key: value for key, value in sizes.items() if key in given}
+
+
+def _fits(kv_heads: int, degree: int) -> bool:
+    return kv_heads % degree == 0 or degree % kv_heads == 0
+
+
+def _are_alike(size: int, other: int, degrees: Iterable[int]) -> bool:
+    """Whether the same degrees divide both."""
+    return all((size % degree == 0) == (other % degree == 0) for degree in degrees)
+
+
+def _alike(size: int, start: int, degrees: Sequence[int]) -> int:
+    """The first number from `start` on that the same degrees divide."""
+    return next(number for number in itertools.count(start) if _are_alike(size, number, degrees))
+
+
+def at(config: Config, cell: Cell) -> Config:
+    """The miniature at a cell's layout, in micro-batches of one sample in a pipeline, else two on each rank.
+
+    One process takes all samples at once; but in bfloat16 one, so that it rounds the sums of each as a pipeline does.
+    """
+    parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
+    if cell.schedule is not None:
+        parallel["schedule"] = cell.schedule
+    micro_batch = 1
+    if cell.pipeline == 1 and config.precision.mode == "float32":
+        micro_batch = config.train.global_batch // (1 if cell.ranks == 1 else 2 * cell.data)
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=parallel),
+            "train": config.train.model_copy(update={"recompute": cell.recompute, "micro_batch": micro_batch}),
+            "optimizer": config.optimizer.model_copy(update={"zero": cell.zero}),
+        }
+    )
+
+
+def existing(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+    """The cells at which the miniature can be trained, and why it cannot at the others."""
+    found, reasons = [], []
+    for cell in cells:
+        try:
+            check_layout(at(config, cell), cell.ranks)
+            found.append(cell)
+        except ConfigError as error:
+            reasons += error.problems
+    return found, list(dict.fromkeys(reasons))

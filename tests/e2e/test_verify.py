@@ -1,0 +1,86 @@
+"""`shardwise verify` with real ranks: the contract kept, broken by a seeded fault, and a verification that is ended."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+from tests.e2e import processes
+from tests.e2e.command import outcome, shardwise, start
+
+PAGE = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
+FAULTS = """
+import os
+
+if "RANK" in os.environ:
+    from shardwise.optim.buckets import Bucket
+    from shardwise.train.trainer import Trainer
+
+    start, forward = Bucket.start_reduction, Trainer._forward_backward
+
+    def scaled(self):  # at DP 2 alone: other buckets are of one rank
+        if self.group.size == 2:
+            self.gradients.mul_(1.01)
+        start(self)
+
+    def failing(self, *arguments, **options):
+        if self.mesh.tp.size == 2:
+            raise RuntimeError("no such kernel")
+        return forward(self, *arguments, **options)
+
+    Bucket.start_reduction, Trainer._forward_backward = scaled, failing
+"""
+"""What a rank imports first: gradients of DP 2 are 1 % too large, and TP 2 fails."""
+
+
+def test_the_page_runs(tmp_path: Path) -> None:
+    block, shown = re.findall(r"^```(?:sh|text)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
+    command = shlex.split(block.splitlines()[0], comments=True)
+    done = shardwise(*command[1:], at=tmp_path, TMPDIR=str(tmp_path)).succeeded()
+
+    def plain(text: str) -> str:
+        return " ".join(re.sub(r"\d\.\de-\d\d|\b0\b|\d\.\d{6}", "#", text).split())
+
+    assert plain(done.out) == plain(shown), "the page shows another output than the command has"
+    assert done.err == ""
+    assert not list(tmp_path.iterdir()), "a verification leaves nothing behind"
+
+
+def test_a_seeded_fault_is_found_and_named_and_the_other_layouts_go_on(tmp_path: Path) -> None:
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(FAULTS)
+    layouts = ("parallel.sequence=false", "optimizer.zero=1")
+    path = os.pathsep.join(filter(None, (str(tmp_path / "hook"), os.environ.get("PYTHONPATH"))))
+    done = shardwise(
+        "verify", "llama2-tiny", "--nproc", "2", "--json", "--layouts", *layouts,
+        at=tmp_path, PYTHONPATH=path, TMPDIR=str(tmp_path),
+    )  # fmt: skip
+    assert done.code == 1, done.err
+    found = json.loads(done.out)
+    data, pipeline, tensor, alone = found["layouts"]
+    assert found["broken"] == 2, [one["problems"] for one in found["layouts"]]
+    assert any(re.match(r"the gradient of \S+ differs by 1\.\de-02 of its norm", text) for text in data["problems"])
+    assert data["source"] == pipeline["source"] == "one process, on cpu", "a fault is passed on with its checkpoint"
+    assert pipeline["problems"] == []
+    assert "RuntimeError: no such kernel" in tensor["problems"][0]
+    assert alone["problems"] == []
+    assert alone["source"] == "one process, on cpu"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    job = start("verify", "llama2-tiny", "--nproc", "2", "--layouts", "all", at=tmp_path, TMPDIR=str(tmp_path))
+    assert processes.wait_for(lambda: len(processes.ranks(job.pid)) == 2, 60), "no ranks were started"
+    ranks = processes.ranks(job.pid)
+    job.send_signal(signal.SIGINT)
+    ended = outcome(job, 30)
+    assert ended.code == 1
+    assert ended.err == "shardwise: the verification was stopped by Ctrl-C (SIGINT)\n"
+    assert processes.wait_for(lambda: not any(map(processes.alive, ranks.values())), 10), "a rank lives on"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,123 @@
+"""`shardwise verify`: what it refuses, and what it prints of what was found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.cli.verified import Verified
+from shardwise.config import load_config
+from shardwise.verify.cells import Cell, candidates, parse_layouts
+from shardwise.verify.miniature import miniature
+from shardwise.verify.outcome import Outcome, Verification
+from shardwise.verify.tolerance import Differences
+
+EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.cli.verify.accelerators", lambda: ("cpu", 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["llama2-tni"], "unknown recipe 'llama2-tni': did you mean llama2-tiny?"),
+        (["llama2-tiny", "--steps", "1"], "--steps (1) must be at least 2: one before the checkpoint, one after it"),
+        (["llama2-tiny", "--nproc", "0"], "--nproc (0) must be at least 1"),
+        (["llama2-tiny", "--devices", "accelerator"], "--devices accelerator: there is none on this machine"),
+        (["llama2-tiny", "--devices", "gpu"], "invalid choice: 'gpu'"),
+        (["llama2-tiny", "--layouts", "parallel.tensor=3"], "no layout of 4 ranks is chosen by --layouts: "),
+        (
+            ["llama2-tiny", "--layouts", "parallel.tensor=8", "--nproc", "8"],
+            "parallel.tensor (8) must divide model.num_attention_heads (4): valid degrees are 1, 2 and 4",
+        ),
+        (["llama2-tiny", "--layouts", "tensor=2"], "--layouts tensor=2: unknown key; did you mean parallel.tensor?"),
+        (["llama2-tiny", "train.recompute=some"], "train.recompute ('some') must be "),
+    ],
+)
+def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_a_job_of_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["verify", "llama2-tiny"]) == 2
+    assert "verify starts ranks of its own for each layout: call it outside of torchrun" in capsys.readouterr().err
+
+
+def test_more_ranks_than_accelerators_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shardwise.cli.verify.accelerators", lambda: ("nvidia", 2))
+    assert main(["verify", "llama2-tiny", "--nproc", "4"]) == 2
+    assert "--nproc (4) must be at most the number of accelerators (2): " in capsys.readouterr().err
+
+
+def test_a_reference_that_fails_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr("shardwise.verify.run.train_reference", fail)
+    assert main(["verify", "llama2-tiny"]) == 1
+    err = capsys.readouterr().err
+    assert err == ("shardwise: one process on cpu, the reference, cannot be trained: ValueError: no such kernel\n")
+
+
+def verified(*layouts: str, failing: int = 0) -> Verified:
+    """Of which the first `failing` layouts broke the contract, the first of them without any number."""
+    recipe = load_config("gpt3-23b")
+    cells = candidates(recipe, "cpu", 8, parse_layouts(layouts))
+    config = miniature(recipe, cells, 4, has_accelerator=False)
+    outcomes = [Outcome(cell, EXACT, ()) for cell in cells]
+    if failing:
+        outcomes[:failing] = [Outcome(cell, EXACT, ("the losses differ by 1.0e-03",)) for cell in cells[:failing]]
+        outcomes[0] = Outcome(cells[0], None, ("rank 1 failed: RuntimeError: broken\ntraceback: /tmp/rank-0001.log",))
+    return Verified("gpt3-23b", recipe, config, Verification((5.0, 4.9), [*outcomes, Outcome(Cell(), EXACT, ())]), ())
+
+
+@pytest.mark.parametrize("layouts", [(), ("all",)])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_the_table_fits_a_terminal(layouts: tuple[str, ...], failing: int, capsys: pytest.CaptureFixture[str]) -> None:
+    verified(*layouts, failing=failing).show()
+    lines = capsys.readouterr().out.splitlines()
+    widest = max(lines, key=len)
+    assert len(widest) <= 80, f"{widest!r} is wider than 80 columns"
+    table = lines[next(number for number, line in enumerate(lines) if line.lstrip().startswith("TP")) :]
+    assert len(table[1 : table.index("")]) == (270 if layouts else 25)
+    assert sum(line.startswith("✗") for line in table) == failing
+    assert ("BROKEN by" in lines[-1]) == bool(failing)
+
+
+def test_what_all_layouts_share_stands_above_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    verified().show()
+    out = capsys.readouterr().out
+    assert "\nschedule 1f1b\nrecompute selective\nTP    PP  DP    weights" in out
+    assert "bfloat16   rounds at other places" in out, "the tolerance is another than the contract's"
+    assert "dropout    masks of train.dropout_mode invariant: those of fast" in out
+    assert out.endswith("\n\nAll 25 layouts trained like one process.\n")
+
+
+def test_a_broken_layout_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    verified(failing=2).show()
+    out = capsys.readouterr().out
+    assert "DP 8, recompute selective, on cpu:\n  rank 1 failed: RuntimeError: broken\n  traceback: /tmp/" in out
+    assert "DP 8 (ZeRO-1), recompute selective, on cpu:\n  the losses differ by 1.0e-03\n" in out
+    assert out.endswith("BROKEN by 2 of 25 layouts\n")
+
+
+def test_json_has_every_number() -> None:
+    facts = json.loads(json.dumps(verified(failing=1).facts()))
+    assert (facts["broken"], len(facts["layouts"])) == (1, 26)
+    assert facts["layouts"][1]["gradients"] == EXACT.gradients
+    assert facts["layouts"][0]["problems"]
+    assert facts["miniature"]["model"]["family"] == "gpt"

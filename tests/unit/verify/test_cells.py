@@ -1,0 +1,71 @@
+"""Which layouts a verification compares, and how `--layouts` chooses them."""
+
+import pytest
+
+from shardwise.config import load_config
+from shardwise.errors import ConfigError
+from shardwise.verify.cells import AXES, Cell, candidates, common_batch, parse_layouts
+
+RECIPE = load_config("llama2-tiny")
+
+
+@pytest.mark.parametrize(("given", "number"), [([], 25), (["all"], 270), (["parallel.pipeline=8", "all"], 18)])
+def test_every_layout_of_eight_ranks_occurs_once(given: list[str], number: int) -> None:
+    cells = candidates(RECIPE, "cpu", 8, parse_layouts(given))
+    assert len(cells) == len(set(cells)) == number
+    assert all(cell.tensor * cell.pipeline * cell.data == 8 for cell in cells)
+    assert not [cell for cell in cells if cell.sequence and cell.tensor == 1], "SP without TP is no layout of its own"
+    assert not [cell for cell in cells if cell.zero and cell.data == 1], "ZeRO-1 without DP is none either"
+    assert not [cell for cell in cells if (cell.schedule is None) != (cell.pipeline == 1)]
+
+
+def test_keys_that_are_not_named_keep_the_recipes_schedule_and_recompute() -> None:
+    recipe = load_config("llama2-tiny", ["parallel.schedule=zbv", "train.recompute=full"])
+    cells = candidates(recipe, "cpu", 4, {})
+    assert {cell.schedule for cell in cells} == {None, "zbv"}
+    assert {cell.recompute for cell in cells} == {"full"}
+    named = candidates(recipe, "cpu", 4, parse_layouts(["parallel.schedule=1f1b,gpipe", "train.recompute=all"]))
+    assert {cell.schedule for cell in named} == {None, "1f1b", "gpipe"}
+    assert {cell.recompute for cell in named} == {"none", "selective", "full"}
+
+
+def test_values_narrow_a_key() -> None:
+    given = ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=1", "optimizer.zero=0,1"]
+    assert candidates(RECIPE, "cpu", 4, parse_layouts(given)) == [
+        Cell("cpu", 4, tensor=2, sequence=True),
+        Cell("cpu", 4, tensor=2, sequence=True, zero=1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("parallel.tensr=2", "unknown key; did you mean parallel.tensor?"),
+        ("precision.mode=float32", "unknown key; it chooses among parallel.tensor, "),
+        ("parallel.tensor", "must read parallel.tensor=VALUE, parallel.tensor=VALUE,VALUE or parallel.tensor=all"),
+        ("parallel.tensor=", "must read parallel.tensor=VALUE"),
+        ("parallel.tensor=0", r"--layouts parallel.tensor \(0\) must be a degree, such as 2"),
+        ("parallel.sequence=1", r"--layouts parallel.sequence \(1\) must be false or true"),
+        ("optimizer.zero=true", r"--layouts optimizer.zero \(True\) must be 0 or 1"),
+        ("parallel.schedule=1f1b,2f2b", r"parallel.schedule \(2f2b\) must be gpipe, 1f1b, .* or dualpipev"),
+    ],
+)
+def test_other_texts_are_refused(given: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parse_layouts([given])
+
+
+def test_names_tell_layouts_apart() -> None:
+    cells = candidates(RECIPE, "cpu", 8, dict.fromkeys(AXES))
+    assert len({cell.name for cell in cells}) == len(cells)
+    full = Cell("cpu", 8, tensor=2, sequence=True, pipeline=2, schedule="zbv", zero=1, recompute="full")
+    assert full.name == "TP 2 + SP × PP 2 × DP 2 (ZeRO-1), schedule zbv, recompute full, on cpu"
+    assert Cell().name == "one process, on cpu"
+
+
+def test_one_global_batch_is_enough_for_every_schedule() -> None:
+    """DualPipeV needs two micro-batches for each pipeline rank."""
+    cells = candidates(RECIPE, "cpu", 8, parse_layouts(["all"]))
+    batch = common_batch(cells)
+    assert batch == 16
+    assert all(batch // cell.data >= 2 * cell.pipeline and batch % cell.data == 0 for cell in cells)

@@ -1,0 +1,122 @@
+"""What the miniature keeps of a recipe, and where it can be trained."""
+
+import json
+import math
+
+import pytest
+
+from shardwise.config import Config, check_layout, load_config, recipe_names
+from shardwise.verify.cells import Cell, candidates, parse_layouts
+from shardwise.verify.miniature import at, existing, miniature
+from shardwise.verify.tolerance import Differences, Tolerance
+
+DEGREES = (1, 2, 4, 8)
+
+
+def small(recipe: Config, ranks: int = 8, steps: int = 4) -> tuple[Config, list[Cell]]:
+    cells = candidates(recipe, "cpu", ranks, parse_layouts(["all"]))
+    return miniature(recipe, cells, steps, has_accelerator=False), cells
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> None:
+    recipe = load_config(name)
+    config, cells = small(recipe)
+    model, own = config.model, recipe.model
+    kept = ("family", "tie_word_embeddings", "initializer_range", "hidden_dropout_p", "attention_dropout_p",
+            "embedding_dropout_p", "ffn_dropout_p", "activation", "norm_eps")  # fmt: skip
+    assert {key: getattr(model, key) for key in kept} == {key: getattr(own, key) for key in kept}
+    ratios = [each.num_attention_heads / each.num_key_value_heads for each in (model, own)]
+    assert ratios[0] == ratios[1]
+    for key in ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        fits = [[getattr(each, key) % degree == 0 for degree in DEGREES] for each in (model, own)]
+        assert fits[0] == fits[1], f"{key} can be cut otherwise than the recipe's"
+    for key in ("name", "schedule", "weight_decay", "betas", "eps", "max_norm"):
+        assert getattr(config.optimizer, key) == getattr(recipe.optimizer, key)
+    assert config.precision.resolved(accelerator=False) == recipe.precision.resolved(accelerator=False)
+    assert config.parallel.vocab_multiple == recipe.parallel.vocab_multiple
+    assert (config.train.dropout_mode == "invariant") == own.has_dropout
+    assert model.hidden_size <= max(256, 8 * own.num_attention_heads)
+    found, refused = existing(config, cells)
+    fitting = [cell for cell in cells if own.num_attention_heads % cell.tensor == 0]
+    assert found == fitting, "the layouts that exist are those whose tensor-parallel degree divides the heads"
+    assert bool(refused) == (len(found) < len(cells))
+
+
+def test_every_cell_is_a_configuration_of_its_layout() -> None:
+    config, cells = small(load_config("llama2-7b"))
+    for cell in cells:
+        here = at(config, cell)
+        layout = check_layout(here, cell.ranks)
+        assert (layout.tensor, layout.pipeline, layout.data) == (cell.tensor, cell.pipeline, cell.data)
+        assert layout.accumulation(here.train) >= 2, "accumulation is part of what is verified"
+        assert (here.optimizer.zero, here.train.recompute) == (cell.zero, cell.recompute)
+        assert here.train.global_batch == config.train.global_batch
+
+
+def test_the_steps_move_the_weights() -> None:
+    """A warmup of thousands of steps would leave a rate of about 0, with which every layout agrees."""
+    config, _ = small(load_config("llama2-7b"))
+    assert (config.optimizer.warmup_steps, config.optimizer.lr) == (1, 1e-3)
+    assert small(load_config("llama2-7b", ["optimizer.name=lamb"]))[0].optimizer.lr == 1e-2
+
+
+def test_document_ends_and_blocks_without_rotation_stay() -> None:
+    ends = ["data.eod_mask_loss=true", "data.reset_attention_mask=true", "data.eod_token=7"]
+    data = small(load_config("llama2-tiny", ends))[0].data
+    assert data.document_options
+    assert data.eod_token == 3
+    smollm = ["model.family=smollm3", "model.no_rope_layers=[1,0,1,1,1,1,1,1]"]
+    assert small(load_config("llama2-tiny", smollm))[0].model.model_dump()["no_rope_layers"][:8] == (1, 0, *[1] * 6)
+
+
+@pytest.mark.parametrize("part", [0.25, 0.3, 0.4, 1.0])
+def test_a_part_of_a_head_that_rotates_stays_even(part: float) -> None:
+    neox = load_config("gpt-neox-tiny", [f"model.rotary_pct={part}", "model.hidden_size=160"])
+    model = small(neox)[0].model
+    assert model.rotary_dim >= 2
+    assert model.rotary_dim % 2 == 0
+
+
+def test_factors_of_frequencies_are_as_many_as_the_frequencies() -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    scaling["original_max_position_embeddings"] = 64
+    recipe = load_config("llama2-tiny", ["model.rope_scaling=" + json.dumps(scaling)])
+    model = small(recipe)[0].model.model_dump()
+    assert len(model["rope_scaling"]["long_factor"]) == model["head_dim"] // 2
+
+
+def test_a_feed_forward_layer_is_never_empty() -> None:
+    narrow = load_config("llama2-7b", ["model.intermediate_size=8"])
+    assert small(narrow)[0].model.intermediate_size == 8
+
+
+def test_the_precision_of_accelerators_is_that_of_all_devices() -> None:
+    recipe = load_config("llama2-tiny", ["precision.mode=null"])
+    modes = [miniature(recipe, [Cell()], 2, has_accelerator=has).precision.mode for has in (False, True)]
+    assert modes == ["float32", "mixed"]
+
+
+# ---- the verdict
+
+
+def test_the_tolerance_is_that_of_the_dtypes() -> None:
+    def tolerance(*overrides: str) -> Tolerance:
+        return Tolerance.of(miniature(load_config("llama2-tiny", overrides), [Cell()], 2, has_accelerator=False))
+
+    assert tolerance() == Tolerance(1e-5, 1e-5)
+    assert tolerance("precision.mode=mixed") == Tolerance(2**-10, 2**-5)
+    assert tolerance("precision.mode=mixed", "precision.reduce=bfloat16") == Tolerance(2**-10, 2**-2)
+    assert tolerance("precision.mode=bfloat16") == Tolerance(2**-10, 2**-2)
+
+
+def test_each_difference_beyond_the_tolerance_is_a_problem() -> None:
+    tolerance = Tolerance(1e-5, 1e-4)
+    assert Differences(0.0, 1e-5, 1e-4, 1e-5).problems(tolerance, "A") == []
+    assert Differences(1e-9, 2e-5, 2e-4, 3e-5, "w", "g").problems(tolerance, "A") == [
+        "the initial w differs by 1.0e-09, and must be equal",
+        "the gradient of g differs by 2.0e-04 of its norm",
+        "the losses differ by 2.0e-05",
+        "after the checkpoint of A was read the losses differ by 3.0e-05",
+    ]
+    assert len(Differences(math.nan, *[math.nan] * 3).problems(tolerance, "A")) == 4
