@@ -13,6 +13,7 @@
 #include <pthread.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -39,16 +40,31 @@ std::recursive_mutex mutex_;
 using Locked = std::lock_guard<std::recursive_mutex>;
 thread_local Index current_ = 0;
 bool used_ = false, forked_ = false;
-int64_t epoch_ = 0;  // the number of waits so far: whatever was queued in an earlier epoch is done
 py::object* on_wait_ = nullptr;
 std::map<std::string, std::pair<int64_t, int64_t>> counts_;  // kernels and copies: how many, and bytes
 
-// Copies under way between the device and pinned memory; the next wait ends them.
+// A stream, and for each stream the last of its tickets that somebody has waited for.
+using Lane = std::pair<Index, c10::StreamId>;
+using Clock = std::map<Lane, int64_t>;
+Clock queued_, host_;           // the last ticket of each stream, and those that the host has waited for
+std::map<Lane, Clock> behind_;  // what each stream waits for before it goes on
+
+// Copies under way between the device and pinned memory; the host's next wait for their stream ends them.
 struct Flight {
-  Tensor host, bytes;
+  Tensor host, bytes, left;  // what arrives there, and what the program finds there meanwhile
   bool to_host;
+  Lane lane;
+  int64_t ticket;
+
+  void check() const {
+    const Tensor now = host.contiguous();  // bytes are compared, as NaN is never equal
+    TORCH_CHECK(std::memcmp(now.data_ptr(), left.data_ptr(), now.nbytes()) == 0, "strict: pinned memory was changed while its copy ",
+                to_host ? "from" : "to", " the device was under way");
+  }
 };
 std::vector<Flight> flights_;
+
+Lane current_lane(std::optional<Device> device = {});
 std::map<uintptr_t, size_t> pinned_;
 
 void use() {
@@ -368,12 +384,19 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
     target.copy_(source);
   } else if (non_blocking && is_pinned(host.data_ptr())) {
     Locked locked(mutex_);
-    // Towards the host the bytes arrive later; towards the device they must stay what they are until then.
-    auto bytes = at::empty_like(host).copy_(source);
-    flights_.push_back({host, bytes, up});
-    up ? poison(target) : void(target.copy_(source));
+    // Towards the host the bytes arrive later; towards the device they must stay what they are until then, or until
+    // a later copy takes their place.
+    Tensor bytes = source.clone();
+    if (up) {
+      std::erase_if(flights_, [&](const Flight& f) { return !f.to_host && f.host.is_alias_of(host) && (f.check(), true); });
+      poison(target);
+    } else {
+      target.copy_(source);
+    }
+    const Lane lane = current_lane((down ? to : from).device());
+    flights_.push_back({host, bytes, host.clone(at::MemoryFormat::Contiguous), up, lane, ++queued_[lane]});
   } else {
-    host_waits(up ? "copy to the host" : "copy from pageable memory");
+    host_waits(up ? "copy to the host" : "copy from pageable memory", (down ? to : from).device());
     target.copy_(source);
   }
   return to;
@@ -383,7 +406,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   return copy_from(from, to, false);
 }
 at::Scalar item(const Tensor& self) {
-  host_waits("item");
+  host_waits("item", self.device());
   count("copy to host", self.element_size());
   return at::_local_scalar_dense(inside(self));
 }
@@ -420,29 +443,65 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 // ---- devices, streams, events
 
-void land() {
+thread_local std::map<Index, c10::Stream> streams_;
+
+Lane lane(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+Lane current_lane(std::optional<Device> device) {
+  const Index index = device && device->has_index() ? device->index() : current_;
+  auto found = streams_.find(index);
+  return {index, found == streams_.end() ? 0 : found->second.id()};
+}
+
+void merge(Clock& into, const Clock& from) {
+  for (const auto& [lane, ticket] : from) into[lane] = std::max(into[lane], ticket);
+}
+bool covers(const Clock& clock, Lane lane, int64_t ticket) {
+  auto found = clock.find(lane);
+  return found != clock.end() && found->second >= ticket;
+}
+// Everything that a stream has done when it reaches its end.
+Clock end_of(Lane lane) {
+  Locked locked(mutex_);
+  Clock made = behind_[lane];
+  made[lane] = queued_[lane];
+  return made;
+}
+
+// The host has waited for these: their copies arrive.
+void land(const Clock& waited) {
   std::vector<Flight> landing;
   {
     Locked locked(mutex_);
-    ++epoch_;
-    landing.swap(flights_);
+    merge(host_, waited);
+    auto stays = [](const Flight& f) { return !covers(host_, f.lane, f.ticket); };
+    auto first = std::stable_partition(flights_.begin(), flights_.end(), stays);
+    landing.assign(first, flights_.end());
+    flights_.erase(first, flights_.end());
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  for (auto& [host, bytes, to_host] : landing) {
-    if (to_host) host.copy_(bytes);
-    const auto a = host.contiguous();
-    TORCH_CHECK(std::memcmp(a.data_ptr(), bytes.contiguous().data_ptr(), a.nbytes()) == 0,
-                "strict: pinned memory was changed while its copy to the device was under way");
+  for (const auto& flight : landing) {
+    flight.check();
+    if (flight.to_host) flight.host.copy_(flight.bytes);
   }
+}
+
+void wait_for(const Clock& clock, const std::string& why) {
+  land(clock);
+  if (!on_wait_) return;
+  py::gil_scoped_acquire gil;
+  (*on_wait_)(why);
 }
 
 struct Event {
   std::chrono::steady_clock::time_point time;
-  int64_t epoch;
+  Lane lane;
+  int64_t ticket;
+  Clock before;
   bool timed;
   int asked = 0;
+
+  bool done() const { return covers(host_, lane, ticket); }
 };
-thread_local std::map<Index, c10::Stream> streams_;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
@@ -476,26 +535,39 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void destroyEvent(void* e, Index) const noexcept override { delete static_cast<Event*>(e); }
-  void record(void** e, const c10::Stream&, Index, c10::EventFlag flag) const override {
+  void record(void** e, const c10::Stream& s, Index, c10::EventFlag flag) const override {
+    Locked locked(mutex_);
     if (!*e) *e = new Event;
-    *static_cast<Event*>(*e) = {std::chrono::steady_clock::now(), epoch_, flag == c10::EventFlag::BACKEND_DEFAULT};
+    const int64_t ticket = ++queued_[lane(s)];
+    const bool timed = flag == c10::EventFlag::BACKEND_DEFAULT;
+    *static_cast<Event*>(*e) = {std::chrono::steady_clock::now(), lane(s), ticket, end_of(lane(s)), timed};
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* e, const c10::Stream& s) const override {
+    Locked locked(mutex_);
+    if (e) merge(behind_[lane(s)], static_cast<Event*>(e)->before);
+  }
   // Not done when asked for the first time, so that nobody counts on it; done later, so that a loop may poll.
   bool queryEvent(void* e) const override {
     auto* event = static_cast<Event*>(e);
-    if (!event || event->epoch < epoch_) return true;
+    if (!event || event->done()) return true;
     if (!event->asked++) return false;
-    return land(), true;
+    return land(event->before), true;
   }
-  bool queryStream(const c10::Stream&) const override { return land(), true; }
-  void synchronizeStream(const c10::Stream&) const override { host_waits("synchronize a stream"); }
-  void synchronizeEvent(void*) const override { host_waits("synchronize an event"); }
-  void synchronizeDevice(Index) const override { host_waits("synchronize"); }
+  bool queryStream(const c10::Stream& s) const override { return land(end_of(lane(s))), true; }
+  void synchronizeStream(const c10::Stream& s) const override { wait_for(end_of(lane(s)), "synchronize a stream"); }
+  void synchronizeEvent(void* e) const override {
+    wait_for(e ? static_cast<Event*>(e)->before : Clock(), "synchronize an event");
+  }
+  void synchronizeDevice(Index index) const override {
+    Clock all;
+    for (const auto& [lane, ticket] : queued_)
+      if (lane.first == (index < 0 ? current_ : index)) merge(all, end_of(lane));
+    wait_for(all, "synchronize");
+  }
   double elapsedTime(void* first, void* last, Index) const override {
     auto *a = static_cast<Event*>(first), *b = static_cast<Event*>(last);
     TORCH_CHECK(a && b && a->timed && b->timed, "Both events must be recorded with enable_timing=True");
-    TORCH_CHECK(a->epoch < epoch_ && b->epoch < epoch_, "device not ready: synchronize before elapsed_time");
+    TORCH_CHECK(a->done() && b->done(), "device not ready: synchronize before elapsed_time");
     return std::chrono::duration<double, std::milli>(b->time - a->time).count();
   }
 };
@@ -536,12 +608,7 @@ void poison(const Tensor& inside) {
   else inside.fill_(inside.scalar_type() == at::kByte ? 0xFF : -1);
 }
 
-void host_waits(const std::string& why) {
-  land();
-  if (!on_wait_) return;
-  py::gil_scoped_acquire gil;
-  (*on_wait_)(why);
-}
+void host_waits(const std::string& why, std::optional<at::Device> device) { wait_for(end_of(current_lane(device)), why); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("on_wait", [](py::object call) { on_wait_ = new py::object(std::move(call)); });

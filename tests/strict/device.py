@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -56,14 +57,15 @@ def host_can_read(tensor: torch.Tensor) -> bool:
 
 def _waited(why: str) -> None:
     """Count a wait at the innermost line outside torch and this module."""
-    frame = sys._getframe(1)
-    torch_folder = str(Path(torch.__file__).parent)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith((torch_folder, "<")) or frame.f_code.co_filename == __file__
-    ):
+    ours = (str(Path(torch.__file__).parent), "<", __file__)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
-    path = Path(frame.f_code.co_filename)
-    _waits[why, f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_qualname}"] += 1
+    where = "torch's backward pass"  # it runs in a thread without lines of Python
+    if frame is not None:
+        path = Path(frame.f_code.co_filename)
+        where = f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_qualname}"
+    _waits[why, where] += 1
 
 
 def load() -> None:

@@ -82,6 +82,42 @@ def pinned_memory() -> None:
         torch.accelerator.synchronize()
     assert there.tolist() == [1, 1, 1, 1]
 
+    there = pinned.to("strict", non_blocking=True)
+    pinned.copy_(ones, non_blocking=True)  # after the first copy, in one stream: no mistake
+    torch.accelerator.synchronize()
+    assert pinned.tolist() == [1, 1, 1, 1]
+    pinned.copy_(ones, non_blocking=True)
+    pinned.zero_()
+    with pytest.raises(RuntimeError, match="pinned memory was changed"):
+        torch.accelerator.synchronize()
+
+
+def copies_arrive_when_their_stream_was_waited_for() -> None:
+    ones, pinned = torch.ones(4, device="strict"), torch.zeros(4).pin_memory()
+    early, late, behind = (torch.Event("strict") for _ in range(3))
+    side, other = torch.Stream("strict"), torch.Stream("strict")
+    with side:
+        early.record()
+        pinned.copy_(ones, non_blocking=True)
+        late.record()
+    ones.sum().item()
+    early.synchronize()
+    assert pinned.isnan().all(), "a wait for another stream, or for an earlier event, has ended a copy"
+    assert not late.query()
+    other.wait_event(late)
+    behind.record(other)
+    behind.synchronize()
+    assert pinned.tolist() == [1, 1, 1, 1], "a stream that waits for an event is behind the event's stream"
+    assert late.query()
+
+
+def waits_of_a_backward_pass() -> None:
+    x = torch.ones(3, device="strict", requires_grad=True)
+    y = x[torch.tensor([0, 1])].sum()
+    device.reset_counters()
+    y.backward()
+    assert device.counters().waits == {("indices from the host", "torch's backward pass"): 1}
+
 
 def streams_and_events() -> None:
     first, last = (torch.Event("strict", enable_timing=True) for _ in range(2))
@@ -107,7 +143,16 @@ def counted() -> None:
 
 @pytest.mark.parametrize(
     "what",
-    [memory, devices_do_not_mix, generators, pinned_memory, streams_and_events, counted],
+    [
+        memory,
+        devices_do_not_mix,
+        generators,
+        pinned_memory,
+        copies_arrive_when_their_stream_was_waited_for,
+        waits_of_a_backward_pass,
+        streams_and_events,
+        counted,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_device(what: Callable[[], None], strict: Strict) -> None:
