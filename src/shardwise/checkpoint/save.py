@@ -155,6 +155,7 @@ class Saver:
         """
         self.wait()
         started = time.perf_counter()
+        self._optimizer.gathers.wait()
         slices = self._slices()
         files = tuple(self._files(slices))
         if self._conveyor is None:

@@ -234,13 +234,6 @@ class Bucket:
                     start += box.numel
 
 
-def gather_masters(buckets: Iterable[Bucket]) -> None:
-    """Bring the masters of some buckets back to the parameters of all ranks."""
-    for gather in [bucket.start_gather() for bucket in buckets]:
-        if gather is not None:
-            gather.wait()
-
-
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """A hook that calls a method and does not keep its object alive: parameters may outlive several optimizers."""
     reference = weakref.WeakMethod(method)

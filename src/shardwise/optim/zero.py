@@ -19,7 +19,7 @@ from shardwise._torch_private import WithoutCompiler, without_compiler
 from shardwise.config import Rounding
 from shardwise.mesh import Group, Mesh
 from shardwise.optim.arguments import require_known_options
-from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, gather_masters, make_buckets, weak_hook
+from shardwise.optim.buckets import Bucket, Dtypes, PartialGradients, make_buckets, weak_hook
 from shardwise.optim.checks import (
     Assignments,
     broadcast_value,
@@ -29,6 +29,7 @@ from shardwise.optim.checks import (
     require_same_parameters,
 )
 from shardwise.optim.elementwise import require_elementwise
+from shardwise.optim.gathers import Gathers
 from shardwise.optim.lamb import updates_whole_tensors
 from shardwise.optim.norms import CanonicalNorms, ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.rounding import RandomBits, StochasticUpdate, is_stochastic, require_bfloat16
@@ -58,6 +59,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     Attributes:
         steps: updates so far.
+        gathers: the way of new parameters to all ranks.
 
     Args:
         params: parameters, or parameter groups with options of the wrapped class.
@@ -128,6 +130,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self.steps = 0
         self._inner: torch.optim.Optimizer | None = None
         self.buckets: list[Bucket] = []
+        self.gathers = Gathers()
         self._at: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._assignments = Assignments(self._at)
         self._frozen: list[nn.Parameter] = []
@@ -257,6 +260,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if any(p.grad is not None for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the optimizer was made has a gradient: make it again")
         self._overlapping = False
+        self.gathers.wait()
         self._assignments.check()
         for bucket in self.buckets:
             bucket.check_parameters()
@@ -361,8 +365,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def _update(self, factor: Tensor | float) -> None:
         self.steps += 1
-        # A bucket's new parameters travel while the next bucket is updated.
-        gather_masters(self._updates.step(self.param_groups, factor, self.steps))
+        self.gathers.run(self._updates.step(self.param_groups, factor, self.steps))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to 0. They stay views into the buckets, whatever `set_to_none` says."""
@@ -417,7 +420,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         for bucket, master in zip(self.buckets, state_dict["masters"], strict=True):
             if bucket.separate:
                 bucket.master.copy_(master)
-        gather_masters([bucket for bucket in self.buckets if bucket.separate])
+        self.gathers.run(bucket for bucket in self.buckets if bucket.separate)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

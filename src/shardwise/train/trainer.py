@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -70,7 +70,7 @@ class Trainer:
             who asked the run to stop before its last step; None if nobody did.
         """
         first, last = self.progress.step + 1, end_of_run(self.config, self.progress.step)
-        with closing(self.feed), closing(self._trace()) as trace:
+        with closing(self.feed), closing(self._trace()) as trace, self._gathers():
             if self.config.train.eval_every and not self.progress.step:
                 self.evaluate()
             for step in range(first, last + 1):
@@ -80,6 +80,15 @@ class Trainer:
                 if stopped_by is not None and step < last:
                     return stopped_by
         return None
+
+    def _gathers(self) -> AbstractContextManager[None]:
+        """Where the device computes beside its collectives, new parameters travel behind the next forward pass.
+
+        A model of the user's own may read a parameter wherever it likes: its gathers end with the step.
+        """
+        if self.mesh.device.type == "cpu" or isinstance(self.config.model, OwnConfig):
+            return nullcontext()
+        return self.optimizer.gathers.behind_forward(self.model, self.optimizer.buckets)
 
     def _trace(self) -> Trace:
         steps = self.config.log.trace_steps
@@ -98,6 +107,7 @@ class Trainer:
             self._warn_of_a_mean(record)
         if drift_every and (is_last or step % drift_every == 0):
             self.progress.phase = "comparison of replicas"
+            self.optimizer.gathers.wait()
             check_replicas(self.model, self.mesh, step)
             asked = None  # much time has passed: `checkpoints` asks again
         if eval_every and (is_last or step % eval_every == 0):
