@@ -34,7 +34,7 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
     def untrue(self):
         Root.free_bytes = free_bytes
         return 2**40
-    def stepping(self):
+    def stepping(self, *further):
         name = events.get(str(self.progress.step + 1))
         if name is not None:
             self.saving.saver.wait()
@@ -52,7 +52,7 @@ if os.environ.get("EVENTS") and os.environ.get("RANK") == os.environ.get("EVENTS
             subprocess.run(["mount", "-o", "remount,ro", "disk"], check=True)
         if name == "stop":
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self)
+        return step(self, *further)
     Trainer.step, Trainer.run = stepping, running
 """
 """Events at the beginning of steps, in the process that prepares saves; between saves, so that each meets one event."""
