@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 _COMPILER = "torch._dynamo"
@@ -78,6 +78,12 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     else:
         with torch.no_grad():  # as the decorators of `step` do
             inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+def call_forward_pre_hooks(module: nn.Module) -> None:
+    """Do what a call of the module does before its forward, for another method that uses its parameters."""
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
 
 
 def leave_events_without_names() -> None:

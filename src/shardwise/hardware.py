@@ -55,6 +55,8 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
     gpus, chips = _numbered(dev, "nvidia"), _numbered(dev, "neuron")
     hints = sys.platform == "darwin" or any((dev / name).exists() for name in ("kfd", "dri", "dxg"))
     build = _build_of_torch() if gpus or chips or hints else ""
+    if hints and sys.platform != "darwin" and not (dev / "dxg").exists():
+        hints = build.startswith(("rocm", "xpu"))  # any computer with a screen has dev/dri
     if gpus and build != "cpu" and (count := _visible_gpus(len(gpus))):
         return "nvidia", count
     if ((hints and build != "cpu") or _has_plugin()) and (counted := _counted_by_torch())[1]:

@@ -134,6 +134,7 @@ def test_cpus_are_those_of_the_affinity_mask() -> None:
         ("+cu130", "dxg", False, "1", True),  # WSL2
         ("+rocm6.4", "kfd", False, "1", True),
         ("+xpu", "dri", False, "1", True),
+        ("+cu130", "dri", False, "1", False),  # a computer with a screen
         ("+cpu", "null", True, "1", True),  # such as TorchNeuron
         ("+cpu", "null", True, "0", False),
         ("+cpu", "dxg", False, "1", False),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from torch import nn
 
@@ -15,12 +16,12 @@ class Gathers:
     """The all-gathers of buckets.
 
     Each begins once its bucket is updated, so that it runs while the next bucket is. Inside `behind_forward` they also
-    run behind the next forward pass: a module waits for its own parameters, when its forward is called.
+    run behind the next forward pass: the call of a unit of the model waits for its parameters.
     """
 
     def __init__(self) -> None:
         self._pending: dict[Bucket, Pending] = {}
-        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        self._is_late = False
 
     def run(self, buckets: Iterable[Bucket]) -> None:
         """Start the gather of each bucket as it comes; wait for all of them, unless inside `behind_forward`."""
@@ -28,7 +29,7 @@ class Gathers:
             pending = bucket.start_gather()
             if pending is not None:
                 self._pending[bucket] = pending
-        if not self._bucket_of:
+        if not self._is_late:
             self.wait()
 
     def wait(self) -> None:
@@ -37,30 +38,32 @@ class Gathers:
             self._pending.pop(next(iter(self._pending))).wait()
 
     @contextmanager
-    def behind_forward(self, model: nn.Module, buckets: Iterable[Bucket]) -> Iterator[None]:
-        """Inside, whoever reads a parameter otherwise than in the forward of its module calls `wait` before.
+    def behind_forward(
+        self, units: Mapping[nn.Module, Iterable[nn.Parameter]], buckets: Iterable[Bucket]
+    ) -> Iterator[None]:
+        """Inside, whoever reads a parameter otherwise than in a call of its unit calls `wait` before.
 
         Args:
-            model: each of its modules reads no other parameters than its own, before it calls its submodules.
-            buckets: of its parameters.
+            units: modules, each with the parameters that a call of it reads.
+            buckets: of these parameters.
         """
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        hooks = [
-            module.register_forward_pre_hook(self._before_forward)
-            for module in model.modules()
-            if any(p in self._bucket_of for p in module.parameters(recurse=False))
-        ]
+        bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        hooks = []
+        for module, parameters in units.items():
+            needed = list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
+            if needed:
+                hooks.append(module.register_forward_pre_hook(partial(self._wait_for, needed)))
+        self._is_late = True
         try:
             yield
             self.wait()  # not after an error: another rank may have ended
         finally:
-            self._bucket_of, self._pending = {}, {}
+            self._is_late, self._pending = False, {}
             for hook in hooks:
                 hook.remove()
 
-    def _before_forward(self, module: nn.Module, _: object) -> None:
+    def _wait_for(self, buckets: list[Bucket], *_: object) -> None:
         if self._pending:
-            for p in module.parameters(recurse=False):
-                bucket = self._bucket_of.get(p)  # type: ignore[call-overload]
+            for bucket in buckets:
                 if bucket in self._pending:
                     self._pending.pop(bucket).wait()

@@ -390,8 +390,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
         Where masters are the parameters' own memory they stand as None: save the model's weights too.
         """
-        assert self._inner is not None
-        inner = self._inner.state_dict()
+        inner = self.inner.state_dict()
         groups = zip(self.param_groups, inner["param_groups"], strict=True)
         return {
             "state": inner["state"],
@@ -408,11 +407,10 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         Raises:
             ValueError: the state belongs to another layout, bucket size or model.
         """
-        assert self._inner is not None
         stored, own = state_dict.get("layout"), self._layout()
         if stored != own:
             raise ValueError(f"optimizer state is of layout {stored}, which must be this optimizer's {own}")
-        self._inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
+        self.inner.load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
         counts = (int(state.get("step", 0)) for state in state_dict["state"].values())  # older states have no "steps"
         self.steps = state_dict.get("steps", max(counts, default=0))
         for outer, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm, placement
+from shardwise._torch_private import call_forward_pre_hooks
 from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
@@ -70,6 +71,7 @@ class ParallelLMHead(placement.PlacedModule):
 
         Communicates the ranks' largest logits and their ids, not the logits.
         """
+        call_forward_pre_hooks(self)
         local_rows = self.weight.shape[0]
         first = self.group.rank * local_rows
         held = max(0, min(local_rows, self.vocab_size - first))
@@ -88,6 +90,7 @@ class ParallelLMHead(placement.PlacedModule):
 
     def loss(self, x: Tensor, targets_SB: Tensor, *, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Sum of the tokens' cross-entropies, chunk by chunk. Targets are whole on every rank."""
+        call_forward_pre_hooks(self)
         return linear_cross_entropy(
             x,
             self.weight,

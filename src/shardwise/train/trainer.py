@@ -24,6 +24,7 @@ from shardwise.inference.evaluation import evaluate_rounds, perplexity
 from shardwise.inference.micro_batch import MicroBatch
 from shardwise.mesh import Mesh
 from shardwise.models import Stages, gives_losses
+from shardwise.models.units import units
 from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
 from shardwise.parallel import DropoutKey
 from shardwise.placement import placements
@@ -88,7 +89,7 @@ class Trainer:
         """
         if self.mesh.device.type == "cpu" or isinstance(self.config.model, OwnConfig):
             return nullcontext()
-        return self.optimizer.gathers.behind_forward(self.model, self.optimizer.buckets)
+        return self.optimizer.gathers.behind_forward(units(self.model), self.optimizer.buckets)
 
     def _trace(self) -> Trace:
         steps = self.config.log.trace_steps
@@ -235,6 +236,7 @@ class Trainer:
         if self.evaluation is None:
             raise RunError("there is no evaluation part: give data.split a second weight")
         self.progress.phase = "evaluation"
+        self.optimizer.gathers.wait()
         rounds = self.feed.evaluation(self.layout.accumulation(self.config.train))
         result = evaluate_rounds(self.model, rounds, self.evaluation.objectives, self.mesh, self.config.parallel)
         self.model.train()

@@ -99,7 +99,8 @@ def difference(one: Tensor, other: Tensor) -> float:
         return 0.0
     if one.shape != other.shape:
         return math.inf
-    part = float((one.float() - other.float()).norm() / torch.maximum(one.float().norm(), other.float().norm()))
+    norm = float(torch.maximum(one.float().norm(), other.float().norm()))
+    part = float((one.float() - other.float()).norm()) / norm if norm else 0.0  # 0 and -0 have other bits
     return part if math.isfinite(part) else math.inf
 
 
@@ -181,12 +182,13 @@ class Shards:
     def note_drift(self, name: str, drift: float, fact: str, *, are_matrices: bool) -> None:
         """Note that replicas have such a `difference`; `fact`: what the tensor must be.
 
-        Biases begin at 0, so that their drift may be larger than they are.
+        Vectors are not bounded: biases begin at 0, so that their drift may be larger than they are, and norm weights are
+        much alike in any model.
         """
         if self.allow_drift and drift <= (_MOST_DRIFT if are_matrices else sys.float_info.max):
             self._differences[name] = drift
         else:
-            self._drifted.append((name, fact))
+            self._drifted.append((name, f"{fact} ({drift:.0%} of their norm)" if self.allow_drift else fact))
 
     @property
     def notes(self) -> list[str]:

@@ -1,5 +1,6 @@
 """neuronx-nemo-megatron's checkpoints of GPT and Llama, as each of its layouts has them."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.importing import open_nemo
+from shardwise.checkpoint.importing.shards import difference
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.errors import ConfigError
 from tests.hugging_face import VOCABULARY, save
@@ -189,3 +191,10 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert found == (
         "SOURCE must hold folders tp_rank_00_pp_rank_000, … or mp_rank_00, … with a .ckpt in each, or one .ckpt"
     )
+
+
+def test_zeros_of_either_sign_are_equal() -> None:
+    zeros = torch.zeros(4, 2)
+    assert difference(zeros, -zeros) == 0.0
+    assert difference(zeros, torch.zeros(2, 4)) == math.inf
+    assert difference(zeros, torch.full((4, 2), math.nan)) == math.inf
