@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise import ZeroRedundancyOptimizer
+from shardwise import Mesh, ZeroRedundancyOptimizer
 
 STEPS, BATCH, LENGTH, VOCABULARY = 60, 16, 8, 32
 
@@ -31,13 +31,14 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         dist.init_process_group()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    device = Mesh().device  # the accelerator of this process, or the CPU
     torch.manual_seed(0)
-    model = make_model()
+    model = make_model().to(device)
     # Before: optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # After:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-3)
     for step in range(STEPS):
-        inputs, targets = make_batch(step)
+        inputs, targets = (tensor.to(device) for tensor in make_batch(step))
         logits = model(inputs[rank::ranks])
         # step() averages the gradients over the processes, and one may have more sequences than another. By this factor
         # each sequence weighs 1 / BATCH, as in one process; a mean over each process's own sequences would weigh them
@@ -47,7 +48,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        inputs, targets = make_batch(STEPS)
+        inputs, targets = (tensor.to(device) for tensor in make_batch(STEPS))
         final = float(nn.functional.cross_entropy(model(inputs), targets))
     if rank == 0:
         print(f"final loss {final:.9f}")

@@ -22,7 +22,7 @@ SIZES = {
 }
 
 if dist.is_torchelastic_launched():
-    dist.init_process_group()
+    dist.init_process_group("gloo")
 mesh = Mesh(tensor=int(sys.argv[1]) if len(sys.argv) > 1 else 1, device="cpu")
 torch.manual_seed(0)
 sharded = Sharded(**SIZES, group=mesh.tp, sequence_parallel=mesh.tp.size > 1)

@@ -23,6 +23,7 @@ using Lists = std::vector<Tensors>;
 using Op = c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 const int64_t kDelay = setting("STRICT_DELAY", 200);  // microseconds at most before each operation
+const int64_t kLeastDelay = setting("STRICT_LEAST_DELAY", 0);  // and at least
 const bool kSplits = setting("STRICT_CUDA_LIKE", 1);
 constexpr int kAcknowledge = 1 << 20, kBatched = 1 << 21;  // added to tags
 
@@ -55,7 +56,7 @@ struct Queue {
       auto job = std::move(jobs.front());
       jobs.pop_front();
       locked.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(random() % (kDelay + 1)));
+      std::this_thread::sleep_for(std::chrono::microseconds(kLeastDelay + random() % (std::max<int64_t>(kDelay - kLeastDelay, 0) + 1)));
       job();
     }
   }

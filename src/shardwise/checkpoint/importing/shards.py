@@ -182,8 +182,8 @@ class Shards:
     def note_drift(self, name: str, drift: float, fact: str, *, are_matrices: bool) -> None:
         """Note that replicas have such a `difference`; `fact`: what the tensor must be.
 
-        Vectors are not bounded: biases begin at 0, so that their drift may be larger than they are, and norm weights are
-        much alike in any model.
+        Vectors are not bounded: biases begin at 0, so that their drift may be larger than they are, and norm weights
+        are much alike in any model.
         """
         if self.allow_drift and drift <= (_MOST_DRIFT if are_matrices else sys.float_info.max):
             self._differences[name] = drift
