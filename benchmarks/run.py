@@ -27,10 +27,12 @@ SECTIONS = {
     "start_up": "what commands take before they do what they are for",
     "memory": "optimizer state and peak memory against their formulas",
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
+    "overlap": "reductions and gathers behind computation, beside torch DDP, on an accelerator in software (slow: only "
+    "when named)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
-ONLY_WHEN_NAMED = ("parity", "precision", "data_prepare")
+ONLY_WHEN_NAMED = ("overlap", "parity", "precision", "data_prepare")
 
 
 def main() -> None:

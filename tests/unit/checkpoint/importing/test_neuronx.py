@@ -115,9 +115,9 @@ def test_unrelated_heads_are_no_replicas_that_drifted(shards: Path) -> None:
     found = [re.sub(r"1[3-5]\d% of their norm", "… of their norm", each) for each in caught.value.problems]
     assert [each.replace(str(shards), "FOLDER") for each in found] == [
         f"FOLDER: model.layers.{layer}.self_attn.qkv_proj must hold each of its 1 key/value heads "
-        "(num_key_value_heads) 4 times, equal to the bit (… of their norm): they differ by more than their norm, as unrelated matrices do: "
-        "they are of different checkpoints, or the model's configuration (such as num_key_value_heads) is not that of "
-        "the shards"
+        "(num_key_value_heads) 4 times, equal to the bit (… of their norm): they differ by more than their norm, as "
+        "unrelated matrices do: they are of different checkpoints, or the model's configuration (such as "
+        "num_key_value_heads) is not that of the shards"
         for layer in range(2)
     ]
 
