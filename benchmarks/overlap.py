@@ -41,7 +41,7 @@ def _delayed(microseconds: int) -> dict[str, str]:
 
 
 def steps(way: str) -> Any:
-    """On one rank of two: at each turn the seconds of a step, those of waits for reductions and gathers, their number."""
+    """On one rank of two: at each turn the seconds of a step, of its waits for reductions and gathers, their number."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import torch
     import torch.distributed as dist
@@ -152,7 +152,7 @@ def run(rounds: int) -> Report:
         [
             "Two ranks of a Llama with 8 blocks of width 384 on the strict device, an accelerator in software: the CPU "
             f"computes, and each collective waits {DELAY / 1e3:g} ms on a thread of its own before it begins.",
-            "Hidden: 1 less the waits that the delays add, as a part of the delays. The norm that clips, an all-reduce of "
+            "Hidden: 1 less the waits that the delays add, as a part of the delays. The norm that clips, a sum of "
             "two numbers for which a step has to wait, is not counted; DDP's row neither clips nor gathers.",
         ],
     )

@@ -146,8 +146,14 @@ def text(results: dict[str, Any]) -> str:
         f"In brackets: ratios to {DP}; for speed the median over {results['rounds']} turns, in which each layout took "
         "a step. Memory: of the rank with most, above Python, torch and a step of a tiny model, with what the "
         "allocator keeps of freed tensors and without. Both with fast dropout; the losses with invariant dropout.\n"
-        f"{describe(results['environment'])}"
+        f"{describe(results['environment'])}{_later(results)}"
     )
+
+
+def _later(results: dict[str, Any]) -> str:
+    """When the losses were measured, where that was later."""
+    date = results.get("losses_measured")
+    return f" Losses: {date}." if date is not None else ""
 
 
 def claims(results: dict[str, Any]) -> str:
@@ -206,6 +212,9 @@ def draw(results: dict[str, Any], target: Target) -> None:
 def main() -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--runs", metavar="DIR", nargs=len(CURVES), type=Path, help=f"of {', '.join(CURVES)}")
+    parser.add_argument(
+        "--only-losses", action="store_true", help="take the runs' losses; speed and memory stay as they were measured"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="turns in which each layout takes a step")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="those that are measured")
     parser.add_argument("--ranks", type=int, default=4, help="of each layout; other than four only to try the script")
@@ -215,7 +224,12 @@ def main() -> None:
     if not options.redraw:
         if options.runs is None:
             parser.error("--runs names three finished runs")
-        target.save(measure(options.runs, options.layouts, options.ranks, options.overrides, options.rounds))
+        if options.only_losses:
+            losses = {name: losses_of(run) for name, run in zip(CURVES, options.runs, strict=True)}
+            results = {**target.load(), "losses": losses, "losses_measured": environment()["date"]}
+        else:
+            results = measure(options.runs, options.layouts, options.ranks, options.overrides, options.rounds)
+        target.save(results)
     results = target.load()
     draw(results, target)
     target.publish(text(results))
