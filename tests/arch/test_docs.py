@@ -63,7 +63,7 @@ def test_generated_page_is_current() -> None:
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:
     docs = ROOT / "docs"
     listed = re.findall(
-        r"^(?:- |\d\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
+        r"^(?:- |\d+\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
     )
     pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
     assert sorted(link for link in listed if not link.startswith("..")) == sorted(set(pages) - {"README.md"})
