@@ -54,9 +54,10 @@ def tested_device(asked: str) -> tuple[str, str]:
     return device.type, f"{torch.accelerator.device_count()} × {devices.name(device)}"
 
 
-def record(name: str, counts: dict[str, int], commit: str) -> dict[str, Any]:
+def record(kind: str, name: str, counts: dict[str, int], commit: str) -> dict[str, Any]:
     """A row of the page's table."""
     return {
+        "type": kind,
         "device": name,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -89,7 +90,7 @@ def main(arguments: list[str]) -> int:
         if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
             return code
         (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
-    row = record(name, {count: int(suite.attrib[count]) for count in ("tests", "skipped")}, commit)
+    row = record(kind, name, {count: int(suite.attrib[count]) for count in ("tests", "skipped")}, commit)
     if arguments:
         print("not recorded: ARGS may have left tests out")
     elif row["passed"]:

@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "configuration.md"
 DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
 """What `make test-device` found (scripts/device_tests.py)."""
+_NO_ACCELERATOR = "**Nothing has been run on CUDA, ROCm, XPU, Trainium or MPS yet, and nothing over NCCL.**"
 _BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 
 INTRODUCTION = """\
@@ -98,9 +99,12 @@ def page() -> str:
 def devices_page() -> str:
     """docs/devices.md, with the table of the devices on which the tests passed."""
     head, rest = DEVICES.read_text(encoding="utf-8").split(_BEGIN)
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
     columns = ("device", "torch", "python", "passed", "skipped", "date", "commit")
-    found = [tuple(str(row[name]) for name in columns) for row in json.loads(RESULTS.read_text(encoding="utf-8"))]
+    found = [tuple(str(row[name]) for name in columns) for row in results]
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, ("---",) * len(columns), *found)]
+    if all(row["type"] in ("cpu", "strict") for row in results):
+        lines += ["", _NO_ACCELERATOR]
     return f"{head}{_BEGIN}" + "\n".join(lines) + f"\n{_END}{rest.partition(_END)[2]}"
 
 
