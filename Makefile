@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: env train test test-all lint typecheck bench docs
+.PHONY: env train test test-all test-device lint typecheck bench docs
 .DEFAULT_GOAL := test
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
@@ -29,6 +29,10 @@ test: env
 
 test-all: env
 	$(PYTEST) -m "slow or not slow" $(ARGS)
+
+# The tests of devices on this machine's accelerator; DEVICE=strict or DEVICE=cpu chooses another (docs/devices.md).
+test-device: env
+	DEVICE=$(DEVICE) $(PYTHON_M) scripts.device_tests $(ARGS)
 
 lint: env
 	$(PYTHON_M) ruff check

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import report
 
+from shardwise.hardware import accelerators
+
 SECTIONS = {
     "side_by_side": "the same Llama by shardwise, torch DDP, FSDP2 and transformers' tensor parallelism",
     "fused": "Q, K, V and gate, up in one matmul against separate ones",
@@ -29,6 +31,7 @@ SECTIONS = {
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
     "overlap": "reductions and gathers behind computation, beside torch DDP, on an accelerator in software (slow: only "
     "when named)",
+    "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
@@ -51,7 +54,11 @@ def main() -> None:
         parser.error(f"unknown section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
     if arguments.rounds < 1:
         parser.error(f"--rounds ({arguments.rounds}) must be at least 1")
-    for name in arguments.sections or [name for name in SECTIONS if name not in ONLY_WHEN_NAMED]:
+    has_accelerator = accelerators()[1] > 0
+    if "device" in arguments.sections and not has_accelerator:
+        parser.error("device: this machine must have an accelerator that torch can use, and there is none")
+    left_out = ONLY_WHEN_NAMED if has_accelerator else (*ONLY_WHEN_NAMED, "device")
+    for name in arguments.sections or [name for name in SECTIONS if name not in left_out]:
         print(f"{name}: {SECTIONS[name]}", flush=True)
         surroundings = report.environment()
         start = time.monotonic()

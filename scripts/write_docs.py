@@ -1,4 +1,7 @@
-"""Write the documentation that comes from the code: docs/configuration.md, from the configuration's own schema."""
+"""Write the documentation that comes from the code and from results.
+
+That is docs/configuration.md, from the configuration's own schema, and the table of docs/devices.md.
+"""
 
 import inspect
 import json
@@ -12,7 +15,13 @@ from pydantic_core import PydanticUndefined
 
 from shardwise.config import Config
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+DEVICES = ROOT / "docs" / "devices.md"
+RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
+"""What `make test-device` found (scripts/device_tests.py)."""
+_NO_ACCELERATOR = "**Nothing has been run on CUDA, ROCm, XPU, Trainium or MPS yet, and nothing over NCCL.**"
+_BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 
 INTRODUCTION = """\
 # Configuration
@@ -87,5 +96,18 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def devices_page() -> str:
+    """docs/devices.md, with the table of the devices on which the tests passed."""
+    head, rest = DEVICES.read_text(encoding="utf-8").split(_BEGIN)
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    columns = ("device", "torch", "python", "passed", "skipped", "date", "commit")
+    found = [tuple(str(row[name]) for name in columns) for row in results]
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, ("---",) * len(columns), *found)]
+    if all(row["type"] in ("cpu", "strict") for row in results):
+        lines += ["", _NO_ACCELERATOR]
+    return f"{head}{_BEGIN}" + "\n".join(lines) + f"\n{_END}{rest.partition(_END)[2]}"
+
+
 if __name__ == "__main__":
+    DEVICES.write_text(devices_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--device", default="cpu", choices=("cpu", "strict"), help="of ranks and commands (strict: tests/strict)"
+        "--device", default="cpu", help="type of the device of ranks and commands: cpu, strict (tests/strict), cuda, …"
     )
 
 
@@ -25,10 +27,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     `nohup`, or `&` in a script, has processes inherit that a signal is ignored.
     """
-    if config.getoption("--device") == "strict" and not config.getoption("numprocesses", None):
+    if (device := config.getoption("--device")) == "strict" and not config.getoption("numprocesses", None):
         from tests.strict import build  # torch, which most tests do without
 
         build.use_everywhere()
+    elif device != "cpu":
+        os.environ["TEST_DEVICE"] = device
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -63,14 +67,30 @@ def _folder(nodeid: str) -> str:
     return nodeid.split("/")[1]
 
 
+def device_count(device: str) -> float:
+    """How many ranks can have a device of this type."""
+    if device in ("cpu", "strict"):
+        return math.inf if device == "cpu" else int(os.environ["STRICT_DEVICES"])
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device:
+        pytest.exit(f"--device {device}: torch finds {found.type if found else 'no accelerator'}", 4)
+    return torch.accelerator.device_count()
+
+
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> Iterator[Callable[[int], RankPool]]:
     from shardwise.testing import RankPool  # torch, which most tests do without
 
     pools: dict[int, RankPool] = {}
 
+    device = pytestconfig.getoption("--device")
+
     def pool(size: int) -> RankPool:
-        return pools.setdefault(size, RankPool(size, device_type=pytestconfig.getoption("--device")))
+        if size > (count := device_count(device)):
+            pytest.skip(f"needs {size} devices of type {device}, and there are {count}")
+        return pools.setdefault(size, RankPool(size, device_type=device))
 
     yield pool
     for started in pools.values():

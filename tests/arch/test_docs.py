@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.write_docs import PAGE, page
+from scripts.write_docs import DEVICES, PAGE, devices_page, page
 from shardwise.config import load_config
 from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_audit import is_command
@@ -57,12 +57,13 @@ def test_make_targets_exist() -> None:
 
 def test_generated_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run `make docs`"
+    assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make docs`"
 
 
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:
     docs = ROOT / "docs"
     listed = re.findall(
-        r"^(?:- |\d\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
+        r"^(?:- |\d+\. )\[[^]]+\]\(([^)]+)\): \S.*", (docs / "README.md").read_text("utf-8"), re.MULTILINE
     )
     pages = [path.relative_to(docs).as_posix() for path in docs.rglob("*.md")]
     assert sorted(link for link in listed if not link.startswith("..")) == sorted(set(pages) - {"README.md"})

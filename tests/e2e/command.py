@@ -78,9 +78,10 @@ def _cache() -> str:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """A user's environment: no job around it, no accelerator, one thread a process."""
+    """A user's environment: no job around it, no accelerator but the one to test, one thread a process."""
+    hidden = {} if os.environ.get("TEST_DEVICE", "strict") not in ("cpu", "strict") else {"CUDA_VISIBLE_DEVICES": ""}
     inherited = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
-    fixed = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SHARDWISE_CACHE": _cache()}
+    fixed = {"OMP_NUM_THREADS": "1", "SHARDWISE_CACHE": _cache(), **hidden}
     return {**inherited, **fixed, **variables}
 
 

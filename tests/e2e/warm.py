@@ -54,7 +54,9 @@ _TORCHS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.
 
 
 def can_run(program: Sequence[str]) -> bool:
-    """Whether the program is this Python, which runs a module or a script."""
+    """Whether the program is this Python, which runs a module or a script on the CPU: no accelerator is forked."""
+    if os.environ.get("TEST_DEVICE", "cpu") != "cpu":
+        return False
     return sys.platform == "linux" and program[:1] == (sys.executable,) and _begin(program) is not None
 
 

@@ -1,0 +1,103 @@
+"""`make test-device`: run the tests of devices on this machine's accelerator, and record a pass for docs/devices.md.
+
+DEVICE=strict runs them on the strict device (tests/strict), DEVICE=cpu on CPU ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.write_docs import DEVICES, RESULTS, devices_page
+from shardwise import device as devices
+from shardwise.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = (
+    "tests/dist/test_cells.py",
+    "tests/dist/test_composition.py",
+    "tests/dist/test_checkpoint.py::test_reshard",
+    "tests/dist/test_checkpoint.py::test_resume_at_the_same_layout_is_exact",
+    "tests/dist/test_checkpoint.py::test_reshard_over_pipelines",
+    "tests/dist/test_checkpoint.py::test_other_precision_and_bucket_size",
+    "tests/dist/test_device_benchmark.py",
+    "tests/e2e/test_device.py",
+)
+"""Those whose ranks train on the device. All others compare small parts of the code, on the CPU alone."""
+
+
+def tested_device(asked: str) -> tuple[str, str]:
+    """The type of the device to test, and what the table calls it.
+
+    Raises:
+        ConfigError: there is no such device, or torch cannot use it.
+    """
+    if asked in ("cpu", "strict"):
+        return asked, {"cpu": "CPU", "strict": "strict device"}[asked]
+    device = devices.local_device()
+    if device.type == "cpu" or asked not in ("", device.type):
+        raise ConfigError(
+            f"make test-device{asked and f' DEVICE={asked}'} must find {asked or 'an accelerator'} that torch "
+            f"{torch.__version__} can use, and finds {device.type} alone: DEVICE=strict tests on the strict device, "
+            "DEVICE=cpu on CPU ranks"
+        )
+    return device.type, f"{torch.accelerator.device_count()} × {devices.name(device)}"
+
+
+def record(kind: str, name: str, counts: dict[str, int], commit: str) -> dict[str, Any]:
+    """A row of the page's table."""
+    return {
+        "type": kind,
+        "device": name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "passed": counts["tests"] - counts["skipped"],
+        "skipped": counts["skipped"],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit,
+    }
+
+
+def keep(row: dict[str, Any]) -> None:
+    """Add the row to the results, in place of an older one of this device and torch, and renew the page."""
+    rows = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
+    rows = [old for old in rows if (old["device"], old["torch"]) != (row["device"], row["torch"])]
+    RESULTS.write_text(json.dumps([*rows, row], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    DEVICES.write_text(devices_page(), encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        kind, name = tested_device(os.environ.get("DEVICE", ""))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    git = ("git", "describe", "--always", "--dirty", "--exclude", "*")
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "--device", kind, f"--junitxml={report}", *TESTS, *arguments]
+        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+            return code
+        (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    row = record(kind, name, {count: int(suite.attrib[count]) for count in ("tests", "skipped")}, commit)
+    if arguments:
+        print("not recorded: ARGS may have left tests out")
+    elif row["passed"]:
+        keep(row)
+        print(f"recorded in {RESULTS.relative_to(ROOT)} and {DEVICES.relative_to(ROOT)}: please share them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

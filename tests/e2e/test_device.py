@@ -1,0 +1,35 @@
+"""The commands on this machine's accelerator: `make test-device` (on CPU ranks other files test the same)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import device_count
+from tests.e2e.command import Outcome, metrics, miniature, shardwise
+
+ONE = ("--nproc", "1", "--run-dir", "run")
+
+
+@pytest.fixture(autouse=True)
+def accelerator(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--device") == "cpu":
+        pytest.skip("needs an accelerator: make test-device")
+
+
+def test_a_run_resumes_on_the_accelerator(tmp_path: Path) -> None:
+    def train(*keys: str) -> Outcome:
+        return shardwise("train", miniature(tmp_path), *keys, *ONE, at=tmp_path).succeeded()
+
+    train("train.stop_after=2")
+    assert "cpu" not in train().out.partition("step")[0].lower(), "the summary at the start names the CPU"
+    steps = metrics(tmp_path / "run", "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_layouts_train_like_one_process_there_and_on_the_cpu(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """With a single device, that is the accelerator against the CPU."""
+    nproc = str(min(2, device_count(pytestconfig.getoption("--device"))))
+    options = ("--devices", "cpu", "accelerator", "--nproc", nproc, "--steps", "2")
+    done = shardwise("verify", "llama2-tiny", *options, at=tmp_path)
+    assert done.code == 0, done.out + done.err
