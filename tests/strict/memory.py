@@ -56,11 +56,8 @@ def step_peak(config: Config) -> tuple[int, int]:
     data: Any = make_data(config.model.vocab_size, length=config.train.sequence_length, pairs=pairs)
     gc.collect()  # what an earlier cell left in cycles would be freed in the middle of this one
     before = torch.accelerator.memory_allocated()
-    fused = (
-        patch.object(F, "scaled_dot_product_attention", fused_attention),
-        patch.object(norm, "_rms_norm", fused_norm),
-    )
-    with fused[0], fused[1]:
+    attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
+    with attention, patch.object(norm, "_rms_norm", fused_norm):
         trainer = build_trainer(config, mesh, data)
         trainer.step()
         torch.accelerator.reset_peak_memory_stats()

@@ -320,8 +320,8 @@ def _mask_hashing(case: Case) -> tuple[int, int]:
     """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
 
     A mask is hashed chunk by chunk. For each element of a chunk there are two 64-bit integers at a time, and one more
-    that all samples of the micro-batch share: the element's number within its sample. In bfloat16 the scores are held beside
-    the probabilities in float32 and in bfloat16; in float32 they take the place of P after dropout.
+    that all samples of the micro-batch share: the element's number within its sample. In bfloat16 the scores are held
+    beside the probabilities in float32 and in bfloat16; in float32 they take the place of P after dropout.
     """
     if case.config.train.dropout_mode != "invariant":
         return 0, 0
