@@ -141,7 +141,7 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         loss=_loss(case) if stage.is_last else 0,
         loss_kept=_loss_gradients(case) if stage.is_last else 0,
         backward=blocks.peak + embedding + head - received,
-        last=_embedding_gradient(case) + head if stage.is_first else 0,
+        last=_embedding_gradient(case, tied=head > 0) + head if stage.is_first else 0,
         waiting=len(stage.layers) * waiting_bytes(case),
         reduction=reduction,
         onwards=onwards,
@@ -238,9 +238,14 @@ def _rotary_tables(case: Case) -> int:
     return stages * case.a * case.config.train.sequence_length * case.model.rotary_dim
 
 
-def _embedding_gradient(case: Case) -> int:
-    """The gradients of the embedding's output and of its weight; activations and loss are free by then."""
-    return case.gathered_bytes + case.gradient_bytes(case.local.vocabulary * case.model.hidden_size)
+def _embedding_gradient(case: Case, *, tied: bool) -> int:
+    """The gradients of the embedding's output and of its weight; activations and loss are free by then.
+
+    A tied head's gradient is added to that of the weight once both have the gradients' dtype. Their sum is a new tensor.
+    """
+    elements, cast = case.local.vocabulary * case.model.hidden_size, DTYPE_BYTES[case.precision.gradient]
+    weight = case.gradient_bytes(elements)
+    return case.gathered_bytes + (max(weight, 2 * cast * elements) if tied else weight)
 
 
 def _reduction(case: Case) -> int:
