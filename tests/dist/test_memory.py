@@ -158,7 +158,7 @@ def configuration(model: str, dropout: str | None, tensor: int, recompute: str, 
     train = {"recompute": recompute, "dropout_mode": dropout or "fast", "sequence_length": 128, "micro_batch": 2}
     return make_config(
         model=SIZES | (FAMILIES | FACTS)[model] | p,
-        parallel={"tensor": tensor, "sequence": tensor > 1},
+        parallel={"tensor": tensor, "sequence": tensor > 1} | sections.pop("parallel", {}),
         train=train | sections.pop("train", {}),
         **sections,
     )

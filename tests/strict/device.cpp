@@ -430,6 +430,8 @@ void record_stream(Tensor&, c10::Stream) {}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  // torch would compute it by several operators, whose memory no accelerator's kernel needs.
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);

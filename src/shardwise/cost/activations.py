@@ -320,7 +320,8 @@ def _mask_hashing(case: Case) -> tuple[int, int]:
     """Bytes that hashing a layout-invariant mask needs: of the probabilities; inside the MLP and of what is added to x.
 
     A mask is hashed chunk by chunk. For each element of a chunk there are two 64-bit integers at a time, and one more
-    that all samples of the micro-batch share: the element's number within its sample.
+    that all samples of the micro-batch share: the element's number within its sample. In bfloat16 the scores are held
+    beside the probabilities in float32 and in bfloat16; in float32 they take the place of P after dropout.
     """
     if case.config.train.dropout_mode != "invariant":
         return 0, 0
@@ -328,4 +329,4 @@ def _mask_hashing(case: Case) -> tuple[int, int]:
     hidden = max(case.mask_elements, case.inner_mask_elements)
     chunks = (min(core, MASK_CHUNK_ELEMENTS), min(hidden, MASK_CHUNK_ELEMENTS))
     of_core, of_hidden = (_INT64 * (2 * chunk + chunk // case.config.train.micro_batch) for chunk in chunks)
-    return of_core, of_hidden
+    return of_core + (case.a * core if case.a != _FLOAT32 else 0), of_hidden

@@ -20,7 +20,7 @@ from shardwise.cost.activations import (
 from shardwise.cost.buckets import bucket_shapes
 from shardwise.cost.case import Case
 from shardwise.cost.flight import Pass, Peak, peak
-from shardwise.plan.chunks import loss_chunk_elements
+from shardwise.plan.chunks import loss_chunk_elements, rounding_chunk_elements
 from shardwise.plan.order import action_order
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.stage import Stage, rank_of
@@ -41,8 +41,9 @@ class MemoryEstimate:
             parameters; with ZeRO a data-parallel rank has 1/d of them.
         activations: what micro-batches keep for their backward pass: one, or in a pipeline as many as are in flight.
         loss: the head's live weight gradient, the gradient of its input, and one chunk of logits.
-        buffers: rotary tables; and what recompute, the gradients of activations and the reduction need at the peak,
-            beyond the memory that activations and loss have freed by then.
+        buffers: rotary tables; the numbers of elements for stochastic rounding; and what recompute, the gradients of
+            activations, the reduction and stochastic rounding need at the peak, beyond the memory that activations and
+            loss have freed by then.
         pipeline: what is received from other stages, for all micro-batches of a step, and what is sent to them.
     """
 
@@ -92,13 +93,14 @@ def _memory(case: Case) -> MemoryEstimate:
     shard = elements // case.layout.data if case.config.optimizer.zero else elements
     moments_and_master = 2 if case.precision.parameter == case.precision.optimizer else 3
     step = _step_peak(case)
+    numbers, rounding = _rounding(case)
     return MemoryEstimate(
         parameters=elements * DTYPE_BYTES[case.precision.parameter],
         gradients=elements * DTYPE_BYTES[case.precision.gradient],
         optimizer=moments_and_master * shard * DTYPE_BYTES[case.precision.optimizer],
         activations=step.activations,
         loss=step.forward - step.activations,
-        buffers=_rotary_tables(case) + step.whole - step.forward,
+        buffers=_rotary_tables(case) + numbers + max(step.whole, rounding) - step.forward,
         pipeline=_received(case) + step.sent,
     )
 
@@ -132,14 +134,14 @@ def _pass(case: Case, stage: Stage, reduction: int) -> Pass:
         to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
         onwards = x if to_next and not stage.is_last else 0
         back = x if to_previous and not stage.is_first else 0
-    table = case.a * case.local.vocabulary * case.model.hidden_size
+    table = DTYPE_BYTES[case.precision.gradient] * case.local.vocabulary * case.model.hidden_size
     head = table if stage.is_first and stage.is_last and case.model.tie_word_embeddings else 0
     return Pass(
         kept=kept - received,
         loss=_loss(case) if stage.is_last else 0,
         loss_kept=_loss_gradients(case) if stage.is_last else 0,
         backward=blocks.peak + embedding + head - received,
-        last=_embedding_gradient(case) + head if stage.is_first else 0,
+        last=_embedding_gradient(case, tied=head > 0) + head if stage.is_first else 0,
         waiting=len(stage.layers) * waiting_bytes(case),
         reduction=reduction,
         onwards=onwards,
@@ -236,9 +238,14 @@ def _rotary_tables(case: Case) -> int:
     return stages * case.a * case.config.train.sequence_length * case.model.rotary_dim
 
 
-def _embedding_gradient(case: Case) -> int:
-    """The gradients of the embedding's output and of its weight; activations and loss are free by then."""
-    return case.gathered_bytes + case.gradient_bytes(case.local.vocabulary * case.model.hidden_size)
+def _embedding_gradient(case: Case, *, tied: bool) -> int:
+    """The gradients of the embedding's output and of its weight; activations and loss are free by then.
+
+    A tied head's gradient is added to that of the weight once both have the gradients' dtype. Their sum is a new tensor.
+    """
+    elements, cast = case.local.vocabulary * case.model.hidden_size, DTYPE_BYTES[case.precision.gradient]
+    weight = case.gradient_bytes(elements)
+    return case.gathered_bytes + (max(weight, 2 * cast * elements) if tied else weight)
 
 
 def _reduction(case: Case) -> int:
@@ -255,3 +262,17 @@ def _reduction(case: Case) -> int:
     sums_slices = not case.accelerator and case.config.optimizer.zero == 1
     copies = int(precision.reduce != precision.gradient) + int(sums_slices)
     return copies * under_way * DTYPE_BYTES[precision.reduce]
+
+
+def _rounding(case: Case) -> tuple[int, int]:
+    """What stochastic rounding holds all the time, and for a moment while a chunk of a bucket is updated.
+
+    All the time: an int32 number for each element of a chunk. For a moment, of the elements of a bucket that the rank
+    updates, a chunk at most: the master, its gradient and two moments in float32, and in int32 the random words, the
+    bits of one tensor and its signs.
+    """
+    if case.precision.rounding != "stochastic":
+        return 0, 0
+    chunk = rounding_chunk_elements(case.accelerator)
+    owned = max(bucket.elements // bucket.slices for bucket in bucket_shapes(case))
+    return _FLOAT32 * chunk, 7 * _FLOAT32 * min(chunk, owned)

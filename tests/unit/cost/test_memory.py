@@ -243,8 +243,8 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
         precision={"mode": "mixed"},
     )
     memory = estimate(chosen)
-    head, embedding, cast = 2, 2, 4
-    gradients = (head + embedding + cast) * 500_000 * HIDDEN
+    head, embedding, total = 4, 4, 4
+    gradients = (head + embedding + total) * 500_000 * HIDDEN
     assert memory.activations + memory.loss + memory.buffers == gradients + 2 * 32 * HIDDEN  # and of x
 
 

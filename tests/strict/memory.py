@@ -1,0 +1,65 @@
+"""What a training step allocates on the strict device. Imported by ranks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.config import Config
+from shardwise.parallel import norm
+from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_data
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention by the CPU's fused kernel, which keeps what those of accelerators keep: its output and log-sum-exp.
+
+    torch computes it step by step on a device that it does not know. Nothing is dropped: a fused kernel draws its mask
+    again in its backward pass, and keeps none.
+    """
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=attn_mask
+    )[0]
+    return out
+
+
+def fused_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm that keeps its input and 1/rms, as torch's kernels for accelerators do.
+
+    torch computes it by single operations on a device that it does not know, which also keep the normalised input.
+    """
+    out: Tensor = norm._RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def step_peak(config: Config) -> tuple[int, int]:
+    """This rank's pipeline rank, and the most bytes that the second optimizer step holds, the model's included."""
+    torch.set_num_threads(1)
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
+    pairs = "nsp" in config.model.objectives
+    data: Any = make_data(config.model.vocab_size, length=config.train.sequence_length, pairs=pairs)
+    gc.collect()  # what an earlier cell left in cycles would be freed in the middle of this one
+    before = torch.accelerator.memory_allocated()
+    attention = patch.object(F, "scaled_dot_product_attention", fused_attention)
+    with attention, patch.object(norm, "_rms_norm", fused_norm):
+        trainer = build_trainer(config, mesh, data)
+        trainer.step()
+        torch.accelerator.reset_peak_memory_stats()
+        trainer.step()
+    return mesh.pp.rank, torch.accelerator.max_memory_allocated() - before
