@@ -241,7 +241,7 @@ def _rotary_tables(case: Case) -> int:
 def _embedding_gradient(case: Case, *, tied: bool) -> int:
     """The gradients of the embedding's output and of its weight; activations and loss are free by then.
 
-    A tied head's gradient is added to the weight's once both have the gradients' dtype; their sum is a new tensor.
+    A tied head's gradient is added to that of the weight, in the gradients' dtype. Their sum is a new tensor.
     """
     elements, cast = case.local.vocabulary * case.model.hidden_size, DTYPE_BYTES[case.precision.gradient]
     weight = case.gradient_bytes(elements)
