@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwise.config.load import config_from
-from shardwise.config.sections import Config
+from shardwise.config.sections import Config, share_of
 from shardwise.errors import ConfigError
 
 _FIXED_SECTIONS = ("model", "data")
@@ -54,7 +54,7 @@ def kept_batch(stored: Mapping[str, Any], config: Config) -> int | None:
     A run that was written before rules were keeps its number: by which rule it began is not known.
     """
     rule = config.train.batch_rule
-    if config.train.rule is None or stored["train"].get("batch_rule", rule) != rule:
+    if config.train.rule is None or share_of(stored["train"].get("batch_rule", rule)) != share_of(rule):
         return None
     number: int = _complete(stored)["train"]["global_batch"]
     return number
@@ -65,10 +65,7 @@ def kept_batch_note(stored: Mapping[str, Any], config: Config) -> str | None:
     kept = kept_batch(stored, config)
     if kept is None:
         return None
-    rule = config.train.batch_rule
-    is_known = "batch_rule" in stored["train"]
-    why = f"{rule} gave it when the run began" if is_known else "the run began before rules were stored"
-    return f"global batch: {kept} is kept, as {why}; train.global_batch=NUMBER changes it"
+    return f"global batch: {kept} is kept, as the run in this folder has it; train.global_batch=NUMBER changes it"
 
 
 def _complete(stored: Mapping[str, Any]) -> dict[str, Any]:

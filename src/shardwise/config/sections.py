@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -133,11 +134,24 @@ class TrainConfig(Section):
             reject([f"train.global_batch ({value!r}) must be a whole number, or 'N per M ranks'"])
         return value
 
+    @field_validator("batch_rule")
+    @classmethod
+    def _rule_is_one(cls, value: str | None) -> str | None:
+        if value is not None and share_of(value) is None:
+            reject([f"train.batch_rule ({value!r}) must be left out: train.global_batch='N per M ranks' gives a rule"])
+        return value
+
     @property
     def rule(self) -> tuple[int, int] | None:
         """(N, M) where the recipe gives the global batch as `N per M ranks`, and not as a number."""
         match = re.fullmatch(_BATCH_RULE, self.batch_rule or "") if self._by_rule else None
         return None if match is None else (int(match[1]), int(match[2]))
+
+
+def share_of(rule: str | None) -> Fraction | None:
+    """Sequences for each rank by a rule `N per M ranks`; None for another text."""
+    match = re.fullmatch(_BATCH_RULE, rule or "")
+    return None if match is None else Fraction(int(match[1]), int(match[2]))
 
 
 class OptimizerConfig(Section):

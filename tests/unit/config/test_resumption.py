@@ -86,10 +86,10 @@ def test_a_configuration_that_is_none_is_told() -> None:
 def test_a_run_says_why_it_keeps_its_batch() -> None:
     rule = load_config("llama2-tiny", ["train.global_batch=4 per 1 rank"])
     began = rule.with_batch_for(2).model_dump(mode="json")
-    assert kept_batch_note(began, rule) == (
-        "global batch: 8 is kept, as 4 per 1 rank gave it when the run began; train.global_batch=NUMBER changes it"
-    )
-    del began["train"]["batch_rule"]
-    assert (note := kept_batch_note(began, rule)) is not None
-    assert note.startswith("global batch: 8 is kept, as the run began before rules were stored; ")
+    note = "global batch: 8 is kept, as the run in this folder has it; train.global_batch=NUMBER changes it"
+    assert kept_batch_note(began, rule) == note
+    assert kept_batch_note(began, load_config("llama2-tiny", ["train.global_batch=8 per 2 ranks"])) == note, "the same"
+    assert kept_batch_note(began, load_config("llama2-tiny", ["train.global_batch=8 per 1 rank"])) is None
     assert kept_batch_note(began, load_config("llama2-tiny")) is None
+    del began["train"]["batch_rule"]
+    assert kept_batch_note(began, rule) == note, "a run of before rules were stored"

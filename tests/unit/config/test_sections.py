@@ -104,6 +104,8 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
     apply_overrides(values, ["train.global_batch=4"])
     assert config_from(values).train.batch_rule is None, "no rule gave this number"
     assert load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"]).train.batch_rule == "4 per 1 rank"
+    with pytest.raises(ConfigError, match=r"train.batch_rule \('junk'\) must be left out: train.global_batch='N per M"):
+        load_config("llama2-tiny", ["train.batch_rule=junk"])
     assert load_config("gpt3-23b", ["train.global_batch=8"]).with_batch_for(64).train.global_batch == 8
     for wrong in ("8 per node", "0 per 32 ranks", "8 per 0 ranks"):
         with pytest.raises(ConfigError, match=r"\('.*'\) must be a whole number, or 'N per M ranks'$"):
