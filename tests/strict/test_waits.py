@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
+
 from shardwise.config import Config
 from shardwise.testing import RankPool
 from tests.dist.checkpoints import make_trainer
@@ -21,12 +23,24 @@ def step(config: Config) -> device.Counters:
     return device.counters()
 
 
-def test_waits_of_a_step(strict: Callable[..., RankPool]) -> None:
-    """With 4 micro-batches. A change that takes a wait away takes it from this list too."""
-    found = strict(1).run(step, make_config())[0]
-    waits = Counter[str]()
-    for (_, line), count in found.waits.items():
-        waits[line.rpartition(" ")[2]] += count
-    assert waits == WAITS, found.waits
-    assert set(found.copies) == {"to device", "to host", "on device"}
-    assert found.copies["to host"] == (1, 12), "a step copies loss, norms and the number of targets to the host, once"
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        (1, {}),
+        (1, {"model": {"attention_dropout": 0.1}, "train": {"dropout_mode": "invariant", "recompute": "full"}}),
+        (2, {"parallel": {"tensor": 2, "sequence": True}}),
+        (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
+        (2, {"optimizer": {"zero": 1}}),
+    ],
+    ids=["one rank", "invariant dropout, full recompute", "TP 2 and sequence parallelism", "PP 2", "DP 2 with ZeRO-1"],
+)
+def test_waits_of_a_step(world: int, sections: dict[str, dict[str, object]], strict: Callable[..., RankPool]) -> None:
+    """Once on each rank, whatever the number of micro-batches."""
+    for rank, found in enumerate(strict(world).run(step, make_config(**sections))):
+        waits = Counter[str]()
+        for (_, line), count in found.waits.items():
+            waits[line.rpartition(" ")[2]] += count
+        assert waits == WAITS, f"rank {rank}: {found.waits}"
+        assert set(found.copies) == {"to device", "to host", "on device"}
+        number, size = found.copies["to host"]
+        assert (number, size) == (1, 12), "a step copies loss and norms to the host, once"
