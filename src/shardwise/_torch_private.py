@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 _COMPILER = "torch._dynamo"
@@ -25,6 +26,28 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
+
+
+def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGroup) -> tuple[Tensor, list[Tensor]]:
+    """x `[n, …, K]` of each of g ranks → `[g·n, …, K]`, and its products with weights `[K, N]`: piece by piece.
+
+    A CUDA operator that copies over NVLink through symmetric memory, which each rank of the group can address.
+    """
+    import torch.distributed._symmetric_memory  # defines the operator
+
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul(x, weights, 0, group.group_name)
+    return whole, products
+
+
+def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
+    """x `[g·n, …, K]` and weight `[K, N]` of each of g ranks → the sum of their products, this rank's `[n, …, N]`.
+
+    A CUDA operator, as `fused_all_gather_matmul`.
+    """
+    import torch.distributed._symmetric_memory  # defines the operator
+
+    out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 0, group.group_name)
+    return out
 
 
 def graph_is_kept() -> bool:

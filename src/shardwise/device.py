@@ -147,6 +147,15 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float64
 
 
+def shares_memory(device: torch.device, ranks: int) -> bool:
+    """Whether so many neighbouring ranks are on CUDA devices of one machine that read each other's memory."""
+    if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % ranks:
+        return False
+    first = (device.index or 0) // ranks * ranks
+    others = [other for other in range(first, first + ranks) if other != device.index]
+    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
+
+
 def has_fused_adamw(device: torch.device) -> bool:
     """Whether AdamW has a fused kernel there (`torch.optim.AdamW(fused=True)`)."""
     return device.type in ("cpu", "cuda")

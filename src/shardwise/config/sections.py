@@ -22,9 +22,12 @@ DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2}
 Rounding = Literal["nearest", "stochastic"]
 Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
+TensorOverlap = Literal["pieces", "symmetric_memory"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
 SINGLE_STAGE: tuple[Schedule, ...] = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
+SPLIT_BACKWARD: tuple[Schedule, ...] = ("interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute the gradients of weights apart from those of inputs."""
 V_SHAPED: tuple[Schedule, ...] = ("zbv", "dualpipev")
 """Schedules in which rank r of p holds stages r and 2p-1-r."""
 _MAX_SEED = 2**63 - 1
@@ -63,6 +66,34 @@ class ParallelConfig(Section):
         description="a rank's rows of embedding and output head are padded to a multiple of this; padding is no "
         "parameter and has neither probability nor gradient",
     )
+
+    tensor_overlap: TensorOverlap | None = Field(
+        default=None,
+        description="how the collectives of tensor-parallel layers run behind their matmuls: pieces = a quarter of the "
+        "sequence at a time, symmetric_memory = by torch's CUDA operators over NVLink, with sequence; null = in turn "
+        "with them; no effect with TP 1",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.tensor_overlap is None:
+            return self
+        if self.pipeline > 1 and self.schedule in SPLIT_BACKWARD:
+            reject(
+                [
+                    f"parallel.tensor_overlap ({self.tensor_overlap}) must be null with parallel.schedule "
+                    f"{self.schedule}, which computes the gradients that it overlaps apart from each other: choose "
+                    "another schedule, such as 1f1b"
+                ]
+            )
+        if self.tensor_overlap == "symmetric_memory" and not self.sequence:
+            reject(
+                [
+                    "parallel.tensor_overlap (symmetric_memory) must go with parallel.sequence (true): its operators "
+                    "gather and scatter the sequence"
+                ]
+            )
+        return self
 
     @property
     def ranks(self) -> int:

@@ -18,6 +18,7 @@ from shardwise.models.gpt_neox import GPTNeoX
 from shardwise.models.llama import Llama
 from shardwise.models.own import build_own, check_own
 from shardwise.parallel import ParallelEmbedding
+from shardwise.parallel.linear import set_overlap
 from shardwise.plan.partition import stage_plan
 
 __all__ = [
@@ -65,19 +66,21 @@ def build_model(
     """
     model = config.model
     if isinstance(model, OwnConfig):
-        return build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-    family = next(family for section, family in _FAMILIES.items() if isinstance(model, section))
-    return family(
-        model,
-        group,
-        sequence_parallel=sequence_parallel,
-        recompute=config.train.recompute,
-        part=part,
-        vocab_multiple=config.parallel.vocab_multiple,
-        seed=config.train.seed,
-        device=device,
-        dtype=dtype,
-    )
+        built = build_own(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+    else:
+        built = next(family for section, family in _FAMILIES.items() if isinstance(model, section))(
+            model,
+            group,
+            sequence_parallel=sequence_parallel,
+            recompute=config.train.recompute,
+            part=part,
+            vocab_multiple=config.parallel.vocab_multiple,
+            seed=config.train.seed,
+            device=device,
+            dtype=dtype,
+        )
+    set_overlap(built, config.parallel.tensor_overlap)
+    return built
 
 
 def build_stages(

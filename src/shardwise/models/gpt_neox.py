@@ -14,6 +14,7 @@ from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, 
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import ColumnParallelLinear
+from shardwise.parallel.linear import row_parallel_sum
 
 
 class InterleavedAttention(Attention):
@@ -65,10 +66,10 @@ class GPTNeoXBlock(nn.Module):
 
     def _attention_and_mlp(self, x: Tensor, context: Context) -> Tensor:
         attention, mlp = self.attention, self.mlp
-        attended = attention.out.multiply(attention.inner(self.input_layernorm(x), context))
-        partial = attended + mlp.down.multiply(mlp.inner(self.post_attention_layernorm(x), context))
-        y = attention.out.finish(partial)
-        return y + mlp.down.bias if mlp.down.bias is not None else y
+        return row_parallel_sum(
+            (attention.out, attention.inner(self.input_layernorm(x), context)),
+            (mlp.down, mlp.inner(self.post_attention_layernorm(x), context)),
+        )
 
 
 class GPTNeoX(CausalLM[GPTNeoXConfig]):

@@ -17,6 +17,7 @@ from shardwise import comm, placement
 from shardwise.mesh import Group, Ranks
 from shardwise.parallel.arguments import refuse_unknown, sharing_group
 from shardwise.parallel.matmul import linear
+from shardwise.parallel.overlap import Overlap, gather_and_multiply, multiply_and_sum, usable
 from shardwise.placement import Init
 
 DEFAULT_INIT = Init.normal(0.02)
@@ -82,7 +83,12 @@ class _ColumnParallel(placement.PlacedModule):
 
     weight: `[Σ outputs · copies / g, I]`. The parts stand one after the other in the local tensor. Parts of the same
     name are one canonical layer, whose outputs they are in that order.
+
+    Attributes:
+        overlap: whether it communicates behind its matmuls, and how (`parallel/overlap.py`); None: in turn with them.
     """
+
+    overlap: Overlap | None = None
 
     def __init__(
         self,
@@ -135,6 +141,9 @@ class _ColumnParallel(placement.PlacedModule):
 
     def project(self, x: Tensor) -> Tensor:
         """x `[S/g, B, I]` with sequence parallelism, else `[S, B, I]` → all parts `[S, B, Σ local outputs]`."""
+        if how := usable(self.overlap, x, self.group):
+            sequence = self.sequence_parallel_enabled
+            return gather_and_multiply(x, self.weight, self.bias, self.group, how, sequence=sequence)
         enter = comm.gather_sequence if self.sequence_parallel_enabled else comm.copy_to_group
         return self.multiply(enter(x, self.group))
 
@@ -287,9 +296,14 @@ class RowParallelLinear(placement.PlacedModule):
     reduce-scatter (its gradient: an all-gather). The bias is whole on every rank and added once, after the sum; with
     sequence parallelism each rank sees part of the sequence, so its gradient is partial, which its placement says.
 
+    Attributes:
+        overlap: as in the column-parallel layers.
+
     Raises:
         ValueError: `input_size` is not divisible by the group's size; sequence parallelism without `input_is_parallel`.
     """
+
+    overlap: Overlap | None = None
 
     def __init__(
         self,
@@ -327,24 +341,38 @@ class RowParallelLinear(placement.PlacedModule):
             self.bias = placement.make_parameter((output_size,), (piece,), group, **where)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.input_is_parallel:
-            x = comm.split_last(x, self.group)
-        return self.finish(self.multiply(x))
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """This rank's term of the sum: x `[S, B, I/g]` → `[S, B, O]`. No communication, no bias."""
-        y: Tensor = linear(x, self.weight)
-        return y
-
-    def finish(self, partial: Tensor) -> Tensor:
-        """Sum the ranks' terms and add the bias: `[S, B, O]`, or `[S/g, B, O]` with sequence parallelism."""
-        leave = comm.scatter_sum_sequence if self.sequence_parallel_enabled else comm.reduce_from_group
-        y = leave(partial, self.group)
-        return y if self.bias is None else y + self.bias
+        return row_parallel_sum((self, x if self.input_is_parallel else comm.split_last(x, self.group)))
 
     def extra_repr(self) -> str:
         shape = tuple(self.weight.shape)
         return f"weight={shape} of {self.group}, sequence_parallel={self.sequence_parallel_enabled}"
+
+
+def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
+    """The sum of the outputs of several row-parallel layers of one group, with one collective.
+
+    Args:
+        terms: layers, each with its input as `input_is_parallel` has it: `[S, B, I/g]`.
+    """
+    layer, x = terms[0]
+    sequence = layer.sequence_parallel_enabled
+    if how := usable(layer.overlap, x, layer.group):
+        y = multiply_and_sum([(x, layer.weight) for layer, x in terms], layer.group, how, sequence=sequence)
+    else:
+        partial = linear(x, layer.weight)
+        for other, x in terms[1:]:
+            partial = partial + linear(x, other.weight)
+        y = (comm.scatter_sum_sequence if sequence else comm.reduce_from_group)(partial, layer.group)
+    for layer, _ in terms:
+        y = y if layer.bias is None else y + layer.bias
+    return y
+
+
+def set_overlap(model: nn.Module, how: Overlap | None) -> None:
+    """Let all column- and row-parallel layers of a model communicate behind their matmuls; None: in turn with them."""
+    for module in model.modules():
+        if isinstance(module, _ColumnParallel | RowParallelLinear):
+            module.overlap = how
 
 
 class ReplicatedLinear(placement.PlacedModule):

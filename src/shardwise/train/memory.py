@@ -52,7 +52,7 @@ def _of_allocator(device: torch.device) -> str:
 
 
 def require_accelerator(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:
-    """Check before the start that this rank's accelerator can train the model; nothing is checked on a CPU.
+    """Check before the start that this rank's device can train the model; memory is not checked on a CPU.
 
     Returns:
         a warning where the estimate of the whole step exceeds the memory: of that a part is allocated and freed by
@@ -60,8 +60,16 @@ def require_accelerator(config: Config, layout: Layout, rank: int, device: torch
 
     Raises:
         ConfigError: parameters, gradients and optimizer state alone, which are exact, need more memory than the
-            accelerator has, or it does not compute in the dtype of the parameters.
+            accelerator has; it does not compute in the dtype of the parameters; or it shares no memory with those of
+            its tensor-parallel ranks, and `parallel.tensor_overlap` needs that.
     """
+    in_memory = config.parallel.tensor_overlap == "symmetric_memory" and layout.tensor > 1
+    if in_memory and not devices.shares_memory(device, layout.tensor):
+        raise ConfigError(
+            "parallel.tensor_overlap (symmetric_memory) must be pieces or null where the tensor-parallel ranks "
+            f"({layout.tensor}) are not on CUDA devices of one machine that read each other's memory: this one is "
+            f"{devices.name(device)}"
+        )
     if device.type == "cpu":
         return None
     precision = config.precision.resolved(accelerator=True)
