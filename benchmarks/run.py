@@ -31,15 +31,17 @@ SECTIONS = {
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
     "overlap": "reductions and gathers behind computation, beside torch DDP, on an accelerator in software (slow: only "
     "when named)",
+    "tensor_overlap": "tensor-parallel collectives behind matmuls, on CPU ranks and an accelerator in software (slow: "
+    "only when named)",
     "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
-ONLY_WHEN_NAMED = ("overlap", "parity", "precision", "data_prepare")
+ONLY_WHEN_NAMED = ("overlap", "tensor_overlap", "parity", "precision", "data_prepare")
 
 
 def main() -> None:
-    listing = "\n".join(f"  {name:13} {text}" for name, text in SECTIONS.items())
+    listing = "\n".join(f"  {name:14} {text}" for name, text in SECTIONS.items())
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=f"sections:\n{listing}", formatter_class=argparse.RawDescriptionHelpFormatter
     )

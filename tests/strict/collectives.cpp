@@ -25,6 +25,7 @@ using Op = c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 const int64_t kDelay = setting("STRICT_DELAY", 200);  // microseconds at most before each operation
 const int64_t kLeastDelay = setting("STRICT_LEAST_DELAY", 0);  // and at least
+const int64_t kBandwidth = setting("STRICT_BANDWIDTH", 0);  // megabytes a second, which are bytes a microsecond; 0: no limit
 const bool kSplits = setting("STRICT_CUDA_LIKE", 1);
 constexpr int kAcknowledge = 1 << 20, kBatched = 1 << 21;  // added to tags
 
@@ -159,7 +160,13 @@ struct StrictBackend final : c10d::Backend {
   WorkPtr start(Op op, std::vector<Loan> loans, std::function<void()> job, const std::string& pair = "") {
     for (auto& loan : loans) if (!loan.left.defined()) poison(inside(loan.outer));
     for (auto& loan : loans) if (!loan.left.defined()) loan.left = inside(loan.outer).clone();
-    return c10::make_intrusive<StrictWork>(rank_, op, queue(pair).add(std::move(job)), std::move(loans));
+    int64_t most = 0;
+    for (const auto& loan : loans) most = std::max<int64_t>(most, loan.bytes.nbytes());
+    auto slowed = [most, job = std::move(job)] {
+      if (kBandwidth) std::this_thread::sleep_for(std::chrono::microseconds(most / kBandwidth));
+      job();
+    };
+    return c10::make_intrusive<StrictWork>(rank_, op, queue(pair).add(std::move(slowed)), std::move(loans));
   }
   // Of tensors that are input and output in one.
   template <class Call>

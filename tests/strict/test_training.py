@@ -17,6 +17,7 @@ STEPS = 3
 CELLS = small(
     Cell("llama"),
     Cell("llama", tensor=2, sequence=True),
+    Cell("llama", tensor=2, sequence=True, overlap="pieces"),
     Cell("gpt", data=2, zero=1),
     Cell("llama", schedule="1f1b", pipeline=2),
 )

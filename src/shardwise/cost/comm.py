@@ -136,8 +136,9 @@ def _backward(case: Case) -> list[Transfer]:
     transfers = []
     if case.config.train.recompute == "full":
         # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
-        # repeated only if dropout (its mask) or a norm (its input) saves something after it.
-        ends_with_sum = case.model.norm_place == "input" and not case.drops_hidden
+        # repeated only if dropout (its mask) or a norm (its input) saves something after it, or if both are in one.
+        in_one = case.config.parallel.tensor_overlap is not None
+        ends_with_sum = case.model.norm_place == "input" and not case.drops_hidden and not in_one
         transfers = _regions(case, 2, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(case, "recomputed "))
     transfers.append(_query_key_squares(case, "gradients of "))

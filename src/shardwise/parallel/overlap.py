@@ -77,7 +77,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         pending = comm.Pending(dy)
         dw = None
         if ctx.needs_input_grad[0]:
-            dx = linear(dy, weight.t())
+            dx = linear(dy, weight.t()).contiguous()
             if ctx.sequence:
                 out = dx.new_empty(dx.shape[0] // ctx.group.size, *dx.shape[1:])
                 pending = comm.reduce_scatter_async(dx, ctx.group, out=out)
@@ -111,8 +111,9 @@ class _MultiplyAndSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        count = len(ctx.saved_tensors) // 2
-        xs, weights = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        terms = ctx.saved_tensors
+        count = len(terms) // 2
+        xs, weights = terms[:count], terms[count:]
         turned = [weight.t() for weight in weights]
         if ctx.sequence:
             dxs, dy = _gather_and_multiply(dy, turned, ctx.group, ctx.how)

@@ -1,0 +1,113 @@
+"""Tensor-parallel layers that communicate behind their matmuls, against the same layers that do not."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.mesh import Group
+from shardwise.parallel import ColumnParallelLinear, RowParallelLinear
+from shardwise.parallel.linear import row_parallel_sum, set_overlap
+from shardwise.parallel.overlap import PIECES
+from tests.dist.dense import check, error, fill, mesh, random, run
+
+S, B, INPUTS, INNER = 20, 3, 12, 16
+"""At TP 4 a rank has five rows, which are no multiple of the pieces."""
+
+
+class Block(nn.Module):
+    """Two column-parallel layers of one input, and one sum of two row-parallel layers."""
+
+    def __init__(self, group: Group, sequence: bool) -> None:
+        super().__init__()
+        options: Any = {"sequence_parallel_enabled": sequence, "seed": 1, "group": group}
+        self.into = nn.ModuleList(
+            ColumnParallelLinear(INPUTS, INNER, i == 0, False, name=f"in{i}", **options) for i in range(2)
+        )
+        self.out = nn.ModuleList(
+            RowParallelLinear(INNER, INPUTS, i == 0, True, name=f"out{i}", **options) for i in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (layer(x) for layer in self.into)
+        return row_parallel_sum((self.out[0], torch.tanh(first)), (self.out[1], torch.tanh(second * first)))  # type: ignore[arg-type]
+
+
+def _use_symmetric_memory_of_cpu() -> None:
+    """Give torch's CUDA operators the plain collectives that torch has for their shapes, on the CPU."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    if not _LIBRARIES:
+        library = torch.library.Library("symm_mem", "IMPL")
+        library.impl("fused_all_gather_matmul", symmetric._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+        _LIBRARIES.append(library)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def both(tp: int, sequence: bool, how: Any, rows: int, frozen: bool) -> tuple[dict[str, float], dict[str, int]]:
+    """Errors against the plain layers, and how many more collectives there are."""
+    if how == "symmetric_memory":
+        _use_symmetric_memory_of_cpu()
+    group = mesh(tp).tp
+    plain = Block(group, sequence)
+    fill(plain)
+    other = copy.deepcopy(plain)
+    set_overlap(other, how)
+    x = random(group.rank if sequence else 1, rows // tp if sequence else rows, B, INPUTS)
+    pull = random(5 + group.rank if sequence else 5, *x.shape)
+    found, calls = [], []
+    for block in (plain, other):
+        if frozen:
+            block.into[0].requires_grad_(False)
+        group.meter.reset()
+        mine = x.clone().requires_grad_(not frozen)
+        y = block(mine)
+        (y * pull).sum().backward()
+        gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+        found.append({"output": y.detach(), "input": mine.grad} | gradients)
+        calls.append(dict(group.meter.calls))
+    assert found[0].keys() == found[1].keys()
+    errors = {
+        name: error(found[1][name], wanted)  # type: ignore[arg-type]
+        for name, wanted in found[0].items()
+        if wanted is not None
+    }
+    assert all((found[1][name] is None) == (wanted is None) for name, wanted in found[0].items())
+    return errors, {kind: calls[1][kind] - count for kind, count in calls[0].items()}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("sequence", "how"), [(True, "pieces"), (False, "pieces"), (True, "symmetric_memory")])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_outputs_and_gradients_are_those_of_the_plain_layers(
+    tp: int, sequence: bool, how: str, frozen: bool, ranks: Any
+) -> None:
+    for rows in (S, tp):  # one row on each rank is one piece
+        errors, more = zip(*run(ranks, tp, both, tp, sequence, how, rows, frozen), strict=True)
+        check(list(errors))
+        count = min(PIECES, rows // tp if sequence else rows) if how == "pieces" else 1
+        # Pieces are one sum of outputs, and with sequence parallelism the gathers of two inputs and one gradient.
+        wanted = {"all_gather": 3 * (count - 1), "reduce_scatter": count - 1} if sequence else {"all_reduce": count - 1}
+        assert more[0] == wanted, f"{how} makes {more[0]} more collectives than the plain layers"
+
+
+def refused(tp: int) -> str:
+    layer = ColumnParallelLinear(INPUTS, INNER, name="in", seed=1, group=mesh(tp).tp, gather_output=False)
+    set_overlap(layer, "pieces")
+    x = random(1, S, B, INPUTS).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    try:
+        dx.sum().backward()
+    except RuntimeError as refusal:
+        return str(refusal)
+    return "accepted"
+
+
+def test_gradients_of_gradients_are_refused_and_not_wrong(ranks: Any) -> None:
+    for text in run(ranks, 2, refused, 2):
+        assert "once_differentiable" in text
