@@ -111,3 +111,17 @@ def refused(tp: int) -> str:
 def test_gradients_of_gradients_are_refused_and_not_wrong(ranks: Any) -> None:
     for text in run(ranks, 2, refused, 2):
         assert "once_differentiable" in text
+
+
+def under_autocast(tp: int) -> list[str]:
+    layer = RowParallelLinear(INNER, INPUTS, False, True, name="out", seed=1, group=mesh(tp).tp)
+    set_overlap(layer, "pieces")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(random(1, S, B, INNER // tp).requires_grad_())
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    return [str(y.dtype), str(layer.weight.grad.dtype)]
+
+
+def test_under_autocast_layers_compute_as_ever(ranks: Any) -> None:
+    assert run(ranks, 2, under_autocast, 2) == [["torch.bfloat16", "torch.float32"]] * 2

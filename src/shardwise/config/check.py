@@ -6,7 +6,7 @@ from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig, OwnConfig
 from shardwise.config.pipeline import pipeline_problems
-from shardwise.config.sections import Config
+from shardwise.config.sections import SPLIT_BACKWARD, Config
 from shardwise.errors import ConfigError, listing
 
 
@@ -30,7 +30,12 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     except ConfigError as error:
         problems = error.problems
     problems += pipeline_problems(config, micro_batches)
-    problems += _tensor_problems(config, sequence) + _schedule_problems(config) + _masking_problems(config)
+    problems += (
+        _tensor_problems(config, sequence)
+        + _overlap_problems(config)
+        + _schedule_problems(config)
+        + _masking_problems(config)
+    )
     problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
     problems += _mark_problems(config)
     if layout is None or problems:
@@ -92,6 +97,22 @@ def _tensor_problems(config: Config, sequence: bool) -> list[str]:
     valid = [degree for degree in range(1, most + 1) if not _tensor_misfits(model, degree, length_to_cut)]
     degrees = f"valid degrees are {listing(valid)}" if len(valid) > 1 else "the only valid degree is 1"
     return [f"parallel.tensor ({tensor}) must {reason}: {degrees}" for reason in reasons]
+
+
+def _overlap_problems(config: Config) -> list[str]:
+    parallel = config.parallel
+    how, problems = parallel.tensor_overlap, []
+    if how is not None and parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"parallel.tensor_overlap ({how}) must be null with parallel.schedule {parallel.schedule}, which computes "
+            "the gradients that it overlaps apart from each other: choose another schedule, such as 1f1b"
+        )
+    if how == "symmetric_memory" and not parallel.sequence:
+        problems.append(
+            f"parallel.tensor_overlap ({how}) must go with parallel.sequence (true): its operators gather and scatter "
+            "the sequence"
+        )
+    return problems
 
 
 def _tensor_misfits(model: ModelConfig, tensor: int, sequence_length: int | None) -> list[str]:

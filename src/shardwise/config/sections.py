@@ -74,27 +74,6 @@ class ParallelConfig(Section):
         "with them; no effect with TP 1",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> ParallelConfig:
-        if self.tensor_overlap is None:
-            return self
-        if self.pipeline > 1 and self.schedule in SPLIT_BACKWARD:
-            reject(
-                [
-                    f"parallel.tensor_overlap ({self.tensor_overlap}) must be null with parallel.schedule "
-                    f"{self.schedule}, which computes the gradients that it overlaps apart from each other: choose "
-                    "another schedule, such as 1f1b"
-                ]
-            )
-        if self.tensor_overlap == "symmetric_memory" and not self.sequence:
-            reject(
-                [
-                    "parallel.tensor_overlap (symmetric_memory) must go with parallel.sequence (true): its operators "
-                    "gather and scatter the sequence"
-                ]
-            )
-        return self
-
     @property
     def ranks(self) -> int:
         """Ranks of one copy of the model."""
@@ -203,7 +182,12 @@ class OptimizerConfig(Section):
     )
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1] = Field(default=1, description="1 shards optimizer state over data parallelism (ZeRO-1)")
-    bucket_mib: float = Field(default=25.0, gt=0, description="size of a gradient-reduction bucket in MiB")
+    bucket_mib: float | None = Field(
+        default=None,
+        gt=0,
+        description="MiB of gradients that are reduced at once; null = √(gradients · data-parallel ranks · 1 MiB, "
+        "or 1/8 MiB on CPUs), at least 1",
+    )
 
     @field_validator("zero", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.config import DTYPE_BYTES
 from shardwise.cost.case import Case
-from shardwise.plan.buckets import offsets_and_length, packed
+from shardwise.plan.buckets import bucket_bytes, offsets_and_length, packed
 from shardwise.plan.parameters import LocalParameter, local_parameters
 
 _MIB = 2**20
@@ -44,7 +44,7 @@ class BucketShape:
 
 
 def bucket_shapes(case: Case) -> list[BucketShape]:
-    """The rank's buckets of at most `optimizer.bucket_mib` of gradients, in the order in which they are begun.
+    """The rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
 
     Matrices, which weight decay applies to, and vectors are in separate buckets. A parameter at both ends of a pipeline
     has a bucket to itself.
@@ -56,8 +56,12 @@ def bucket_shapes(case: Case) -> list[BucketShape]:
     shapes = []
     for matrices in (True, False):
         group = [parameter for parameter in stored if parameter.matrix == matrices]
-        sizes = ((parameter.at_both_ends, gradient * parameter.elements) for parameter in group)
-        for indices in packed(sizes, optimizer.bucket_mib * _MIB):
+        sizes = [(parameter.at_both_ends, gradient * parameter.elements) for parameter in group]
+        if optimizer.bucket_mib is not None:
+            most = optimizer.bucket_mib * _MIB
+        else:
+            most = bucket_bytes(sum(size for _, size in sizes), layout.data, accelerator=case.accelerator)
+        for indices in packed(sizes, most):
             members = [group[index] for index in indices]
             offsets, length = offsets_and_length([member.elements for member in members], slices)
             shapes.append(BucketShape(tuple(zip(offsets, members, strict=True)), length, slices))

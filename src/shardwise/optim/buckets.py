@@ -19,7 +19,7 @@ from shardwise._torch_private import version_of
 from shardwise.comm import Pending
 from shardwise.mesh import Group
 from shardwise.placement import Piece
-from shardwise.plan.buckets import offsets_and_length, packed
+from shardwise.plan.buckets import bucket_bytes, offsets_and_length, packed
 
 
 @dataclass(frozen=True)
@@ -275,19 +275,23 @@ class PartialGradients:
 def make_buckets(
     parameters: Sequence[nn.Parameter],
     group: Group,
-    cap_bytes: float,
+    cap_bytes: float | None,
     *,
     shard: bool,
     dtypes: Dtypes,
 ) -> list[Bucket]:
-    """Buckets of at most `cap_bytes` of gradients, packed as `plan.buckets.packed` says.
+    """Buckets of at most `cap_bytes` of gradients (None: `plan.buckets.bucket_bytes`), as `plan.buckets.packed` says.
 
-    A parameter that ranks of other pipeline stages hold too (a tied weight) shares a bucket only with its like: the
-    same elements must be owned by corresponding ranks of both stages, and the other parameters of the stages differ.
+    A parameter that ranks of other pipeline stages hold too (a tied weight) has a bucket to itself: the same elements
+    must be owned by corresponding ranks of both stages, and the other parameters of the stages differ.
     """
     sizes = [
-        ((p.dtype, p.device, _ranks_beyond(p)), p.numel() * (dtypes.gradient or p.dtype).itemsize) for p in parameters
+        ((p.dtype, p.device, _ranks_beyond(p) and i), p.numel() * (dtypes.gradient or p.dtype).itemsize)
+        for i, p in enumerate(parameters)
     ]
+    if cap_bytes is None:
+        accelerator = any(p.device.type not in ("cpu", "meta") for p in parameters)
+        cap_bytes = bucket_bytes(sum(size for _, size in sizes), group.size, accelerator=accelerator)
     return [
         Bucket([parameters[index] for index in indices], group, shard=shard, dtypes=dtypes)
         for indices in packed(sizes, cap_bytes)

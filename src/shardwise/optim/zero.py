@@ -76,7 +76,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         reduce_dtype: on the wire (default: as accumulated).
         shard: False keeps whole state on every rank and all-reduces gradients (plain data parallelism).
         average: False sums gradients over the group instead.
-        bucket_mib: gradients that travel together, in MiB.
+        bucket_mib: gradients that travel together, in MiB; None: by the model and the link (`plan.buckets`).
         rounding: `stochastic` computes the update in float32 and rounds masters and state to bfloat16, which
             `optimizer_dtype` must be, so that their mean is kept: `optim/rounding.py`.
         rounding_seed: of its random bits, which also depend on the step, the canonical tensor and the element.
@@ -104,14 +104,14 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         reduce_dtype: torch.dtype | None = None,
         shard: bool = True,
         average: bool = True,
-        bucket_mib: float = 25.0,
+        bucket_mib: float | None = None,
         rounding: Rounding = "nearest",
         rounding_seed: int = 0,
         **defaults: Any,
     ) -> None:
         if grad_clipping:
             require_max_norm(max_norm)
-        if not bucket_mib > 0:
+        if bucket_mib is not None and not bucket_mib > 0:
             raise ValueError(f"bucket_mib ({bucket_mib}) must be positive")
         require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults, further)
         self._inner_class = without_compiler(optimizer_class)
@@ -123,7 +123,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._mesh, self._world = mesh, mesh.world if mesh is not None else self.group
         self._tensor_ranks, self._stage = (mesh.tp.size, mesh.pp.rank) if mesh is not None else (1, 0)
         self.shard, self._average = shard, average
-        self._bucket_bytes = bucket_mib * 2**20
+        self._bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
         self._dtypes = Dtypes(gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32)
         self._defaults = defaults
         self._is_stochastic, self._rounding_seed = is_stochastic(rounding), rounding_seed

@@ -1,8 +1,8 @@
 """The matmuls of the sharded layers: torch's own, or oneDNN's where torch would run float32 at half the CPU's rate.
 
 On a CPU torch gives float32 matmuls to MKL, which keeps to a narrow code path on processors that are not Intel's: on a
-Zen 4 core it reaches 100 GFLOP/s where oneDNN reaches 230 (benchmarks/matmul.py). Elsewhere, and under `torch.compile`,
-these functions are the native operators.
+Zen 4 core it reaches 100 GFLOP/s where oneDNN reaches 230 (benchmarks/matmul.py). Elsewhere, and under
+`torch.compile` and `torch.autocast`, these functions are the native operators.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -56,5 +56,6 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
         and devices.cpu_prefers_onednn()
     )

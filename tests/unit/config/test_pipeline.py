@@ -116,6 +116,16 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
             "out",
         ),
         (
+            "pipeline=2 schedule=zbv tensor_overlap=pieces",
+            "parallel.tensor_overlap (pieces) must be null with parallel.schedule zbv, which computes the gradients "
+            "that it overlaps apart from each other: choose another schedule, such as 1f1b",
+        ),
+        (
+            "tensor_overlap=symmetric_memory",
+            "parallel.tensor_overlap (symmetric_memory) must go with parallel.sequence (true): its operators gather "
+            "and scatter the sequence",
+        ),
+        (
             "stages=[8]",
             "parallel.stages ([8]) must be left out with parallel.pipeline (1), which cuts no model: leave it out",
         ),
