@@ -106,10 +106,17 @@ def trained_embedding(config: Config, steps: int) -> dict[str, Any]:
     return {"parameters": len(held), "weight": canonical_weights(trainer.model).get(EMBEDDING)}
 
 
-@pytest.mark.parametrize(("schedule", "ends"), [("1f1b", {0: 1, 1: 1}), ("zbv", {0: 1, 1: 0})])
-def test_a_weight_tied_across_a_pipeline_stays_one(schedule: str, ends: dict[int, int], ranks: Any) -> None:
-    """Fault 13 of the reference, which cannot tie weights under a pipeline."""
-    parallel = {"pipeline": 2, "schedule": schedule, "tensor": 1}
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ends"), [("1f1b", [7, 1], {0: 1, 1: 1}), ("zbv", [2, 2, 2, 2], {0: 1, 1: 0})]
+)
+def test_a_weight_tied_across_a_pipeline_stays_one(
+    schedule: str, stages: list[int], ends: dict[int, int], ranks: Any
+) -> None:
+    """Fault 13 of the reference, which cannot tie weights under a pipeline.
+
+    In unequal stages with large buckets and many rows, its owners would be others where it shared a bucket.
+    """
+    parallel = {"pipeline": 2, "schedule": schedule, "stages": stages, "vocab_multiple": 1024}
     config = configuration("gpt tied", parallel=parallel, train={"micro_batch": 1}, optimizer={"bucket_mib": None})
     found = ranks(4).run(trained_embedding, config, 5)  # pipeline rank 0 is ranks 0 and 1
     assert {rank // 2: each["parameters"] for rank, each in enumerate(found)} == ends
