@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from report import Report, Table, target
 
 DELAY = 2000
 """Microseconds of each collective."""
-BEHIND, AFTER, DDP = "shardwise", "shardwise, gathers end with the step", "torch DDP and AdamW"
-WAYS = (BEHIND, AFTER, DDP)
+BEHIND, AFTER, PLAIN, DDP = (
+    "shardwise train",
+    "a loop of your own with accumulate(last=True)",
+    "a loop of your own without it",
+    "torch DDP and AdamW",
+)
+WAYS = (BEHIND, AFTER, PLAIN, DDP)
 CONFIG = {
     "model": {
         "family": "llama",
@@ -100,7 +106,7 @@ def steps(way: str) -> Any:
             optimizer.gathers.behind_forward(units(model), optimizer.buckets).__enter__()
 
         def step() -> None:
-            with optimizer.accumulate(last=True):
+            with nullcontext() if way == PLAIN else optimizer.accumulate(last=True):
                 model(ids_SB, ids_SB).backward()
             optimizer.step()
 
