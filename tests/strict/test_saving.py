@@ -17,13 +17,17 @@ BEFORE, AFTER = 2, 2
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"),
-    [({"tensor": 2, "sequence": True}, "float32"), ({}, "mixed")],
+    ("layout", "precision", "others"),
+    [
+        ({"tensor": 2, "sequence": True}, "float32", [{}, {"pipeline": 2, "schedule": "1f1b"}]),
+        ({}, "mixed", []),
+    ],
     ids=["TP 2 and sequence parallelism", "DP 2, mixed"],
 )
 def test_a_resumed_training_goes_on_the_same(
-    layout: dict[str, object], precision: str, strict: Strict, tmp_path: Path
+    layout: dict[str, object], precision: str, others: list[dict[str, object]], strict: Strict, tmp_path: Path
 ) -> None:
+    """Bit by bit at the same layout, and with the same losses at the others."""
     config = make_config(parallel=layout, precision={"mode": precision}, optimizer={"zero": 1})
     whole, _ = strict(2).run(run, config, BEFORE, AFTER, None, str(tmp_path))
     assert whole.saved[0].problem is None, whole.saved[0].problem
@@ -32,6 +36,10 @@ def test_a_resumed_training_goes_on_the_same(
     for kind, tensors in whole.at_end.items():
         for name, tensor in tensors.items():
             assert torch.equal(resumed.state[kind][name], tensor), f"{kind} of {name} differs at the end"
+    for other in others:
+        config = make_config(parallel=other, optimizer={"zero": 1})
+        resumed, _ = strict(2).run(run, config, AFTER, 0, step_folder(tmp_path, BEFORE), None)
+        assert resumed.losses == pytest.approx(whole.losses[BEFORE:], rel=1e-6), f"at {other or 'DP 2'}"
 
 
 def train_save_load(config: Config, root: str, default: str | None) -> tuple[list[float], int]:
