@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise.inference.sampling import Sampler
+from shardwise.inference import Sampler, generate
 from shardwise.testing import RankPool
 from tests.dist.checkpoints import canonical_state, load, make_trainer, run, save, step_folder
 from tests.dist.training import make_config
@@ -42,9 +43,9 @@ def test_a_resumed_training_goes_on_the_same(
         assert resumed.losses == pytest.approx(whole.losses[BEFORE:], rel=1e-6), f"at {other or 'DP 2'}"
 
 
-def train_save_load(config: Config, root: str, default: str | None) -> tuple[list[float], int]:
-    """Losses of a training that is saved and goes on from there, and a token drawn, with torch's default device."""
-    torch.set_default_device(default)
+def train_save_load(config: Config, root: str, default: bool) -> tuple[list[float], list[int]]:
+    """Losses of a training that is saved and goes on from there, and tokens drawn, with torch's default device."""
+    torch.set_default_device(torch.device("strict", torch.accelerator.current_device_index()) if default else None)
     try:
         trainer = make_trainer(config)
         losses = [trainer.step().loss for _ in range(BEFORE)]
@@ -53,16 +54,21 @@ def train_save_load(config: Config, root: str, default: str | None) -> tuple[lis
         load(resumed, step_folder(root, BEFORE))
         losses += [resumed.step().loss, resumed.evaluate()[0]]
         canonical_state(trainer)
-        token = Sampler(top_p=0.9).draw(torch.linspace(0, 1, 20, device=trainer.mesh.device))
+        written = [*generate(trainer.model, trainer.mesh, [5, 3, 8], 3, Sampler(top_p=0.9), parallel=config.parallel)]
     finally:
         torch.set_default_device(None)
-    return losses, token
+    return losses, written
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
-def test_torchs_default_device_changes_nothing(optimizer: str, strict: Strict, tmp_path: Path) -> None:
-    config = make_config(optimizer={"name": optimizer})
+@pytest.mark.parametrize(
+    ("optimizer", "layout"), [("adamw", {}), ("lamb", {"pipeline": 2, "schedule": "1f1b"})], ids=["alone", "PP 2"]
+)
+def test_torchs_default_device_changes_nothing(
+    optimizer: str, layout: dict[str, Any], strict: Strict, tmp_path: Path
+) -> None:
+    config = make_config(optimizer={"name": optimizer}, parallel=layout)
     wanted, found = (
-        strict(1).run(train_save_load, config, str(tmp_path / str(default)), default)[0] for default in (None, "strict")
+        strict(layout.get("pipeline", 1)).run(train_save_load, config, str(tmp_path / str(default)), default)
+        for default in (False, True)
     )
     assert found == wanted
