@@ -17,7 +17,7 @@ WAITS = {"Trainer.step": 1}
 
 
 def step(config: Config, default: bool) -> device.Counters:
-    """Of the second step, since the first makes the optimizer's state. default: whether it is torch's default device."""
+    """Of the second step, as the first makes the optimizer's state. default: whether this is torch's default device."""
     torch.set_default_device(torch.device("strict", torch.accelerator.current_device_index()) if default else None)
     try:
         trainer = make_trainer(config)

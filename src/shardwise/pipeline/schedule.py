@@ -91,7 +91,7 @@ class Pipeline:
         self._waiting = Counter(p for module in self._submodules for p in module.parameters())
         for module in self._submodules:
             module.compute = compute
-        numbers = torch.arange(self._micro_batches, device="cpu")
+        numbers = torch.arange(self._micro_batches)
         failure: Exception | None = None
         try:
             with _unlogged():
