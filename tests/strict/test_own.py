@@ -12,6 +12,7 @@ from shardwise.config import Config
 from shardwise.testing import RankPool
 from tests.dist import test_drift as drift
 from tests.dist import test_own_loop as loops
+from tests.dist import test_own_training as training
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
 from tests.strict.ranks import OnDevice
@@ -34,17 +35,30 @@ Strict = Callable[..., RankPool]
             {"optimizer_class": LAMB, "lr": 0.01},
         ),
         loops.test_tensor_parallel_ranks_skip_a_scaled_step_together,
+        training.test_plain_dropout_differs_between_replicas_micro_batches_and_steps_and_can_be_repeated,
     ],
     ids=lambda test: getattr(test, "func", test).__name__.removeprefix("test_"),
 )
 def test_loops_that_name_no_device(test: Callable[[Any], None], strict: Strict) -> None:
-    """What tests/dist/test_own_loop.py finds on the CPU, with `torch.set_default_device`."""
+    """What tests/dist finds on the CPU, with `torch.set_default_device`."""
     test(lambda size: OnDevice(strict(size)))
 
 
 def steps(config: Config) -> list[float]:
     trainer = make_trainer(config)
     return [*(trainer.step().loss for _ in range(3)), *trainer.evaluate()]
+
+
+def state_after_a_step() -> bool:
+    """Whether a step with dropout leaves the device's generator as it was, for what the user draws."""
+    trainer = training.trainer("Dropping")
+    before = torch.strict.get_rng_state()
+    trainer.step()
+    return torch.equal(torch.strict.get_rng_state(), before)
+
+
+def test_a_users_own_random_numbers_are_theirs(strict: Strict) -> None:
+    assert strict(1).run(state_after_a_step) == [True]
 
 
 def test_a_model_whose_layers_have_no_seed(strict: Strict) -> None:
