@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,14 @@ def losses(cell: cells.Cell, steps: int) -> list[float]:
     return cells.measure(cell, steps).losses
 
 
+def default_device(default: bool = True) -> AbstractContextManager[object]:
+    """Inside, this rank's device is torch's default, as after `torch.set_default_device`; not if `default` is false."""
+    return torch.device("strict", torch.accelerator.current_device_index()) if default else nullcontext()
+
+
 @dataclass(frozen=True)
 class OnDevice:
-    """Ranks whose functions make all tensors on the device, as a user's program does, and return tensors of the host.
+    """Ranks in whose functions the device is torch's default, and which return tensors of the host.
 
     Takes the place of CPU ranks in tests of programs that name no device.
     """
@@ -45,11 +51,8 @@ class OnDevice:
 
 
 def _on_device(function: Callable[..., Any], *args: Any) -> Any:
-    torch.set_default_device(torch.device("strict", torch.accelerator.current_device_index()))
-    try:
+    with default_device():
         return _to_host(function(*args))
-    finally:
-        torch.set_default_device(None)
 
 
 def _to_host(found: Any) -> Any:

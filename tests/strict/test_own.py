@@ -18,6 +18,7 @@ from tests.dist.training import make_config
 from tests.strict.ranks import OnDevice
 
 Strict = Callable[..., RankPool]
+scaled = loops.test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one
 
 
 @pytest.mark.parametrize(
@@ -28,12 +29,8 @@ Strict = Callable[..., RankPool]
         loops.test_layers_without_a_seed_agree_on_the_first_ranks,
         loops.test_clips_the_whole_models_gradient_by_hand_with_and_without_overlap,
         loops.test_clipping_half_reduced_gradients_by_torch_is_refused,
-        partial(loops.test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one, True, {}),
-        partial(
-            loops.test_all_ranks_skip_a_scaled_step_whose_gradient_is_not_finite_on_one,
-            False,
-            {"optimizer_class": LAMB, "lr": 0.01},
-        ),
+        partial(scaled, True, {}),
+        partial(scaled, False, {"optimizer_class": LAMB, "lr": 0.01}),
         loops.test_tensor_parallel_ranks_skip_a_scaled_step_together,
         training.test_plain_dropout_differs_between_replicas_micro_batches_and_steps_and_can_be_repeated,
     ],

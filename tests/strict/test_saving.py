@@ -12,6 +12,7 @@ from shardwise.inference import Sampler, generate
 from shardwise.testing import RankPool
 from tests.dist.checkpoints import canonical_state, load, make_trainer, run, save, step_folder
 from tests.dist.training import make_config
+from tests.strict.ranks import default_device
 
 Strict = Callable[..., RankPool]
 BEFORE, AFTER = 2, 2
@@ -45,8 +46,7 @@ def test_a_resumed_training_goes_on_the_same(
 
 def train_save_load(config: Config, root: str, default: bool) -> tuple[list[float], list[int]]:
     """Losses of a training that is saved and goes on from there, and tokens drawn, with torch's default device."""
-    torch.set_default_device(torch.device("strict", torch.accelerator.current_device_index()) if default else None)
-    try:
+    with default_device(default):
         trainer = make_trainer(config)
         losses = [trainer.step().loss for _ in range(BEFORE)]
         assert save(trainer, root)[0].problem is None
@@ -55,8 +55,6 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
         losses += [resumed.step().loss, resumed.evaluate()[0]]
         canonical_state(trainer)
         written = [*generate(trainer.model, trainer.mesh, [5, 3, 8], 3, Sampler(top_p=0.9), parallel=config.parallel)]
-    finally:
-        torch.set_default_device(None)
     return losses, written
 
 

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from shardwise.config import Config
 from shardwise.testing import RankPool
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
 from tests.strict import device
+from tests.strict.ranks import default_device
 
 WAITS = {"Trainer.step": 1}
 """By the function that makes the host wait."""
@@ -18,15 +18,12 @@ WAITS = {"Trainer.step": 1}
 
 def step(config: Config, default: bool) -> device.Counters:
     """Of the second step, as the first makes the optimizer's state. default: whether this is torch's default device."""
-    torch.set_default_device(torch.device("strict", torch.accelerator.current_device_index()) if default else None)
-    try:
+    with default_device(default):
         trainer = make_trainer(config)
         trainer.step()
         device.reset_counters()
         trainer.step()
-        return device.counters()
-    finally:
-        torch.set_default_device(None)
+    return device.counters()
 
 
 @pytest.mark.parametrize("default", [False, True], ids=["", "default device"])
