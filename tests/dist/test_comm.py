@@ -1,6 +1,7 @@
 """Collectives on real ranks: values, gradients against a dense formulation, bytes counted, groups."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,18 @@ def test_reduce_scatter_by_all_to_all_equals_the_native_one(size: int, ranks: An
     for rank, (exact, difference) in enumerate(run(ranks, size, both_scatters, size)):
         assert exact, f"rank {rank}: sums of whole numbers differ"
         assert difference < 1e-6, f"rank {rank}: off by {difference:.1e}"
+
+
+def scatter_after_a_bare_start(rendezvous: str) -> tuple[bool, bool]:
+    """Whether there is an accelerator, and whether a group of the CPU has the faster reduce-scatter."""
+    dist.init_process_group(init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    return torch.accelerator.is_available(), Group(dist.group.WORLD).scatter_by_all_to_all
+
+
+def test_a_world_without_a_named_backend_has_the_faster_reduce_scatter_on_the_cpu(tmp_path: Path) -> None:
+    with torch.multiprocessing.get_context("forkserver").Pool(1) as pool:
+        has_accelerator, is_faster = pool.apply(scatter_after_a_bare_start, (str(tmp_path / "rendezvous"),))
+    assert is_faster != has_accelerator, "after init_process_group() without a backend"
 
 
 def uneven(size: int) -> list[str]:

@@ -27,7 +27,7 @@ def flip(tensor: torch.Tensor, position: int, bit: int) -> None:
 def drift(tensor: int, dtype: torch.dtype, changes: dict[int, tuple[str, int, int]]) -> str | None:
     """Flip (parameter, element, bit) on the ranks given; what the check says on this rank."""
     mesh = shared_mesh(tensor)
-    model = build_model(make_config(), mesh.tp, sequence_parallel=tensor > 1, dtype=dtype)
+    model = build_model(make_config(), mesh.tp, sequence_parallel=tensor > 1, device=mesh.device, dtype=dtype)
     check_replicas(model, mesh, 1)
     if mesh.world.rank in changes:
         name, element, bit = changes[mesh.world.rank]

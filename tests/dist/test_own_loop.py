@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from shardwise import LAMB, ColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
 from shardwise.errors import ConfigError
-from shardwise.testing import RankPool
+from shardwise.testing import RankPool, canonical_weights
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.own_models import Sharded
 from tests.dist.test_zero import difference, loss_of, make_model
 
 # ---- parameters
@@ -95,6 +97,23 @@ def test_other_parameters_on_another_rank_are_refused_with_the_first_difference(
     ]
     assert one[:-1] == [f"{start} {difference}" for difference in differences]
     assert one[-1] == f"1 group: {start} 0 is [2] {float32} on rank 0, but [3] {float32} on rank 1"
+
+
+def fresh_weights(tensor: int) -> dict[str, Tensor]:
+    """Canonical weights of layers without `seed=`, which ranks make after each has drawn other numbers."""
+    mesh = shared_mesh(tensor)
+    torch.manual_seed(mesh.world.rank)
+    model = Sharded(131, group=mesh.tp).to(mesh.device)
+    return canonical_weights(model)
+
+
+def test_layers_without_a_seed_agree_on_the_first_ranks(ranks: Any) -> None:
+    """Embedding, linear layers and head, whole, are those that one process draws."""
+    wanted = fresh_weights(1)
+    for found in ranks(2).run(fresh_weights, 2):
+        assert found.keys() == wanted.keys()
+        for name, weight in wanted.items():
+            assert torch.equal(found[name], weight), f"{name} is not what one process draws"
 
 
 # ---- clipping by hand

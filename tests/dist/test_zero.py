@@ -28,10 +28,11 @@ def make_model(seed: int = 0) -> nn.Module:
 def loss_of(model: nn.Module, step: int, rank: int = 0, ranks: int = 1, micro: int = 0, micros: int = 1) -> Tensor:
     """The mean over this part of the step's batch."""
     generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(BATCH, 7, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator)
+    x = torch.randn(BATCH, 7, generator=generator, device="cpu")
+    y = torch.randint(0, 5, (BATCH,), generator=generator, device="cpu")
     mine = slice(rank * micros + micro, None, ranks * micros)
-    dtype = next(model.parameters()).dtype
-    return nn.functional.cross_entropy(model(x[mine].to(dtype)).float(), y[mine])
+    first = next(model.parameters())
+    return nn.functional.cross_entropy(model(x[mine].to(first)).float(), y[mine].to(first.device))
 
 
 def train(

@@ -61,5 +61,7 @@ def step_peak(config: Config) -> tuple[int, int]:
         trainer = build_trainer(config, mesh, data)
         trainer.step()
         torch.accelerator.reset_peak_memory_stats()
-        trainer.step()
-    return mesh.pp.rank, torch.accelerator.max_memory_allocated() - before
+        record = trainer.step()
+    most = torch.accelerator.max_memory_allocated()
+    assert record.peak_memory_bytes == record.allocator["most_allocated"] == most, "a step records other bytes"
+    return mesh.pp.rank, most - before

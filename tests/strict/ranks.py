@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from shardwise.testing import RankPool
 from tests.dist import cells
 from tests.strict import device
 
@@ -22,3 +30,34 @@ def prepare_unlike_cuda() -> None:
 
 def losses(cell: cells.Cell, steps: int) -> list[float]:
     return cells.measure(cell, steps).losses
+
+
+def default_device(default: bool = True) -> AbstractContextManager[object]:
+    """Inside, this rank's device is torch's default, as after `torch.set_default_device`; not if `default` is false."""
+    return torch.device("strict", torch.accelerator.current_device_index()) if default else nullcontext()
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Ranks in whose functions the device is torch's default, and which return tensors of the host.
+
+    Takes the place of CPU ranks in tests of programs that name no device.
+    """
+
+    pool: RankPool
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return self.pool.run(_on_device, function, *args)
+
+
+def _on_device(function: Callable[..., Any], *args: Any) -> Any:
+    with default_device():
+        return _to_host(function(*args))
+
+
+def _to_host(found: Any) -> Any:
+    if isinstance(found, Tensor):
+        return found.detach().cpu()
+    if isinstance(found, dict):
+        return {key: _to_host(value) for key, value in found.items()}
+    return type(found)(map(_to_host, found)) if isinstance(found, list | tuple) else found

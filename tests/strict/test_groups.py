@@ -13,12 +13,12 @@ from shardwise.testing import RankPool
 Strict = Callable[..., RankPool]
 
 
-def make_groups() -> tuple[list[int], tuple[int, ...], float]:
+def make_groups() -> tuple[float, tuple[int, ...], float]:
     """With a world that is bound to this rank's device, as `mesh.join` and torch's own advice have it."""
     rank = dist.get_rank()
     dist.group.WORLD.bound_device_id = torch.device("strict", rank)
     mesh = Mesh(tensor=2)
-    on_host = comm.all_gather_objects(rank, mesh.host_group("test"))
+    on_host = comm.all_reduce_(torch.ones(2), mesh.host_group("test")).sum().item()
     alone = Group.world().pick((0,), "first").ranks if rank == 0 else (0,)
     summed = comm.all_reduce_(torch.ones(2, device=mesh.device), mesh.tp).sum().item()
     dist.group.WORLD.bound_device_id = None
@@ -28,4 +28,4 @@ def make_groups() -> tuple[list[int], tuple[int, ...], float]:
 @pytest.mark.parametrize("like_cuda", [True, False], ids=["like CUDA", "another"])
 def test_groups_of_a_bound_world(like_cuda: bool, strict: Strict) -> None:
     """The world's communicator is not split: a group of some ranks is made by these alone, one on the host by all."""
-    assert strict(2, like_cuda).run(make_groups, timeout=30) == [([0, 1], (0,), 4.0)] * 2
+    assert strict(2, like_cuda).run(make_groups, timeout=30) == [(4.0, (0,), 4.0)] * 2

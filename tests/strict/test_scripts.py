@@ -4,10 +4,16 @@ There `init_process_group()` makes groups that take no tensor of the CPU.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from shardwise.testing import RankPool
 from tests.arch.source import ROOT
 from tests.arch.test_docs import SCRIPTS
 from tests.e2e.command import Outcome, shardwise
@@ -16,19 +22,48 @@ from tests.strict import build
 
 # `env`: in processes of their own, as those kept warm have imported torch without the device.
 TORCHRUN = ("/usr/bin/env", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+PLAIN = "dist.init_process_group()"
 
 
-def run(script: str, at: Path) -> Outcome:
-    done = shardwise(script, at=at, program=TORCHRUN, **build.variables())
+def run(script: str, at: Path, **variables: str) -> Outcome:
+    done = shardwise(script, at=at, program=TORCHRUN, timeout=60, **build.variables(), **variables)
     assert done.code == 0, done.err
     return done
 
 
 @pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize(
+    ("name", "like_cuda", "backends"),
+    [
+        ("zero1.py", "1", ""),
+        ("layers.py", "1", ""),
+        ("zero1.py", "0", '"cpu:gloo,strict:strictccl"'),
+        ("layers.py", "0", ""),
+    ],
+    ids=["ZeRO-1", "layers", "ZeRO-1, unlike CUDA, with a backend for each device", "layers, unlike CUDA"],
+)
+def test_the_readmes_loops(name: str, like_cuda: str, backends: str, tmp_path: Path) -> None:
+    assert PLAIN in SCRIPTS[name]
+    (tmp_path / name).write_text(SCRIPTS[name].replace(PLAIN, f"{PLAIN[:-1]}{backends})"), encoding="utf-8")
+    run(name, tmp_path, STRICT_CUDA_LIKE=like_cuda)
+
+
+def last_loss(script: str) -> float:
+    """The last loss of a script, in a process whose groups are there already."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+            exec(script, names)
+    finally:
+        torch.set_default_device(None)
+    return float(names["loss"])
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_readmes_loops(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(SCRIPTS[name], encoding="utf-8")
-    run(name, tmp_path)
+def test_the_readmes_loops_with_the_devices_backend_named(name: str, strict: Callable[..., RankPool]) -> None:
+    """As after `init_process_group("nccl")`: ranks of the tests have no group that takes tensors of the CPU."""
+    wanted = strict(2).run(last_loss, SCRIPTS[name])
+    assert strict(2, like_cuda=False).run(last_loss, SCRIPTS[name]) == wanted
 
 
 @pytest.mark.slow

@@ -10,19 +10,23 @@ from shardwise.testing import RankPool
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
 from tests.strict import device
+from tests.strict.ranks import default_device
 
 WAITS = {"Trainer.step": 1}
 """By the function that makes the host wait."""
 
 
-def step(config: Config) -> device.Counters:
-    trainer = make_trainer(config)
-    trainer.step()  # the first makes the optimizer's state
-    device.reset_counters()
-    trainer.step()
+def step(config: Config, default: bool) -> device.Counters:
+    """Of the second step, as the first makes the optimizer's state. default: whether this is torch's default device."""
+    with default_device(default):
+        trainer = make_trainer(config)
+        trainer.step()
+        device.reset_counters()
+        trainer.step()
     return device.counters()
 
 
+@pytest.mark.parametrize("default", [False, True], ids=["", "default device"])
 @pytest.mark.parametrize(
     ("world", "sections"),
     [
@@ -34,9 +38,11 @@ def step(config: Config) -> device.Counters:
     ],
     ids=["one rank", "invariant dropout, full recompute", "TP 2 and sequence parallelism", "PP 2", "DP 2 with ZeRO-1"],
 )
-def test_waits_of_a_step(world: int, sections: dict[str, dict[str, object]], strict: Callable[..., RankPool]) -> None:
+def test_waits_of_a_step(
+    world: int, sections: dict[str, dict[str, object]], default: bool, strict: Callable[..., RankPool]
+) -> None:
     """Once on each rank, whatever the number of micro-batches."""
-    for rank, found in enumerate(strict(world).run(step, make_config(**sections))):
+    for rank, found in enumerate(strict(world).run(step, make_config(**sections), default)):
         waits = Counter[str]()
         for (_, line), count in found.waits.items():
             waits[line.rpartition(" ")[2]] += count

@@ -161,7 +161,7 @@ class Saver:
         if self._conveyor is None:
             self._conveyor = Conveyor(self._mesh.device, self._limit(sum(file.size for file in files)))
         conveyor = self._conveyor
-        job = _Job(step, conveyor, files, self._manifest(step, progress, slices), started)
+        job = _Job(step, conveyor, files, self._manifest(step, progress), started)
         self._thread = threading.Thread(target=self._write, args=(job,), name="checkpoint", daemon=True)
         if conveyor.is_limited:  # else nothing is written before training continues: the cores are for the copy
             self._thread.start()
@@ -232,13 +232,12 @@ class Saver:
             for part, flat in of_state:
                 conveyor.put(part.of(flat))
 
-    def _manifest(self, step: int, progress: Mapping[str, Any], slices: Mapping[str, Any]) -> dict[str, Any]:
-        optimizer = {"name": self._config.optimizer.name, "steps": self._optimizer.steps, "states": list(slices)}
+    def _manifest(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "step": step,
             "config": self._config.model_dump(mode="json"),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "optimizer": optimizer,
+            "optimizer": {"name": self._config.optimizer.name, "steps": self._optimizer.steps},
             **self._described,
             **progress,
         }
@@ -357,6 +356,8 @@ class Saver:
         _require_all(staging, entries)
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
         entries += [write_small(staging / name, data) for name, data in self._small.items()]
+        # Of all ranks: this one may have nothing to train, and so no state.
+        job.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
         text = Manifest(**job.manifest, files=tuple(entries), tensors=tensors).to_json()
         problems = untiled(tensors)
         if problem := too_large(text):

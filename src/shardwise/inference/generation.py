@@ -72,7 +72,7 @@ def generate(
         logits_V = reader.next_logits(tokens)
         token = 0 if logits_V is None else sampler.draw(logits_V)
         if mesh.pp.size * mesh.tp.size > 1:
-            drawn = to_device(torch.tensor([token]), mesh.device)
+            drawn = to_device(torch.tensor([token], device="cpu"), mesh.device)
             token = int(comm.broadcast_(comm.broadcast_(drawn, mesh.pp, source=source), mesh.tp))
         tokens.append(token)
         yield token
@@ -97,7 +97,7 @@ class _Cached:
         if part.outdates(cache.length, len(tokens)):
             for outdated in self._caches.values():
                 outdated.length = 0
-        new = to_device(torch.tensor(tokens[cache.length :]), self._mesh.device).unsqueeze(1)
+        new = to_device(torch.tensor(tokens[cache.length :], device="cpu"), self._mesh.device).unsqueeze(1)
         # Where keys change with the length, all must be computed in one pass.
         chunks = new.split(len(new) if part.outdates(1, len(tokens)) else self._chunk)
         logits_BV: Tensor | None = None
@@ -124,10 +124,9 @@ class _Uncached:
     @torch.no_grad()
     def next_logits(self, tokens: list[int]) -> Tensor:
         """Logits `[V]` of the token that follows."""
-        filled = -(-len(tokens) // self._mesh.tp.size) * self._mesh.tp.size  # sequence parallelism needs equal parts
-        ids_S1 = torch.zeros(filled, 1, dtype=torch.int64)
-        ids_S1[: len(tokens), 0] = torch.tensor(tokens)
-        return self._model.logits(to_device(ids_S1, self._mesh.device))[len(tokens) - 1, 0].float()
+        padding = [0] * (-len(tokens) % self._mesh.tp.size)  # sequence parallelism needs equal parts
+        ids_S = to_device(torch.tensor(tokens + padding, device="cpu"), self._mesh.device)
+        return self._model.logits(ids_S.unsqueeze(1))[len(tokens) - 1, 0].float()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import comm, placement
 from shardwise.errors import ConfigError
-from shardwise.mesh import Group
+from shardwise.mesh import Group, Mesh
 
 # ---- plain
 
@@ -77,11 +77,11 @@ def _wrappers() -> Iterator[DistributedDataParallel]:
 # ---- the same on all ranks
 
 
-def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> None:
+def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, device: torch.device) -> None:
     """Require the same parameters in the same order on all ranks of `group`; one all-reduce of a digest.
 
     Args:
-        groups: parameter groups of the optimizer.
+        groups: parameter groups of the optimizer. device: where the ranks compute.
 
     Raises:
         ConfigError: on every rank, with the first parameter that differs.
@@ -91,7 +91,7 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> N
     mine = [text for number, options in enumerate(groups) for text in _descriptions(number, options)]
     digest = hashlib.blake2b("\n".join(mine).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    wanted = torch.tensor([number, -number], device=device_of(groups))
+    wanted = torch.tensor([number, -number], device=device)
     if torch.equal(comm.all_reduce_(wanted.clone(), group, op="max"), wanted):  # the largest is also the smallest
         return
     everyone = comm.all_gather_objects(mine, group)
@@ -117,9 +117,10 @@ def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
         yield f"{name} {list(p.shape)}{strides} of {p.dtype} in group {number}{frozen}".lstrip()
 
 
-def device_of(groups: Sequence[dict[str, Any]]) -> torch.device:
-    """Where the parameters of some parameter groups lie, trained or frozen; the CPU where there are none."""
-    first = next((p.device for options in groups for p in options["params"]), torch.device("cpu"))
+def device_of(groups: Sequence[dict[str, Any]], mesh: Mesh | None) -> torch.device:
+    """Where the parameters of some parameter groups lie, trained or frozen; the mesh's device where there are none."""
+    otherwise = torch.device("cpu") if mesh is None else mesh.device
+    first = next((p.device for options in groups for p in options["params"]), otherwise)
     return torch.device("cpu") if first.type == "meta" else first
 
 

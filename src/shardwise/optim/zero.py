@@ -159,13 +159,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def _take_over(self, groups: list[dict[str, Any]]) -> None:
         require_plain((p for options in groups for p in options["params"]), has_mesh=self._mesh is not None)
-        require_same_parameters(groups, self.group)
+        device, exact = device_of(self.param_groups, self._mesh), self._is_stochastic
+        require_same_parameters(groups, self.group, device)
         for options in groups:
             self._move(options)
         self._partial = PartialGradients(self.buckets)
-        device, exact = device_of(self.param_groups), self._is_stochastic
         self._model = ModelNorms(self.buckets, device, self._world, self._tensor_ranks, exact=exact)
-        self._updates = self._make_update()
+        self._updates = self._make_update(device)
 
     def _move(self, options: dict[str, Any]) -> None:
         """Bring a group's parameters to the first rank's values, those that are trained as views into buckets."""
@@ -192,8 +192,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     def _make_inner(self, group: dict[str, Any]) -> torch.optim.Optimizer:
         return self._inner_class([group], **self._defaults)
 
-    def _make_update(self) -> Update:
-        pieces, device = named_pieces(self.param_groups, self._stage), device_of(self.param_groups)
+    def _make_update(self, device: torch.device) -> Update:
+        pieces = named_pieces(self.param_groups, self._stage)
 
         def norms(groups: list[list[Bucket]]) -> CanonicalNorms:
             return CanonicalNorms(groups, pieces, device, self._world, self._tensor_ranks, exact=self._is_stochastic)

@@ -1,12 +1,17 @@
 """As what an error ends a run, and what its ranks agree on."""
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwise.config import Layout, load_config
 from shardwise.errors import ConfigError, DataError, LostPeerError, RunError
 from shardwise.mesh import Mesh
 from shardwise.train.record import Progress
-from shardwise.train.run import _explained, _with_one_batch
+from shardwise.train.run import _explained, _with_one_batch, run
 from tests.dist.training import make_config
 
 
@@ -40,3 +45,18 @@ def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> 
         _with_one_batch(load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"]), mesh).train.global_batch == 12
     )
     assert _with_one_batch(load_config("llama2-tiny"), mesh).train.global_batch == 8
+
+
+def test_a_rank_gives_up_a_collective_after_the_keys_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def join(*_: object, **options: Any) -> None:
+        given.update(options)
+        raise InterruptedError
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("shardwise.device.local_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(InterruptedError):
+        run(make_config(launch={"timeout": 7.5}), None, "tiny")
+    assert given["timeout"] == timedelta(seconds=7.5)
