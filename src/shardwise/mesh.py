@@ -161,7 +161,11 @@ class Group:
 
 
 def _new_group(members: list[int] | None = None, *, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group of some ranks, made by these alone; None: of all ranks."""
+    """A process group of some ranks, made by these alone; None: of all ranks.
+
+    All ranks of the job must make equally many groups between two that are of all ranks: since torch 2.14 the name of
+    a group, by which its ranks find each other, has the number of groups that this rank made before.
+    """
     with _unbound_world():
         made = dist.new_group(members, backend=backend, use_local_synchronization=members is not None)
     assert isinstance(made, dist.ProcessGroup), "this rank is no member"
