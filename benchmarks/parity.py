@@ -106,7 +106,7 @@ def _summary(family: str, found: Mapping[tuple[str, int], dict[str, Any]]) -> di
         "layouts": len(layouts) - len(of_family),  # the last of each is one process that reads a checkpoint
         "that differ": sum(one["broken"] for one in of_family),
         **largest,
-        "steps": max(one["miniature"]["train"]["steps"] for one in of_family),
+        "steps": min(one["miniature"]["train"]["steps"] for one in of_family),
     }
 
 
