@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.config import Config, OwnConfig, check_layout, config_from
+from shardwise.config.sections import SPLIT_BACKWARD
 from shardwise.errors import ConfigError, divisors
 from shardwise.verify.cells import Cell, common_batch
 
@@ -41,7 +42,10 @@ def miniature(config: Config, cells: Sequence[Cell], steps: int, *, has_accelera
     documents = {key: True for key in document_keys if getattr(data, key)}
     values: dict[str, Any] = {
         "model": _model(config, degrees, max(4, *(cell.stages for cell in cells))),
-        "parallel": {"vocab_multiple": config.parallel.vocab_multiple},
+        "parallel": {
+            "vocab_multiple": config.parallel.vocab_multiple,
+            "tensor_overlap": config.parallel.tensor_overlap,
+        },
         "train": {
             "steps": steps,
             "global_batch": common_batch(cells),
@@ -126,10 +130,15 @@ def at(config: Config, cell: Cell) -> Config:
     """The miniature at a cell's layout, in micro-batches of one sample in a pipeline, else two on each rank.
 
     One process takes all samples at once; but in bfloat16 one, so that it rounds the sums of each as a pipeline does.
+    Collectives overlap as the recipe has it, or as the layout and the device can.
     """
     parallel: dict[str, Any] = {"tensor": cell.tensor, "sequence": cell.sequence, "pipeline": cell.pipeline}
     if cell.schedule is not None:
         parallel["schedule"] = cell.schedule
+    if cell.schedule in SPLIT_BACKWARD:
+        parallel["tensor_overlap"] = None  # they exclude each other
+    elif config.parallel.tensor_overlap == "symmetric_memory" and (cell.device == "cpu" or not cell.sequence):
+        parallel["tensor_overlap"] = "pieces"
     micro_batch = 1
     if cell.pipeline == 1 and config.precision.mode == "float32":
         micro_batch = config.train.global_batch // (1 if cell.ranks == 1 else 2 * cell.data)

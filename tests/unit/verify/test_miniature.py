@@ -54,6 +54,20 @@ def test_every_cell_is_a_configuration_of_its_layout() -> None:
         assert here.train.global_batch == config.train.global_batch
 
 
+def test_collectives_overlap_where_the_layout_and_the_device_can() -> None:
+    chosen = ["parallel.tensor=2", "parallel.sequence=true", "parallel.tensor_overlap=symmetric_memory"]
+    cells = [
+        Cell("cpu", 2, tensor=2, sequence=True),
+        Cell("cuda", 2, tensor=2, sequence=True),
+        Cell("cuda", 2, tensor=2),
+        Cell("cuda", 4, tensor=2, sequence=True, pipeline=2, schedule="zbv"),
+    ]
+    config = miniature(load_config("llama2-tiny", chosen), cells, 2, has_accelerator=True)
+    found = [at(config, cell).parallel.tensor_overlap for cell in cells]
+    assert found == ["pieces", "symmetric_memory", "pieces", None]
+    assert existing(config, cells)[0] == cells
+
+
 def test_the_steps_move_the_weights() -> None:
     """A warmup of thousands of steps would leave a rate of about 0, with which every layout agrees."""
     config, _ = small(load_config("llama2-7b"))
