@@ -27,8 +27,10 @@ train: env
 test: env
 	$(PYTEST) $(ARGS)
 
+# Also the commands and the layouts on the strict device (tests/strict/README.md).
 test-all: env
 	$(PYTEST) -m "slow or not slow" $(ARGS)
+	$(PYTEST) --device strict tests/dist/test_cells.py tests/dist/test_checkpoint.py tests/dist/test_composition.py tests/e2e $(ARGS)
 
 # The tests of devices on this machine's accelerator; DEVICE=strict or DEVICE=cpu chooses another (docs/devices.md).
 test-device: env

@@ -7,7 +7,9 @@ import contextlib
 import functools
 import io
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,9 +90,20 @@ def environment(**variables: str) -> dict[str, str]:
 Process: TypeAlias = subprocess.Popen[str] | warm.Job
 
 
+def _devices(arguments: list[str]) -> dict[str, str]:
+    """As many strict devices as the command has ranks on CPUs: on accelerators it has a rank for each by default."""
+    if os.environ.get("TEST_DEVICE") != "strict":
+        return {}
+    if named := re.search(r"--nproc(?:_per_node)?[ =](\d+)", " ".join(arguments)):
+        return {"STRICT_DEVICES": named[1]}
+    cut = [int(found[1]) for one in arguments if (found := re.fullmatch(r"parallel\.(?:tensor|pipeline)=(\d+)", one))]
+    return {"STRICT_DEVICES": str(math.prod(cut))}
+
+
 def start(*arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, **variables: str) -> Process:
     """The command, under way in the folder `at`."""
-    command, environment_ = [*program, *map(str, arguments)], environment(**variables)
+    command = [*program, *map(str, arguments)]
+    environment_ = environment(**_devices(command) | variables)
     if warm.can_run(program):
         return warm.Job(command, at=at, variables=environment_)
     return subprocess.Popen(

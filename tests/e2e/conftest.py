@@ -10,6 +10,27 @@ from shardwise.config import Config, load_config
 from tests.e2e.command import Outcome, miniature, shardwise
 from tests.loopback_s3 import serve
 
+OF_THE_CPU = {
+    "test_pages.py::test_every_command_runs": "a shell runs the commands of a page, which are for CPU ranks",
+    "test_outputs_page.py::test_the_commands_print_what_the_page_shows": "the page shows what CPU ranks print",
+    "test_verify.py::test_the_page_runs": "the page shows what CPU ranks print",
+    "test_verify.py::test_a_seeded_fault_is_found_and_named_and_the_other_layouts_go_on": "it reads the CPU's table",
+    "test_failures.py::test_out_of_memory_names_phase_rank_bytes_and_remedies": "the host's memory is limited",
+    "test_run_directory.py::test_environment_tells_where_and_how_but_no_secret": "the device is named cpu",
+    "test_run_directory.py::test_steps_are_recorded_at_full_precision": "memory is that of the whole process",
+    "test_user_script.py::test_trains_as_plain_adamw": "its script is of CPU ranks and gloo",
+    "test_run_directory.py::test_other_events": "memory is that of the CPU's kernels",
+    "test_run_directory.py::test_every_rank_has_its_own_lines": "memory is that of the whole process",
+}
+"""Tests that `--device` leaves out, as they say something of CPU ranks alone, each with what."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = OF_THE_CPU.get(item.nodeid.partition("[")[0].removeprefix("tests/e2e/"))
+        if reason is not None and config.getoption("--device") != "cpu":
+            item.add_marker(pytest.mark.skip(reason=reason))
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -24,7 +45,7 @@ class Trained:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     at = tmp_path_factory.mktemp("trained")
-    overrides = ["parallel.tensor=2", "parallel.sequence=true"]
+    overrides = ["parallel.tensor=2", "parallel.sequence=true", "precision.mode=float32"]
     secrets = {"HF_TOKEN": "hf_do_not_tell", "NCCL_LOGIN": "http://me:word@proxy"}
     outcome = shardwise("train", miniature(at), *overrides, at=at, **secrets)
     outcome.succeeded()

@@ -141,6 +141,7 @@ def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) 
     """At another layout, with its tokenizer: no warning."""
     folder = weights(trained)
     options = [f"checkpoint.load={folder}", f"data.tokenizer={folder}", "train.steps=1", "optimizer.lr=1e-30"]
+    options.append("precision.mode=float32")
     said = shardwise("train", miniature(tmp_path), "train.eval_every=1", *options, at=tmp_path).succeeded()
     assert "warning" not in said.out
     ours = metrics(tmp_path / "runs/latest", "eval")[-1]["loss"]

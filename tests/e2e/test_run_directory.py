@@ -160,7 +160,7 @@ def test_the_same_layout_trains_the_same_bits(trained: Trained, tmp_path: Path) 
     """Inside torchrun, as a cluster's script starts it, and ended early: the schedule stays that of train.steps."""
     again = shardwise(
         *("train", miniature(tmp_path), "parallel.tensor=2", "parallel.sequence=true", "train.stop_after=3"),
-        *("--run-dir", "again"),
+        *("precision.mode=float32", "--run-dir", "again"),
         at=tmp_path,
         program=UNDER_TORCHRUN,
     )
