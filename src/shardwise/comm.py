@@ -64,7 +64,8 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _check_divides(whole: Tensor, dim: int, group: Group) -> None:
+def check_divides(whole: Tensor, dim: int, group: Group) -> None:
+    """Raise a ValueError if the group cannot cut a dim, the first or the last, into equal parts."""
     length = whole.shape[dim]
     if length % group.size:
         where = "dim 0" if dim == 0 else "the last dim"
@@ -138,7 +139,7 @@ def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     """Sum over the ranks and keep this rank's run along dim 0: `[g·n, …]` → `[n, …]`."""
     if group.size == 1:
         return whole
-    _check_divides(whole, 0, group)
+    check_divides(whole, 0, group)
     out = whole.new_empty((whole.shape[0] // group.size, *whole.shape[1:]))
     return reduce_scatter_async(whole.contiguous(), group, out=out, overlap=False).wait()
 
@@ -331,7 +332,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        _check_divides(x, dim, group)
+        check_divides(x, dim, group)
         return _output(x.chunk(group.size, dim=dim)[group.rank].contiguous())
 
     @staticmethod

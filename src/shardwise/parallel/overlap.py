@@ -33,9 +33,9 @@ Overlap = Literal["pieces", "symmetric_memory"]
 
 
 def usable(how: Overlap | None, x: Tensor, group: Group) -> Overlap | None:
-    """`how` where a layer can overlap; None alone in its group, and where torch has to see or cast its matmuls."""
+    """`how` where a layer can overlap; None alone in its group, without rows, and where torch sees or casts matmuls."""
     plain = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
-    return None if group.size == 1 or plain else how
+    return None if group.size == 1 or not len(x) or plain else how
 
 
 def gather_and_multiply(
@@ -95,6 +95,8 @@ class _MultiplyAndSum(torch.autograd.Function):
         ctx.group, ctx.how, ctx.sequence = group, how, sequence
         ctx.save_for_backward(*terms)
         xs, weights = terms[: len(terms) // 2], terms[len(terms) // 2 :]
+        if sequence:
+            comm.check_divides(xs[0], 0, group)
         if sequence and how == "symmetric_memory":
             return _fused_sum(xs, weights, group)
         pending = []
