@@ -305,9 +305,8 @@ def load_weights(config: Config, folder: str) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardwise.checkpoint.load.CheckpointReader", Counted)
         load_checkpoint(trainer.model, config.model, trainer.mesh, Root.of(folder))
-    return Result(
-        state={"model": canonical_weights(trainer.model, trainer.mesh.pp)}, bytes_read=Counted.last.bytes_read
-    )
+    weights = canonical_weights(trainer.model, trainer.mesh.pp)
+    return Result(state={"model": {name: t.cpu() for name, t in weights.items()}}, bytes_read=Counted.last.bytes_read)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

@@ -33,7 +33,7 @@ if os.environ.get("RANK") == "1":
         return close(self)
     ChunkedWriter.close = closing
 """
-QUIET = ("log.tensorboard=false",)
+QUIET = ("log.tensorboard=false", "precision.mode=float32")
 
 
 def python(code: str, *arguments: str, **variables: str) -> str:

@@ -14,6 +14,7 @@ from tests.dist import test_drift as drift
 from tests.dist import test_own_loop as loops
 from tests.dist import test_own_training as training
 from tests.dist.checkpoints import make_trainer
+from tests.dist.own_models import Plain
 from tests.dist.training import make_config
 from tests.strict.ranks import OnDevice
 
@@ -64,6 +65,20 @@ def test_a_model_whose_layers_have_no_seed(strict: Strict) -> None:
     wanted = steps(make_config(model=model))
     for found in strict(2).run(steps, make_config(model=model, parallel={"tensor": 2})):
         assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def ties() -> list[bool]:
+    """Whether modules that share a weight share it as the constructor made them, and after the model has moved."""
+    config = make_config(model={"family": "tests.dist.own_models:Plain", "vocab_size": 131})
+    model = make_trainer(config).model
+    made = Plain(131)
+    made.to(torch.accelerator.current_accelerator())
+    return [each.head.weight is each.embedding.weight for each in (made, model)]
+
+
+def test_a_tie_survives_the_move_to_the_device(strict: Strict) -> None:
+    """`Module.to` alone would break it there."""
+    assert strict(1).run(ties) == [[False, True]]
 
 
 def test_copies_that_drift_apart_are_found(strict: Strict) -> None:

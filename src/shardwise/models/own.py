@@ -82,13 +82,27 @@ def build_own(
             raise
         raise ConfigError(f"model.family ({config.model.family}) cannot be built: {_error_text(error)}") from error
     if "device" not in constructor.names:
-        model.to(device=device)
+        _move(model, device)
     if "dtype" not in constructor.names:
         model.to(dtype=dtype)
     problems = _parameter_problems(model, group)
     if problems:
         raise ConfigError([f"model.family ({config.model.family}): {text}" for text in problems])
     return model
+
+
+def _move(model: nn.Module, device: torch.device | str | None) -> None:
+    """`model.to(device)`, after which modules that shared a parameter share it still.
+
+    To an accelerator that is not CUDA torch may make the parameters of each module anew.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    model.to(device=device)
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for name, before in named:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        setattr(module, leaf, moved.setdefault(before, getattr(module, leaf)))
 
 
 # ---- the class

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ class RankPool:
                 failures.setdefault(-1, f"ranks {missing} gave no answer within {timeout:.0f} s")
                 break
             if failure is None:
-                results[rank] = value
+                results[rank] = pickle.loads(value)
             else:
                 failures[rank] = failure
         if failures:
@@ -116,6 +118,12 @@ def _serve(
     while True:
         function, args = tasks.get()
         try:
-            results.put((rank, function(*args), None))
+            answer = (rank, _pickled(function(*args)), None)
         except BaseException:  # noqa: BLE001  run() raises it in the test
-            results.put((rank, None, traceback.format_exc()))
+            answer = (rank, None, traceback.format_exc())
+        results.put(answer)
+
+
+def _pickled(value: Any) -> bytes:
+    """A function's result; what cannot be sent is an error here, and not in the queue's thread, which nobody hears."""
+    return bytes(ForkingPickler.dumps(value))
