@@ -117,11 +117,12 @@ def _serve(
     )
     while True:
         function, args = tasks.get()
+        value = failure = None
         try:
-            answer = (rank, _pickled(function(*args)), None)
+            value = _pickled(function(*args))
         except BaseException:  # noqa: BLE001  run() raises it in the test
-            answer = (rank, None, traceback.format_exc())
-        results.put(answer)
+            failure = traceback.format_exc()
+        results.put((rank, value, failure))
 
 
 def _pickled(value: Any) -> bytes:
