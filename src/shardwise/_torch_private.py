@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
@@ -50,12 +53,54 @@ def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) 
     return out
 
 
+def register_group_name(name: str, group: ProcessGroup) -> None:
+    """Let the collectives of compiled graphs find a group by this name, beside torch's own name of it.
+
+    Torch's names number the groups that a process has made, so that they differ from rank to rank.
+
+    Raises:
+        RuntimeError: another group that exists has the name.
+    """
+    torch._C._distributed_c10d._register_process_group(cast(Any, name), group)
+
+
+def traced_all_reduce(x: Tensor, op: str, group_name: str) -> Tensor:
+    """The reduction over a group, `sum` or `max`, as a node of a compiled graph."""
+    return _arrived(torch.ops._c10d_functional.all_reduce(x, op, group_name))
+
+
+def traced_all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
+    """The tensors of a group's ranks along dim 0, as a node of a compiled graph."""
+    return _arrived(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group_name))
+
+
+def traced_reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
+    """This rank's part, along dim 0, of the sum over a group, as a node of a compiled graph."""
+    return _arrived(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group_name))
+
+
+def traced_all_to_all(x: Tensor, size: int, group_name: str) -> Tensor:
+    """Each rank's r-th of equal parts along dim 0 goes to rank r, as a node of a compiled graph."""
+    rows = [len(x) // size] * size
+    return _arrived(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, group_name))
+
+
+def _arrived(pending: Tensor) -> Tensor:
+    tensor: Tensor = torch.ops._c10d_functional.wait_tensor(pending)
+    return tensor
+
+
 def graph_is_kept() -> bool:
     """Whether the present backward pass keeps its graph for another one (`retain_graph`).
 
     If not, the tensors that an autograd function saved are freed after the pass, which may overwrite them.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers: those of `fake_tensors` have none. By name, as the class is slow to import."""
+    return type(tensor).__name__ != "FakeTensor"
 
 
 def version_of(tensor: Tensor) -> int:
@@ -146,6 +191,60 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
         yield
     finally:
         schedules._batch_p2p = plain
+
+
+@dataclass(frozen=True)
+class CompilerCounts:
+    """What the compiler has done so far in this process: graphs captured, and those of them whose code was cached."""
+
+    graphs: int
+    hits: int
+
+
+def compiler_counts() -> CompilerCounts:
+    """The compiler's own counts."""
+    from torch._dynamo.utils import counters
+
+    return CompilerCounts(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def prepare_compiler(threads: int) -> None:
+    """Set what `torch.compile` takes from settings of the process: how many compilers run at once, and what is cached.
+
+    The user's TORCHINDUCTOR_COMPILE_THREADS goes before `threads`. A graph with an autograd function written in Python
+    is cached only where this setting says so.
+    """
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        torch._inductor.config.compile_threads = threads
+
+
+def fake_process_group(rank: int, world: int) -> None:
+    """Join a job of which only this rank exists: collectives return at once, and leave their results as they are."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Inside, new tensors have a shape, a dtype and a device, which need not exist, and no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def trace_problem(error: BaseException) -> str | None:
+    """Where and why a function could not be captured as one graph; None for an error of another kind."""
+    from torch._dynamo.exc import Unsupported, UserError
+
+    if not isinstance(error, Unsupported | UserError):
+        return None
+    stack = list(getattr(error, "real_stack", None) or [])
+    reason = str(error).strip().partition("\n")[0]
+    return f"{stack[-1].filename}:{stack[-1].lineno}: {reason}" if stack else reason
 
 
 class _NamedWork:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_private import traced_all_gather, traced_all_reduce, traced_all_to_all, traced_reduce_scatter
 from shardwise.mesh import Group, Meter
 
 _P = ParamSpec("_P")
@@ -29,7 +30,7 @@ _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single"
 
 def _call(meter: Meter, operation: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """Run a collective, and keep its time where the meter asks for it."""
-    if torch.compiler.is_compiling() or not meter.timed:
+    if not meter.timed:
         return operation(*args, **kwargs)
     start = time.perf_counter()
     try:
@@ -73,6 +74,9 @@ def check_divides(whole: Tensor, dim: int, group: Group) -> None:
 
 
 # ---- collectives on plain tensors
+#
+# What a compiled model calls, all_reduce_, all_gather and reduce_scatter, is traced as nodes of its graph. They name
+# their group by `Group.graph_name`, so that no rank's graph differs from another's.
 
 
 class Pending:
@@ -100,6 +104,8 @@ class Pending:
 def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
     """Reduce over the group, in place. `op`: sum or max."""
     if group.size > 1:
+        if torch.compiler.is_compiling():
+            return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
         group.count("all_reduce", _bytes(tensor))
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         _call(group.meter, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
@@ -121,6 +127,9 @@ def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Ten
     """
     if group.size == 1:
         return local if out is None else out
+    if torch.compiler.is_compiling():
+        gathered = traced_all_gather(local.contiguous(), group.size, group.graph_name)
+        return gathered if out is None else out.copy_(gathered)
     whole = local.new_empty((local.shape[0] * group.size, *local.shape[1:])) if out is None else out
     group.count("all_gather", _bytes(whole))
     _call(group.meter, _all_gather_into, whole, local.contiguous(), group=group.process_group)
@@ -140,8 +149,17 @@ def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return whole
     check_divides(whole, 0, group)
+    if torch.compiler.is_compiling():
+        return _traced_reduce_scatter(whole.contiguous(), group)
     out = whole.new_empty((whole.shape[0] // group.size, *whole.shape[1:]))
     return reduce_scatter_async(whole.contiguous(), group, out=out, overlap=False).wait()
+
+
+def _traced_reduce_scatter(whole: Tensor, group: Group) -> Tensor:
+    if not group.scatter_by_all_to_all:
+        return traced_reduce_scatter(whole, group.size, group.graph_name)
+    parts = traced_all_to_all(whole, group.size, group.graph_name)
+    return parts.view(group.size, -1, *whole.shape[1:]).sum(0)
 
 
 def reduce_scatter_async(whole: Tensor, group: Group, *, out: Tensor, overlap: bool = True) -> Pending:

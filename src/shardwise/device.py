@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch_private import has_data
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 
@@ -69,7 +70,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device; the host does not wait for the copy, since it is made from pinned memory."""
     if device.type == "cpu":
         return host
-    return host.pin_memory().to(device, non_blocking=True)
+    return (host.pin_memory() if has_data(host) else host).to(device, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:

@@ -143,3 +143,16 @@ def free_bytes(path: Path) -> int:
     while not there.exists() and there != there.parent:
         there = there.parent
     return shutil.disk_usage(there).free
+
+
+# ---- what can be made again
+
+
+def cache_root(chosen: Path | None = None) -> Path:
+    """`chosen`, else $SHARDWISE_CACHE, else shardwise under $XDG_CACHE_HOME or ~/.cache."""
+    if chosen is not None:
+        return chosen
+    if own := os.environ.get("SHARDWISE_CACHE"):
+        return Path(own).expanduser()
+    general = os.environ.get("XDG_CACHE_HOME")
+    return (Path(general) if general else Path("~/.cache").expanduser()) / "shardwise"

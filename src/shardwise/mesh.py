@@ -7,11 +7,12 @@ argument wherever it is needed; nothing holds a current one.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -24,6 +25,7 @@ import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import device as devices
+from shardwise._torch_private import register_group_name
 from shardwise.errors import ArgumentError
 
 
@@ -59,6 +61,7 @@ class Group:
         rank: this process's index among them.
         size: the number of ranks.
         meter: bytes and seconds of this group's collectives.
+        graph_name: what compiled graphs call the process group; that of torch until `share_graphs`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, name: str = "") -> None:
@@ -68,6 +71,8 @@ class Group:
         self.rank: int = dist.get_rank(process_group) if process_group else 0
         self.size: int = len(self.ranks)
         self.meter = Meter()
+        self.graph_name: str = process_group.group_name if process_group else ""
+        self._shares_graphs = process_group is None
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
         _alive.add(self)
         # gloo's own reduce-scatter is an all-reduce and a copy; an all-to-all summed in rank order takes a third of its
@@ -123,6 +128,20 @@ class Group:
         ready = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return Group(dist.group.WORLD if ready else None, name=name)
 
+    def share_graphs(self) -> None:
+        """Have a `graph_name` that is the same on all ranks of the job, so that they can share compiled graphs.
+
+        All ranks that call this, call it for their groups in the same order.
+        """
+        for number in itertools.count(1):
+            if self._shares_graphs:
+                return
+            self.graph_name = f"shardwise-{self.name}-{number}"
+            with suppress(RuntimeError):  # a group of another mesh has the name
+                assert self.process_group is not None
+                register_group_name(self.graph_name, self.process_group)
+                self._shares_graphs = True
+
     def split(self, size: int) -> Group:
         """The run of `size` consecutive ranks of this group that holds this rank. Made once, by its members only."""
         if self.size % size:
@@ -152,8 +171,6 @@ class Group:
         return {self.name: self.meter} | {g.name: g.meter for g in self._subgroups.values()}
 
     def count(self, kind: str, whole_bytes: int) -> None:
-        if torch.compiler.is_compiling():
-            return
         factor = 2 if kind == "all_reduce" else 1
         whole = kind == "send"
         self.meter.bytes[kind] += whole_bytes if whole else factor * whole_bytes * (self.size - 1) // self.size

@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch_private import has_data
 from shardwise.boxes import Box as Box
 from shardwise.comm import broadcast_object
 from shardwise.mesh import Group
@@ -184,7 +185,7 @@ def make_parameter(
     """
     parameter = PlacedParameter(torch.zeros(shape, device=device, dtype=dtype))
     parameter.placement = placement = Placement(pieces, group)
-    if parameter.device.type != "meta":
+    if parameter.device.type != "meta" and has_data(parameter):
         initialize_(parameter, placement, _agreed_seed(group) if seed is None else seed)
     return parameter
 

@@ -19,6 +19,7 @@ from shardwise.launch.environment import joined, keep_own
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
+    "compile": "compile all graphs of a training before it starts",
     "stop": "stop a run after the step under way, with a checkpoint",
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",

@@ -1,6 +1,7 @@
 """Configuration: YAML recipes and command-line overrides become one frozen, checked `Config`."""
 
 from shardwise.config.check import check_layout
+from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import BUILT_IN_TEXTS, DataConfig
 from shardwise.config.decoders import Decoder, DecoderConfig, LlamaConfig
 from shardwise.config.families import BertConfig, GPTConfig, GPTNeoXConfig
@@ -40,6 +41,7 @@ __all__ = [
     "DTYPE_BYTES",
     "BertConfig",
     "CheckpointConfig",
+    "CompileConfig",
     "Config",
     "DataConfig",
     "Decoder",

@@ -33,6 +33,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     problems += (
         _tensor_problems(config, sequence)
         + _overlap_problems(config)
+        + _compile_problems(config)
         + _schedule_problems(config)
         + _masking_problems(config)
     )
@@ -111,6 +112,23 @@ def _overlap_problems(config: Config) -> list[str]:
         problems.append(
             f"parallel.tensor_overlap ({how}) must go with parallel.sequence (true): its operators gather and scatter "
             "the sequence"
+        )
+    return problems
+
+
+def _compile_problems(config: Config) -> list[str]:
+    parallel, problems = config.parallel, []
+    if not config.compile.enabled:
+        return ["compile.require_cached (true) must go with compile.enabled (true)"] * config.compile.require_cached
+    if parallel.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD:
+        problems.append(
+            f"compile.enabled (true) must be false with parallel.schedule {parallel.schedule}, which cuts the "
+            "backward pass of a block in two, and that of a compiled block is whole: choose another, such as 1f1b"
+        )
+    if parallel.tensor > 1 and parallel.tensor_overlap is not None:
+        problems.append(
+            f"compile.enabled (true) must be false with parallel.tensor_overlap ({parallel.tensor_overlap}), whose "
+            "layers are not compiled: leave out one of the two"
         )
     return problems
 

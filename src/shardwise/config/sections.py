@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise import units
 from shardwise.config.base import Section, reject
+from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import DataConfig
 from shardwise.config.model import AnyModel
 from shardwise.errors import ConfigError
@@ -401,6 +402,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="what is saved and kept, and what a run starts from"
     )
+    compile: CompileConfig = Field(default_factory=CompileConfig, description="what is compiled, and where it is kept")
     launch: LaunchConfig = Field(default_factory=LaunchConfig, description="how the ranks work together")
     log: LogConfig = Field(default_factory=LogConfig, description="what the run reports")
 

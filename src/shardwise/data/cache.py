@@ -40,16 +40,6 @@ _BLOCK = 1 << 16
 _CHECKED_BLOCKS = 256
 
 
-def cache_root(chosen: Path | None = None) -> Path:
-    """`chosen`, else $SHARDWISE_CACHE, else shardwise under $XDG_CACHE_HOME or ~/.cache."""
-    if chosen is not None:
-        return chosen
-    if own := os.environ.get("SHARDWISE_CACHE"):
-        return Path(own).expanduser()
-    general = os.environ.get("XDG_CACHE_HOME")
-    return (Path(general) if general else Path("~/.cache").expanduser()) / "shardwise"
-
-
 @contextlib.contextmanager
 def writing(root: Path) -> Iterator[None]:
     """Turns a failure to write under `root` into a DataError."""

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from shardwise import hub
 from shardwise.config import Config, DataConfig, data_from
-from shardwise.data import cache
 from shardwise.data.formats import datasets, hdf5, megatron, stream, text
 from shardwise.data.formats.common import (
     Announce,
@@ -25,6 +24,7 @@ from shardwise.data.reading.detect import DataFormat, detect
 from shardwise.data.samples.pairs import chunk_room
 from shardwise.data.tokens.tokenizer import open_user_tokenizer, trained_special_tokens
 from shardwise.errors import ConfigError, DataError
+from shardwise.files import cache_root
 
 
 class _Format(Protocol):
@@ -61,7 +61,7 @@ def prepare(
     """
     format = checked_format(config)
     opener = stream if config.data.streaming else FORMATS[format]
-    return opener.open_data(config, cache.cache_root(cache_dir), announce, any_size=any_size)
+    return opener.open_data(config, cache_root(cache_dir), announce, any_size=any_size)
 
 
 def checked_format(config: Config) -> DataFormat:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,15 @@ class MicroBatch:
         if batch.lengths is not None and (batch.lengths < len(inputs["ids_SB"])).any():
             lengths_B = copied(batch.lengths)
         return MicroBatch(inputs, copied(batch.counts), batch.samples, copied(batch.samples), lengths_B)
+
+    def empty_on(self, device: torch.device) -> MicroBatch:
+        """One of the same shapes on another device, with any numbers."""
+
+        def empty(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device=device)
+
+        inputs = {name: empty(tensor) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, counts_K=empty(self.counts_K), samples_B=empty(self.samples_B))
 
     def arguments(self, part: nn.Module, x: Tensor | None = None, dropout: DropoutKey | None = None) -> dict[str, Any]:
         """The keyword arguments for a part of a model; `dropout` and `lengths_B` only if its forward names them.

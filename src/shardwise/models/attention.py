@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig
 from shardwise.models.blocks import ATTENTION, Context, Maker
-from shardwise.models.rotary import Rotary, rotate
+from shardwise.models.rotary import rotate
 from shardwise.parallel import DropoutKey, QueryKeyNorm, RowParallelLinear
-from shardwise.parallel.dropout import scaled
+from shardwise.parallel.dropout import AnyKey, Place, scaled
 from shardwise.parallel.linear import LinearOptions
 from shardwise.placement import Init
 
@@ -27,7 +27,8 @@ class AttentionCore(nn.Module):
 
     def __init__(self, config: FamilyConfig, layer: int, make: Maker) -> None:
         super().__init__()
-        self.causal, self.p, self.layer, self.group = config.causal, config.attention_dropout_p, layer, make.group
+        self.causal, self.p = config.causal, config.attention_dropout_p
+        self.place = Place(layer, ATTENTION, make.group.rank)
         self.recompute = make.recompute == "selective"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -45,8 +46,8 @@ class AttentionCore(nn.Module):
         causal = self.causal and context.mask is None and q.shape[2] == k.shape[2]
         if key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)
-        elif key.mode == "fast" and q.device.type != "cpu":
-            with key.seeded(q.device, self.layer, ATTENTION, self.group.rank):
+        elif isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu":
+            with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):
                 out = F.scaled_dot_product_attention(
                     q, k, v, context.mask, self.p, is_causal=causal, enable_gqa=grouped
                 )
@@ -54,7 +55,7 @@ class AttentionCore(nn.Module):
             out = self._step_by_step(q, k, v, context.mask, key)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: DropoutKey) -> Tensor:
+    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, key: AnyKey) -> Tensor:
         if q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         scores = q * (1.0 / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)
@@ -66,15 +67,12 @@ class AttentionCore(nn.Module):
         probabilities = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return self._drop(probabilities, key) @ v
 
-    def _drop(self, probabilities_BnSS: Tensor, key: DropoutKey) -> Tensor:
+    def _drop(self, probabilities_BnSS: Tensor, key: AnyKey) -> Tensor:
         if key.mode == "fast":
-            with key.seeded(probabilities_BnSS.device, self.layer, ATTENTION, self.group.rank):
-                dropped: Tensor = torch.native_dropout(probabilities_BnSS, self.p, True)[0]
-            return dropped
+            return key.dropped(probabilities_BnSS, self.p, self.place)
         heads, length = probabilities_BnSS.shape[1:3]
-        first = self.group.rank * heads * length
-        rows = torch.arange(first, first + heads * length, device=probabilities_BnSS.device)
-        keep_RBS = key.keep(rows, length, self.p, self.layer, ATTENTION)
+        rows = torch.arange(heads * length, device=probabilities_BnSS.device) + key.shard(self.place) * heads * length
+        keep_RBS = key.keep(rows, length, self.p, self.place)
         keep_BnSS = keep_RBS.unflatten(0, (heads, length)).permute(2, 0, 1, 3)
         return scaled(probabilities_BnSS, keep_BnSS, self.p)
 
@@ -85,7 +83,7 @@ class Attention(nn.Module):
     Args:
         qkv: x → Q, K and V, in one matmul.
         out: canonical name of the output projection.
-        rotary: None where positions are learned, or the block has none.
+        rotates: whether q and k are rotated by their positions.
         norm: of q and k.
     """
 
@@ -99,12 +97,12 @@ class Attention(nn.Module):
         *,
         bias: bool = True,
         transposed: bool = False,
-        rotary: Rotary | None = None,
+        rotates: bool = False,
         norm: QueryKeyNorm | None = None,
         out_init: Init | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rotary = config.head_dim, rotary
+        self.head_dim, self.rotates, self.layer = config.head_dim, rotates, layer
         options = LinearOptions(**make.options, transposed=transposed)
         self.qkv, self.norm = qkv, norm
         self.core = AttentionCore(config, layer, make)
@@ -129,11 +127,12 @@ class Attention(nn.Module):
         q, k, v = self.heads(x)
         if self.norm is not None:
             q, k = self.norm(q, k)
-        if self.rotary is not None:
-            cos, sin = context.turns or self.rotary.tables(context.first + q.shape[0], q, context.first)
+        if self.rotates:
+            assert context.turns is not None, "the model has no rotary tables"
+            cos, sin = (table.to(q.dtype) for table in context.turns)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if context.cache is not None:
-            k, v = context.cache.extend(self.core.layer, k, v)
+            k, v = context.cache.extend(self.layer, k, v)
         out: Tensor = self.core(q, k, v, context)
         return out
 

@@ -22,7 +22,6 @@ from shardwise.models.cache import KeyValueCache
 from shardwise.parallel import (
     ColumnParallelLinear,
     Dropout,
-    DropoutKey,
     GQAQKVColumnParallelLinear,
     LayerNorm,
     ParallelEmbedding,
@@ -33,6 +32,7 @@ from shardwise.parallel import (
     RowParallelLinear,
 )
 from shardwise.parallel.arguments import sharing_group
+from shardwise.parallel.dropout import AnyKey
 from shardwise.parallel.linear import LayerOptions, LinearOptions
 from shardwise.placement import Init, share
 from shardwise.plan.stage import Stage
@@ -184,10 +184,10 @@ class Context:
         mask: keys that may be attended to, `[B, 1, 1, S]`, or `[S, L]` for the last S queries of L keys; or a number
             added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
         cache: keys and values of earlier tokens.
-        turns: the rotary tables, if positions or angles are not those of the whole sequence.
+        turns: the rotary tables of these tokens; None in models with learned positions.
     """
 
-    dropout: DropoutKey | None = None
+    dropout: AnyKey | None = None
     mask: Tensor | None = None
     cache: KeyValueCache | None = None
     turns: tuple[Tensor, Tensor] | None = None

@@ -64,23 +64,29 @@ class CausalLM(Family[_Config]):
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
         if starts_SB is not None:
             mask = _within_documents(starts_SB, x.dtype)
-        context = Context(dropout, mask, cache, self._turns(x, ids_SB, positions_SB, lengths_B))
+        context = Context(dropout, mask, cache, self._turns(x, ids_SB, positions_SB, lengths_B, cache))
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))
         return self.norm(x) if self.part.is_last else x
 
     def _turns(
-        self, x: Tensor, ids_SB: Tensor, positions_SB: Tensor | None, lengths_B: Tensor | None
+        self,
+        x: Tensor,
+        ids_SB: Tensor,
+        positions_SB: Tensor | None,
+        lengths_B: Tensor | None,
+        cache: KeyValueCache | None,
     ) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables `[S, B, 1, r/2]` where they depend on the sample, else None."""
+        """The rotary tables of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` where they depend on the sample."""
         if self.rotary is None:
             return None
+        first = 0 if cache is None else cache.length
         tables = None if lengths_B is None else self.rotary.tables_of_each(lengths_B.tolist(), len(ids_SB), x)
+        cos, sin = tables or self.rotary.tables(first + len(ids_SB), x, first)
         if positions_SB is None:
-            return tables
+            return cos, sin
         columns_B = torch.arange(ids_SB.shape[1], device=ids_SB.device)
-        cos, sin = tables or self.rotary.tables(len(ids_SB), x)
         cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
         return cos, sin
 

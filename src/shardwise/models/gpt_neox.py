@@ -32,7 +32,7 @@ class GPTNeoXBlock(nn.Module):
     row-parallel layers.
     """
 
-    def __init__(self, config: GPTNeoXConfig, layer: int, rotary: Rotary, make: Maker) -> None:
+    def __init__(self, config: GPTNeoXConfig, layer: int, make: Maker) -> None:
         super().__init__()
         name = f"gpt_neox.layers.{layer}"
         qkv = ColumnParallelLinear(
@@ -48,7 +48,7 @@ class GPTNeoXBlock(nn.Module):
         self.joined = self.parallel and not config.hidden_dropout_p
         self.input_layernorm = make.norm(config, f"{name}.input_layernorm")
         self.attention = InterleavedAttention(
-            config, layer, make, qkv, f"{name}.attention.dense", bias=config.attention_bias, rotary=rotary
+            config, layer, make, qkv, f"{name}.attention.dense", bias=config.attention_bias, rotates=True
         )
         self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm")
         self.attention_dropout = make.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
@@ -76,12 +76,12 @@ class GPTNeoX(CausalLM[GPTNeoXConfig]):
     """The causal language model."""
 
     def build(self, config: GPTNeoXConfig, make: Maker) -> None:
-        self.rotary = rotary = Rotary(config)
+        self.rotary = Rotary(config)
         if make.has_embedding(config):
             self.embed_in = make.word_embedding(config, "gpt_neox.embed_in")
         if make.part.is_first:
             self.dropout = make.dropout(config.embedding_dropout_p, EMBEDDING, 0)
-        self.layers = nn.ModuleList(GPTNeoXBlock(config, i, rotary, make) for i in make.layers(config))
+        self.layers = nn.ModuleList(GPTNeoXBlock(config, i, make) for i in make.layers(config))
         if make.part.is_last:
             self.norm = make.norm(config, "gpt_neox.final_layer_norm")
             self.lm_head = make.head(config, "embed_out", "gpt_neox.embed_in")

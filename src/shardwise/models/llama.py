@@ -52,7 +52,7 @@ class GatedMLP(nn.Module):
 class LlamaBlock(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`; or `x + norm(attention(x))`, then `x + norm(mlp(x))`."""
 
-    def __init__(self, config: Decoder, layer: int, rotary: Rotary, make: Maker) -> None:
+    def __init__(self, config: Decoder, layer: int, make: Maker) -> None:
         super().__init__()
         name = f"model.layers.{layer}"
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
@@ -67,7 +67,7 @@ class LlamaBlock(nn.Module):
             make.query_key_value(config, (q, k, v), bias=bias),
             o,
             bias=bias and config.attention_output_bias,
-            rotary=rotary if config.rotates(layer) else None,
+            rotates=config.rotates(layer),
             norm=make.query_key_norm(config, (f"{name}.self_attn.q_norm", f"{name}.self_attn.k_norm")),
         )
         self.post_attention_layernorm = make.norm(config, f"{name}.post_attention_layernorm", RMSNorm)
@@ -90,10 +90,10 @@ class Llama(CausalLM[Decoder]):
     """The causal language model."""
 
     def build(self, config: Decoder, make: Maker) -> None:
-        self.rotary = rotary = Rotary(config)
+        self.rotary = Rotary(config)
         if make.has_embedding(config):
             self.embed_tokens = make.word_embedding(config, "model.embed_tokens")
-        self.layers = nn.ModuleList(LlamaBlock(config, i, rotary, make) for i in make.layers(config))
+        self.layers = nn.ModuleList(LlamaBlock(config, i, make) for i in make.layers(config))
         if make.part.is_last:
             self.norm = make.norm(config, "model.norm", RMSNorm)
             self.lm_head = make.head(config, "lm_head", "model.embed_tokens")

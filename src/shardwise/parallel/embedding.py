@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise import comm, placement
+from shardwise._torch_private import has_data
 from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
 from shardwise.plan.parameters import vocabulary_rows
@@ -73,7 +74,7 @@ class ParallelEmbedding(placement.PlacedModule):
     def _check(self, ids: Tensor) -> None:
         """Refuse ids that no rank holds, as `F.embedding` does; on a CPU only, since reading them from an accelerator
         stalls it."""
-        if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
+        if torch.compiler.is_compiling() or ids.device.type != "cpu" or not (ids.numel() and has_data(ids)):
             return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.num_embeddings:

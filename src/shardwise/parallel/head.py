@@ -11,7 +11,7 @@ from shardwise import comm, placement
 from shardwise._torch_private import call_forward_pre_hooks
 from shardwise.parallel.arguments import sharing_group
 from shardwise.parallel.linear import DEFAULT_INIT, LayerOptions, full_name, tensor_options
-from shardwise.parallel.loss import IGNORE_INDEX, linear_cross_entropy
+from shardwise.parallel.loss import IGNORE_INDEX, chunk_losses, linear_cross_entropy
 from shardwise.parallel.matmul import linear
 from shardwise.placement import Init
 from shardwise.plan.chunks import loss_chunk_elements
@@ -28,6 +28,9 @@ class ParallelLMHead(placement.PlacedModule):
         bias_name: whole canonical name of the bias, such as `cls.predictions.bias`; None: the head has none.
         row_multiple: a rank's number of rows is rounded up to a multiple of this.
         sequence_parallel_enabled, name, options: as in the other layers, see `LayerOptions`.
+
+    Attributes:
+        chunk_losses: what `linear_cross_entropy` takes as `losses`.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class ParallelLMHead(placement.PlacedModule):
         where = tensor_options(self, options)
         self.group = group = sharing_group(type(self).__name__, options.get("group"))
         self.vocab_size = vocab_size
+        self.chunk_losses = chunk_losses
         self.sequence_parallel_enabled = sequence_parallel_enabled
         seed, init = options.get("seed"), options.get("init", DEFAULT_INIT)
         if tied_weight is not None:
@@ -100,4 +104,5 @@ class ParallelLMHead(placement.PlacedModule):
             ignore_index=ignore_index,
             vocab_size=self.vocab_size,
             bias=self.bias,
+            losses=self.chunk_losses,
         )

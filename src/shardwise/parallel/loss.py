@@ -8,14 +8,15 @@ What is exchanged is three numbers a token, never logits. Padding columns have p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Never, cast
 
 import torch
 from torch import Tensor
 
 from shardwise import comm
-from shardwise._torch_private import graph_is_kept
+from shardwise._torch_private import graph_is_kept, has_data
 from shardwise.mesh import Group, Ranks
 from shardwise.parallel.arguments import refuse_unknown, sharing_group
 from shardwise.parallel.matmul import linear, weight_gradient
@@ -25,27 +26,35 @@ IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class _VocabularyShard:
-    """This rank's columns of the vocabulary, and how targets are counted."""
+class VocabularyShard:
+    """This rank's columns of the vocabulary, and how targets are counted.
+
+    `first` and `held` are tensors for a compiled graph, which serves all ranks.
+    """
 
     group: Group
     vocabulary: int
-    first: int
-    held: int
+    first: int | Tensor
+    held: int | Tensor
     ignore_index: int
     smoothing: float
 
     @staticmethod
-    def make(group: Group, width: int, vocabulary: int | None, ignore_index: int, smoothing: float) -> _VocabularyShard:
+    def make(group: Group, width: int, vocabulary: int | None, ignore_index: int, smoothing: float) -> VocabularyShard:
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing ({smoothing}) must be in [0, 1]")
         whole = width * group.size if vocabulary is None else vocabulary
         first = group.rank * width
-        return _VocabularyShard(group, whole, first, max(0, min(width, whole - first)), ignore_index, smoothing)
+        return VocabularyShard(group, whole, first, max(0, min(width, whole - first)), ignore_index, smoothing)
+
+    def in_tensors(self, device: torch.device) -> VocabularyShard:
+        """The same for a compiled graph."""
+        first, held = (torch.full((), int(number), device=device) for number in (self.first, self.held))
+        return replace(self, first=first, held=held)
 
     def check(self, target: Tensor) -> None:
         """Refuse targets outside of the vocabulary; on a CPU only, since reading them from an accelerator stalls it."""
-        if torch.compiler.is_compiling() or target.device.type != "cpu" or not target.numel():
+        if torch.compiler.is_compiling() or target.device.type != "cpu" or not (target.numel() and has_data(target)):
             return
         counted = target[target != self.ignore_index]
         if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < self.vocabulary):
@@ -58,7 +67,11 @@ class _VocabularyShard:
         Returns:
             The loss `[N]` (0 where ignored), the targets' local columns, which of them are held here, and which count.
         """
-        if self.held < logits_NV.shape[1]:
+        width = logits_NV.shape[1]
+        if isinstance(self.held, Tensor):
+            if self.vocabulary < width * self.group.size:  # a rank has padding
+                logits_NV.masked_fill_(torch.arange(width, device=logits_NV.device) >= self.held, float("-inf"))
+        elif self.held < width:
             logits_NV[:, self.held :] = float("-inf")
         largest = comm.all_reduce_(logits_NV.amax(dim=1), self.group, op="max")
         logits_NV.sub_(largest.unsqueeze(1))
@@ -89,6 +102,31 @@ class _VocabularyShard:
         return softmax_NV.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
 
 
+def chunk_losses(
+    logits_NV: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    shard: VocabularyShard,
+    with_gradient: bool,
+    with_bias_gradient: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The sum of the losses of some tokens; the gradient by their logits, in these' dtype; and by the bias, in float32.
+
+    Float32 logits are overwritten.
+    """
+    logits = logits_NV.float()
+    if bias_V is not None:
+        logits.add_(bias_V)
+    loss, column, here, counted = shard.softmax_(logits, target_N)
+    if not with_gradient:
+        return loss.sum(), None, None
+    gradient = shard.gradient_(logits, column, here, counted.float())
+    return loss.sum(), gradient.to(logits_NV.dtype), gradient.sum(dim=0) if with_bias_gradient else None
+
+
+ChunkLosses = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+
+
 def _refuse_second_derivative(name: str) -> None:
     """Raise in a backward pass that builds a graph: the gradients come from saved numbers, and their own gradient would
     lack a part."""
@@ -101,7 +139,7 @@ def _refuse_second_derivative(name: str) -> None:
 
 class _ParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: _VocabularyShard) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, shard: VocabularyShard) -> Tensor:
         softmax = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
         loss, column, here, counted = shard.softmax_(softmax, target.reshape(-1))
         ctx.save_for_backward(softmax, column, here, counted)
@@ -148,7 +186,7 @@ def parallel_cross_entropy(
     if unknown:
         refuse_unknown(parallel_cross_entropy, unknown)
     ranks = sharing_group("parallel_cross_entropy", group)
-    shard = _VocabularyShard.make(ranks, vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
+    shard = VocabularyShard.make(ranks, vocab_parallel_logits.shape[-1], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     loss = _ParallelCrossEntropy.apply(vocab_parallel_logits, target, shard)  # type: ignore[no-untyped-call]
     return cast(Tensor, loss)
@@ -167,10 +205,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_vH: Tensor,
         bias_v: Tensor | None,
         target_SB: Tensor,
-        shard: _VocabularyShard,
+        shard: VocabularyShard,
         sequence_parallel: bool,
         chunk_elements: int,
         needed: tuple[bool, bool, bool],
+        losses: ChunkLosses,
     ) -> Tensor:
         group = shard.group
         scattered = sequence_parallel and group.size > 1
@@ -186,17 +225,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + step, x_SBH.shape[0]))
             chunk = comm.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
-            logits = linear(flat, weight_vH).float()
-            if bias_v is not None:
-                logits.add_(bias_v)
-            loss, column, here, counted = shard.softmax_(logits, target_RSB[:, rows].reshape(-1))
-            total = total + loss.sum()  # not in place: torch 2.11, traced, would drop its gradient
-            if not any(needed):
+            logits, targets = linear(flat, weight_vH), target_RSB[:, rows].reshape(-1)
+            loss, dlogits, dbias = losses(logits, bias_v, targets, shard, any(needed), db is not None)
+            total = total + loss  # not in place: torch 2.11, traced, would drop its gradient
+            if dlogits is None:
                 continue
-            dlogits = shard.gradient_(logits, column, here, counted.float())
-            if db is not None:
-                db.add_(dlogits.sum(dim=0))
-            dlogits = dlogits.to(weight_vH.dtype)
+            if db is not None and dbias is not None:
+                db.add_(dbias)
             if dw is not None:
                 dw.add_(weight_gradient(dlogits, flat))
             if dx is not None:
@@ -217,7 +252,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_last = not torch.compiler.is_compiling() and not graph_is_kept()
         saved = ctx.saved_tensors
         scaled = [g if g is None else g.mul_(grads[0]) if is_last else g * grads[0] for g in saved]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 def linear_cross_entropy(
@@ -232,6 +267,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     bias: Tensor | None = None,
     chunk_elements: int | None = None,
+    losses: ChunkLosses = chunk_losses,
 ) -> Tensor:
     """Sum over tokens of `cross_entropy(x Wᵀ + b, target)`, without ever holding the logits of all tokens.
 
@@ -248,6 +284,7 @@ def linear_cross_entropy(
         chunk_elements: logits held at once on this rank (default: 2²¹ on a CPU, 2²⁷ on an accelerator, and those of 256
             tokens at least).
         group, ignore_index, label_smoothing, vocab_size: as in `parallel_cross_entropy`.
+        losses: `chunk_losses`, or what it compiles to.
 
     Returns:
         A float32 scalar, equal on all ranks of the group. Communicates per chunk two small all-reduces; with sequence
@@ -260,11 +297,11 @@ def linear_cross_entropy(
     if chunk_elements is None:
         chunk_elements = loss_chunk_elements(weight.shape[0], x.device.type != "cpu")
     ranks = sharing_group("linear_cross_entropy", group)
-    shard = _VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
+    shard = VocabularyShard.make(ranks, weight.shape[0], vocab_size, ignore_index, label_smoothing)
     shard.check(target)
     trained = torch.is_grad_enabled()
     needed = tuple(trained and tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
     result = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed
+        x, weight, bias, target, shard, sequence_parallel_enabled, chunk_elements, needed, losses
     )
     return cast(Tensor, result)

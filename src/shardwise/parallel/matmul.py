@@ -2,7 +2,7 @@
 
 On a CPU torch gives float32 matmuls to MKL, which keeps to a narrow code path on processors that are not Intel's: on a
 Zen 4 core it reaches 100 GFLOP/s where oneDNN reaches 230 (benchmarks/matmul.py). Elsewhere, and under
-`torch.compile` and `torch.autocast`, these functions are the native operators.
+`torch.autocast`, these functions are the native operators; under `torch.compile` too, until `define_linear`.
 
 Legend: T tokens, K input features, N output features.
 """
@@ -38,6 +38,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        if torch.compiler.is_compiling():
+            return cast(Tensor, torch.ops.shardwise.linear(x, weight))
         return onednn_linear(x, weight)
 
     @staticmethod
@@ -55,7 +57,27 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
-        and devices.cpu_prefers_onednn()
+        and (_defined if torch.compiler.is_compiling() else devices.cpu_prefers_onednn())
     )
+
+
+_defined = False
+"""Whether compiled graphs have the operator."""
+
+
+def define_linear() -> None:
+    """Define the operator by which compiled graphs multiply as eager code does, where that is by oneDNN.
+
+    The compiler's own use of oneDNN takes weights that are constants.
+    """
+    global _defined
+    if _defined or not devices.cpu_prefers_onednn():
+        return
+    operator = torch.library.custom_op("shardwise::linear", _onednn_linear, mutates_args=())
+    operator.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], len(weight)))
+    _defined = True
+
+
+def _onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return onednn_linear(x, weight)

@@ -26,7 +26,7 @@ from shardwise.data.tokens.encoding import ContentDigest
 from shardwise.data.tokens.marks import DocumentMarks
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 from shardwise.errors import ConfigError, DataError
-from shardwise.files import sync_folder
+from shardwise.files import cache_root, sync_folder
 from shardwise.prepare import arrow, hdf5, space
 from shardwise.prepare.outputs import ANY_VOCABULARY, Format, Outcome, Output, check_name
 from shardwise.prepare.tokens import PREFIX, ChangedError, SequenceOptions, TokenizingProgress, write_tokens
@@ -97,7 +97,7 @@ class _Conversion:
 
     def content(self) -> str:
         """The digest of the source's text, which is read unless the cache has the digest."""
-        known = cache.known_content(cache.cache_root(), self.stamp)
+        known = cache.known_content(cache_root(), self.stamp)
         if known is not None:
             return known
         digest = ContentDigest()
@@ -132,7 +132,7 @@ class _Conversion:
                 "bytes": read.bytes,
             }
             facts = self.output.complete(source, self.tokenizer.vocab_size, closes=self.marks.end is not None, **counts)
-        cache.remember_content(cache.cache_root(), self.stamp, read.digest)
+        cache.remember_content(cache_root(), self.stamp, read.digest)
         return facts
 
     def _check_room(self) -> space.Estimate | None:

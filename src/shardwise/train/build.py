@@ -19,6 +19,7 @@ from shardwise.checkpoint.restore import read_manifest, restore
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint_format.folders import is_damage
 from shardwise.checkpoint_format.manifest import MANIFEST, ManifestError
+from shardwise.compilation import compile_units
 from shardwise.config import Config, Layout, OwnConfig, Precision, check_layout
 from shardwise.cost.memory import expected_memory
 from shardwise.data import PreparedData, StreamBatches, make_batches
@@ -64,6 +65,7 @@ def build_trainer(
     is_checkpoint = weights is not None and comm.broadcast_object((weights / MANIFEST).exists(), mesh.world)
     if weights is not None and not is_checkpoint:
         load_hugging_face(model, config.model, mesh, weights.local())
+    compilation = compile_units(model, config.compile, mesh.device) if config.compile.enabled else None
     optimizer = build_optimizer(config, precision, model, mesh)
     if weights is not None and is_checkpoint:
         require_model(config.model, weights, mesh.world)
@@ -85,6 +87,7 @@ def build_trainer(
         reporter=reporter,
         progress=progress or Progress(),
         pipeline=build_pipeline(config, layout, mesh, model, dtype),
+        compilation=compilation,
     )
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 from shardwise import units
 from shardwise.checkpoint.save import Saved
 from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.compilation.keeper import Settled
 from shardwise.config import Config, Layout, Precision
 from shardwise.cost import flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
@@ -226,6 +227,20 @@ class Reporter:
         self._scalars("eval", step, values)
         shown = f" ({parts_of_loss(losses)})" if losses else ""
         self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
+
+    def captured(self, settled: Settled) -> None:
+        """Record the graphs that all ranks captured, those from the cache and those that were compiled."""
+        if settled.problem is not None:
+            self.warning(settled.problem)
+        if not settled.graphs:
+            return
+        hits = sum(graph.is_hit for graph in settled.graphs)
+        misses = len(settled.graphs) - hits
+        seconds = max(graph.seconds for graph in settled.graphs)
+        self._event("compile", graphs=len(settled.graphs), hits=hits, misses=misses, seconds=seconds)
+        what = units.counted(len(settled.graphs), "graph")
+        ranks = f" on {units.counted(self.layout.world, 'rank')}" if self.layout.world > 1 else ""
+        self.message(f"compile: {what}{ranks}: {hits:,} from the cache, {misses:,} compiled")
 
     def warning(self, text: str) -> None:
         """Print a warning above the progress line and record it."""

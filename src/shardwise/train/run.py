@@ -11,6 +11,7 @@ from shardwise import comm
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint_format.folders import step_name
+from shardwise.compilation import Keeper
 from shardwise.config import Config, Layout, check_layout
 from shardwise.data import StreamBatches
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
@@ -52,6 +53,8 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
             resumed = _begin(here, trainer, reporter)
             if shortage is not None:
                 reporter.warning(shortage)
+            if trainer.compilation is not None:
+                trainer.keeper = Keeper(config, layout, mesh, trainer.compilation, reporter.message)
             with build_checkpoints(here, trainer, reporter, resumed) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
@@ -62,6 +65,8 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
             if stopped_by is not None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
+            if trainer.keeper is not None:
+                trainer.keeper.close()
     leave()
 
 

@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from shardwise import comm
 from shardwise import device as devices
+from shardwise.compilation import Compilation, Keeper
 from shardwise.config import Config, Layout, OwnConfig
 from shardwise.data import Batches
 from shardwise.errors import RunError
@@ -48,6 +49,8 @@ class Trainer:
 
     Attributes:
         pipeline: runs the stages of this rank, where the model is cut into stages.
+        compilation: the compiled units of the model, if it is compiled.
+        keeper: of their graphs.
     """
 
     config: Config
@@ -60,6 +63,8 @@ class Trainer:
     progress: Progress
     reporter: Reporter | None = None
     pipeline: Pipeline | None = None
+    compilation: Compilation | None = None
+    keeper: Keeper | None = None
 
     def __post_init__(self) -> None:
         self.feed = Feed(self.config, self.mesh, self.batches, self.evaluation)
@@ -101,6 +106,8 @@ class Trainer:
         """Report a step, and do what is due after it; returns who asked the run to stop."""
         step, eval_every, drift_every = record.step, self.config.train.eval_every, self.config.log.drift_every
         asked: tuple[float, ...] | None = record.asked
+        if step == self.progress.before + 1:
+            self._settle()
         if self.reporter is not None:
             if self.pipeline is not None and self.reporter.is_logged(step):
                 record = replace(record, timing=self.pipeline.timing())
@@ -113,11 +120,20 @@ class Trainer:
             asked = None  # much time has passed: `checkpoints` asks again
         if eval_every and (is_last or step % eval_every == 0):
             self.evaluate()
+            self._settle()
             asked = None
         if checkpoints is None:
             return None
         self.progress.phase = "checkpoint"
         return checkpoints.after_step(self.progress, is_last, asked)
+
+    def _settle(self) -> None:
+        """Report the graphs that were captured since the last call, and keep those that were compiled."""
+        if self.keeper is None:
+            return
+        settled = self.keeper.settle()
+        if self.reporter is not None:
+            self.reporter.captured(settled)
 
     def _warn_of_a_mean(self, record: StepRecord) -> None:
         """Warn that a model of the user's own may return a mean: its first loss is far below that of a guess."""

@@ -20,6 +20,7 @@ from shardwise.data import PreparedData, Tokenizer, cache, prepare
 from shardwise.data.formats import text as preparation
 from shardwise.data.reading.sources import PIECE_CHARACTERS
 from shardwise.errors import DataError
+from shardwise.files import cache_root
 
 
 def config(**data: str) -> Config:
@@ -287,12 +288,12 @@ def test_the_cache_is_where_the_environment_says(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SHARDWISE_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache.cache_root() == tmp_path / ".cache/shardwise"
+    assert cache_root() == tmp_path / ".cache/shardwise"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert cache.cache_root() == tmp_path / "x/shardwise"
+    assert cache_root() == tmp_path / "x/shardwise"
     monkeypatch.setenv("SHARDWISE_CACHE", "~/own")
-    assert cache.cache_root() == tmp_path / "own"
-    assert cache.cache_root(tmp_path / "argument") == tmp_path / "argument"
+    assert cache_root() == tmp_path / "own"
+    assert cache_root(tmp_path / "argument") == tmp_path / "argument"
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot be written: Not a directory; set SHARDWISE_CACHE"):
         prepare(config(), tmp_path / "file")

@@ -1,0 +1,135 @@
+"""Compiles all graphs of a training in processes of their own, several at once, into the cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardwise import files
+from shardwise.aot.job import Job
+from shardwise.compilation.facts import graph_facts, planned_graphs
+from shardwise.compilation.units import HEAD
+from shardwise.config import Config, Layout
+from shardwise.graph_cache import Entry, Facts, GraphCache
+from shardwise.hardware import cpu_count
+
+_SHOWN = 3
+"""Lines of a failure's output that the user reads at once; its log has all."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The graphs of a training, and how they are compiled.
+
+    Attributes:
+        facts: of each graph, as the training's ranks will find it.
+        threads: that each rank of the training computes with, which is a part of its code.
+        only_capture: trace the graphs and compile none.
+    """
+
+    config: Config
+    layout: Layout
+    device: str
+    threads: int
+    facts: Sequence[Facts]
+    only_capture: bool
+
+    @staticmethod
+    def make(config: Config, layout: Layout, device: str, threads: int, *, only_capture: bool) -> Plan:
+        """The plan of a configuration.
+
+        Raises:
+            ConfigError: there is no C++ compiler, where one is needed.
+        """
+        torch.set_num_threads(threads)
+        where = torch.device(device)
+        facts = [graph_facts(config, layout, where, unit, training) for unit, training in planned_graphs(config)]
+        return Plan(config, layout, device, threads, facts, only_capture)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one graph.
+
+    Attributes:
+        entry: in the cache; None where it was only captured, or failed.
+        problem: why it failed; None: it did not.
+        log: the output of one that failed.
+    """
+
+    facts: Facts
+    seconds: float
+    entry: Entry | None = None
+    problem: str | None = None
+    log: Path | None = None
+
+
+def compile_graphs(plan: Plan, facts: Sequence[Facts], cache: GraphCache, workers: int) -> Iterator[Outcome]:
+    """Compile some graphs of a plan, `workers` at once; yields each as soon as it is done.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
+    try:
+        for done in as_completed([pool.submit(_compile, plan, one, cache, workers) for one in facts]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outcome:
+    layout, start = plan.layout, time.perf_counter()
+    stage = layout.pipeline - 1 if facts["unit"] == HEAD else 0
+    with tempfile.TemporaryDirectory(prefix="shardwise-compile-") as folder:
+        job = Job(
+            config=plan.config.model_dump(mode="json"),
+            unit=facts["unit"],
+            training=facts["training"],
+            rank=stage * layout.tensor,
+            world=layout.tensor * layout.pipeline,
+            device=plan.device,
+            folder=folder,
+            only_capture=plan.only_capture,
+        )
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(plan.threads),
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cpu_count() // workers)),
+        }
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "shardwise.aot.worker"],
+            input=job.dump(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            check=False,
+        )
+        if done.returncode:
+            return _failed(facts, cache, done, time.perf_counter() - start)
+        if plan.only_capture:
+            return Outcome(facts, time.perf_counter() - start)
+        compiled = [path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".lock"]
+        entry = cache.store(facts, Path(folder), compiled)
+    return Outcome(facts, time.perf_counter() - start, entry)
+
+
+def _failed(facts: Facts, cache: GraphCache, done: subprocess.CompletedProcess[str], seconds: float) -> Outcome:
+    log = cache.log_of(facts)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(log, done.stdout)
+    lines = [line for line in done.stdout.strip().splitlines() if line.strip()]
+    said = " ".join(lines[-_SHOWN:]) if lines else "it said nothing"
+    if done.returncode < 0:
+        said = f"its process was killed by signal {-done.returncode}; {said}"
+    return Outcome(facts, seconds, problem=said, log=log)

@@ -1,0 +1,182 @@
+"""Compile all graphs of a training before it starts, on one machine that need not be the training's.
+
+Every role of its ranks is played in turn: no other rank, no data and no whole model is needed. The number of graphs
+depends neither on the layers nor on the ranks. The training, with compile.enabled=true and the same keys, finds them in
+the cache (compile.cache_dir) and compiles nothing; with compile.require_cached=true it refuses to start otherwise.
+
+A graph is of one kind of device, version of torch, processor and number of threads; the training must have the same.
+
+Exit code 0: all graphs are in the cache; 1: some failed; 2: the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from shardwise import units
+from shardwise.cli import output
+from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.errors import ConfigError
+from shardwise.files import cache_root, reason_of
+from shardwise.graph_cache import Entry, Facts, GraphCache, writing
+from shardwise.hardware import accelerators, cpu_count
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a YAML file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as parallel.tensor=8"
+    )
+    parser.add_argument("--cache-dir", metavar="DIR", type=Path, help="in place of the recipe's compile.cache_dir")
+    parser.add_argument("--workers", metavar="N", type=int, help="graphs at once (default: one per processor core)")
+    parser.add_argument(
+        "--threads",
+        metavar="N",
+        type=int,
+        help="threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)",
+    )
+    parser.add_argument("--device", metavar="KIND", help="such as cpu or cuda (default: this machine's)")
+    parser.add_argument(
+        "--capture-only", action="store_true", help="trace all graphs, from tensors without data, and compile none"
+    )
+    parser.add_argument("--retry-failed", action="store_true", help="compile only the graphs that failed before")
+    parser.add_argument("--list", action="store_true", help="show the graphs in the cache, and compile nothing")
+    parser.add_argument("--clean", action="store_true", help="remove all graphs from the cache, and compile nothing")
+    parser.add_argument("--export", metavar="FILE", type=Path, help="write the cache into one file, after compiling")
+    parser.add_argument("--import", metavar="FILE", type=Path, dest="imported", help="add the graphs of such a file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    recipe: str | None = arguments.recipe
+    config = None
+    if recipe is not None:
+        config = load_config(recipe, [*arguments.overrides, "compile.enabled=true"])
+    chosen = arguments.cache_dir or (None if config is None else config.compile.cache_dir)
+    cache = GraphCache(chosen or cache_root() / "compile")
+    other = arguments.list or arguments.clean or arguments.export or arguments.imported
+    if config is None and not other:
+        raise ConfigError("RECIPE must be given, or one of --list, --clean, --export and --import")
+    with writing(cache.root):
+        if arguments.clean:
+            number, size = cache.clean()
+            output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
+            return 0
+        if arguments.imported is not None:
+            taken = cache.take_in(arguments.imported)
+            output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
+        if arguments.list:
+            _list(cache)
+            return 0
+        code = 0 if config is None else _compile(config, cache, arguments)
+    if arguments.export is not None:
+        try:
+            exported = cache.export(arguments.export)
+        except OSError as error:
+            raise ConfigError(f"--export {arguments.export} cannot be written: {reason_of(error)}") from None
+        size = arguments.export.stat().st_size
+        output.line(f"{units.counted(len(exported), 'graph')}, {units.size(size)}, are in {arguments.export}")
+    return code
+
+
+def _list(cache: GraphCache) -> None:
+    entries = cache.entries()
+    rows = []
+    for entry in entries:
+        facts = entry.facts
+        shape = f"{facts['train.micro_batch']} × {facts['train.sequence_length']:,}"
+        sequence = " + SP" if facts["parallel.sequence"] else ""
+        age = f"{units.duration(max(0.0, time.time() - entry.used))} ago"
+        where = f"{facts['device']}, {units.counted(facts['threads'], 'thread')}"
+        tensor = f"TP {facts['parallel.tensor']}{sequence}"
+        rows.append((name(facts), tensor, shape, where, facts["torch"], entry.key[:12], units.size(entry.bytes), age))
+    if rows:
+        output.table(rows, ("graph", "tensor", "micro-batch", "device", "torch", "key", "size", "used"))
+    total = sum(entry.bytes for entry in entries)
+    output.line(f"{units.counted(len(entries), 'graph')}, {units.size(total)}, in {cache.root}")
+
+
+def name(facts: Facts) -> str:
+    """A graph as the user reads it."""
+    return f"{facts['unit']} ({'training' if facts['training'] else 'evaluation'})"
+
+
+def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
+    layout = check_layout(config, config.parallel.ranks)
+    device, only_capture = _device(arguments.device), arguments.capture_only
+    threads = _positive("--threads", arguments.threads) or _threads(layout, device)
+    workers = _positive("--workers", arguments.workers) or cpu_count()
+    from shardwise.aot.run import Plan, compile_graphs
+
+    if device != "cpu" and not accelerators()[1]:
+        _require_fake(device)
+        only_capture = True
+        output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
+    plan = Plan.make(config, layout, device, threads, only_capture=only_capture)
+    wanted = list(plan.facts)
+    if arguments.retry_failed:
+        wanted = [facts for facts in wanted if cache.log_of(facts).exists()]
+    known = [] if only_capture else [facts for facts in wanted if cache.find(facts) is not None]
+    done = failed = 0
+    for facts in known:
+        done += 1
+        output.line(f"[{done}/{len(wanted)}] {name(facts)}: in the cache")
+    problems = []
+    for outcome in compile_graphs(plan, [facts for facts in wanted if facts not in known], cache, workers):
+        done += 1
+        seconds = units.duration(outcome.seconds)
+        if outcome.problem is not None:
+            failed += 1
+            problems += [f"{name(outcome.facts)}: {outcome.problem}", f"log: {outcome.log}"]
+            said = f"failed after {seconds}"
+        elif outcome.entry is None:
+            said = f"captured in {seconds}"
+        else:
+            said = f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
+        output.line(f"[{done}/{len(wanted)}] {name(outcome.facts)}: {said}")
+    removed = cache.prune(config.compile.cache_gib * 2**30)
+    _say_removed(removed, config)
+    output.line(f"Total graphs: {len(wanted)}")
+    output.line(f"Total successful compilations: {0 if only_capture else len(wanted) - failed}")
+    output.line(f"Total failed compilations: {failed}")
+    for problem in problems:
+        output.line(problem)
+    return 1 if failed else 0
+
+
+def _say_removed(removed: list[Entry], config: Config) -> None:
+    if removed:
+        output.line(
+            f"removed {units.counted(len(removed), 'graph')} that were used longest ago: compile.cache_gib "
+            f"({config.compile.cache_gib:g}) is reached"
+        )
+
+
+def _device(chosen: str | None) -> str:
+    kind, count = accelerators()
+    return chosen or (kind if count else "cpu")
+
+
+def _require_fake(device: str) -> None:
+    import torch
+
+    if device == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        raise ConfigError(
+            f"--device cuda needs a torch that is built for CUDA, and {torch.__version__} is not: install one that is, "
+            "or compile on a machine with one GPU, which is enough for all ranks"
+        )
+
+
+def _threads(layout: Layout, device: str) -> int:
+    """What `train` would give its ranks on this machine."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    ranks = layout.tensor * layout.pipeline if device == "cpu" else max(1, accelerators()[1])
+    return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // ranks)
+
+
+def _positive(option: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{option} ({value}) must be at least 1")
+    return value
