@@ -53,6 +53,24 @@ def local_device() -> torch.device:
     return torch.device(device.type, index)
 
 
+def require_build_for(kind: str) -> None:
+    """Check that this torch knows a kind of device, which the machine need not have.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    missing = kind == "cuda" and not torch.backends.cuda.is_built()
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        missing = True
+    if missing:
+        raise ConfigError(
+            f"--device {kind} needs a torch that is built for it, and {torch.__version__} is not: install one that is, "
+            "or compile on a machine with one such device, which is enough for all ranks"
+        )
+
+
 def backend(device: torch.device) -> str:
     """The process-group backend of a device: gloo for the CPU, NCCL for CUDA, the accelerator's own elsewhere."""
     return dist.get_default_backend_for_device(device)

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from shardwise.errors import ConfigError
 FACTS = "facts.json"
 LOGS = "failed"
 _NAME = re.compile(r"[0-9a-f]{32}\.zip")
-_UNREADABLE = (OSError, zipfile.BadZipFile, ValueError, KeyError, EOFError, NotImplementedError)
+_UNREADABLE = (OSError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, NotImplementedError)
 
 Facts = Mapping[str, Any]
 """What decides the code of a graph, in JSON's types."""

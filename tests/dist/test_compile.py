@@ -79,7 +79,11 @@ def compiled(sequence: bool, backend: str, whole: bool, kind: Any = LlamaConfig)
         return compare("model", model, dict(model.named_parameters()), ids, ids, backend=backend)
     block, rows = model.layers[0], S // 2 if sequence else S
     x = random(group.rank if sequence else 0, rows, B, 16).requires_grad_()
-    errors = compare("block", block, {"x": x, **dict(block.named_parameters())}, x, Context(), backend=backend)
+    assert model.rotary is not None
+    turns = model.rotary.tables(S, x)
+    errors = compare(
+        "block", block, {"x": x, **dict(block.named_parameters())}, x, Context(turns=turns), backend=backend
+    )
     assert group.meter.calls, "eager did not communicate"
     return errors
 

@@ -91,9 +91,7 @@ def _batch(config: Config, device: torch.device) -> MicroBatch:
     return MicroBatch.on(device, batches.blank(train.micro_batch))
 
 
-def _input(
-    config: Config, layout: Layout, device: torch.device, dtype: torch.dtype, training: bool
-) -> Tensor | None:
+def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dtype, training: bool) -> Tensor | None:
     """x as the stage before would send it."""
     if isinstance(config.model, OwnConfig):
         return None

@@ -43,7 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--capture-only", action="store_true", help="trace all graphs, from tensors without data, and compile none"
     )
     parser.add_argument("--retry-failed", action="store_true", help="compile only the graphs that failed before")
-    parser.add_argument("--list", action="store_true", help="show the graphs in the cache, and compile nothing")
+    parser.add_argument(
+        "--list", action="store_true", help="show the graphs in the cache; without RECIPE nothing is compiled"
+    )
     parser.add_argument("--clean", action="store_true", help="remove all graphs from the cache, and compile nothing")
     parser.add_argument("--export", metavar="FILE", type=Path, help="write the cache into one file, after compiling")
     parser.add_argument("--import", metavar="FILE", type=Path, dest="imported", help="add the graphs of such a file")
@@ -67,9 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.imported is not None:
             taken = cache.take_in(arguments.imported)
             output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
-        if arguments.list:
-            _list(cache)
-            return 0
         code = 0 if config is None else _compile(config, cache, arguments)
     if arguments.export is not None:
         try:
@@ -78,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--export {arguments.export} cannot be written: {reason_of(error)}") from None
         size = arguments.export.stat().st_size
         output.line(f"{units.counted(len(exported), 'graph')}, {units.size(size)}, are in {arguments.export}")
+    if arguments.list:
+        _list(cache)
     return code
 
 
@@ -109,9 +110,10 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     threads = _positive("--threads", arguments.threads) or _threads(layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()
     from shardwise.aot.run import Plan, compile_graphs
+    from shardwise.device import require_build_for
 
     if device != "cpu" and not accelerators()[1]:
-        _require_fake(device)
+        require_build_for(device)
         only_capture = True
         output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
     plan = Plan.make(config, layout, device, threads, only_capture=only_capture)
@@ -157,16 +159,6 @@ def _say_removed(removed: list[Entry], config: Config) -> None:
 def _device(chosen: str | None) -> str:
     kind, count = accelerators()
     return chosen or (kind if count else "cpu")
-
-
-def _require_fake(device: str) -> None:
-    import torch
-
-    if device == "cuda" and torch.version.cuda is None and torch.version.hip is None:
-        raise ConfigError(
-            f"--device cuda needs a torch that is built for CUDA, and {torch.__version__} is not: install one that is, "
-            "or compile on a machine with one GPU, which is enough for all ranks"
-        )
 
 
 def _threads(layout: Layout, device: str) -> int:

@@ -1,0 +1,120 @@
+"""Compiled training: the losses of eager training, by as many graphs as there are kinds of units and modes."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config import Config
+from shardwise.train.build import build_trainer
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.dense import run as on_ranks
+from tests.dist.training import FACTS, FAMILIES, MODEL, make_config, make_data
+
+SIZES = {name: value for name, value in MODEL.items() if name not in ("family", "num_key_value_heads")}
+GPT_DROPOUT = {"family": "gpt", **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"), 0.1)}
+BERT_DROPOUT = {"family": "bert", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+TENSOR, SEQUENCE, PIPELINE = {"tensor": 2}, {"tensor": 2, "sequence": True}, {"pipeline": 2}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`units`: how many kinds; the loss of the head is one."""
+
+    model: dict[str, Any]
+    parallel: dict[str, Any]
+    recompute: str = "none"
+    dropout: str = "fast"
+    mode: str = "float32"
+    zero: int = 1
+    documents: bool = False
+    units: int = 2
+    layers: int = 2
+
+    def config(self, backend: str | None, steps: int) -> Config:
+        compiled = {} if backend is None else {"enabled": True, "backend": backend}
+        documents = {"reset_attention_mask": True, "reset_position_ids": True, "eod_token": 3}
+        return make_config(
+            model=SIZES | {"num_hidden_layers": self.layers} | self.model,
+            parallel=self.parallel,
+            train={"recompute": self.recompute, "dropout_mode": self.dropout, "steps": steps},
+            precision={"mode": self.mode},
+            optimizer={"zero": self.zero},
+            data=documents if self.documents else {},
+            compile=compiled,
+        )
+
+
+OFTEN = {
+    "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),
+    "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),
+    "llama, TP 2, selective recompute, documents": Cell(
+        FAMILIES["llama"], TENSOR, recompute="selective", documents=True
+    ),
+    "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
+    "gpt, TP 2 + SP, invariant dropout, full recompute": Cell(
+        GPT_DROPOUT, SEQUENCE, recompute="full", dropout="invariant"
+    ),
+    "gpt_neox, TP 2 + SP": Cell(FAMILIES["gpt_neox"], SEQUENCE),
+    "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
+    "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
+}
+SELDOM = {
+    "llama, PP 2": Cell(FAMILIES["llama"], PIPELINE, layers=4),
+    "llama, DP 2, whole optimizer state": Cell(FAMILIES["llama"], {}, zero=0),
+    "olmo2, TP 2 + SP": Cell(FACTS["olmo2"], SEQUENCE),
+    "qwen3, TP 2 + SP, full recompute": Cell(FACTS["qwen3"], SEQUENCE, recompute="full"),
+    "gpt, TP 2, fast dropout, selective recompute": Cell(GPT_DROPOUT, TENSOR, recompute="selective"),
+    "gpt_neox, DP 2, documents": Cell(FAMILIES["gpt_neox"], {}, documents=True),
+    "bert, PP 2, invariant dropout": Cell(BERT_DROPOUT, PIPELINE, dropout="invariant", layers=4),
+}
+
+
+def losses(cell: Cell, backend: str | None, steps: int) -> tuple[list[float], Counter[tuple[str, bool]]]:
+    """Of each step and of two evaluations; and how often each graph was captured."""
+    torch._dynamo.reset()
+    config = cell.config(backend, steps)
+    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
+    pairs = "nsp" in config.model.objectives
+    trainer = build_trainer(config, mesh, make_data(length=16, pairs=pairs))
+    found = [trainer.step().loss, trainer.evaluate()[0]]
+    found += [*(trainer.step().loss for _ in range(steps - 1)), trainer.evaluate()[0]]
+    trainer.feed.close()
+    graphs = trainer.compilation.graphs if trainer.compilation is not None else []
+    return found, Counter((graph.unit, graph.training) for graph in graphs)
+
+
+def both(cell: Cell, backend: str, steps: int) -> tuple[float, Counter[tuple[str, bool]]]:
+    """The largest relative difference of compiled and eager losses, and the graphs."""
+    (eager, none), (compiled, graphs) = (losses(cell, one, steps) for one in (None, backend))
+    assert not none
+    return max(abs(b / a - 1) for a, b in zip(eager, compiled, strict=True)), graphs
+
+
+def check(ranks: Any, cell: Cell, backend: str, steps: int, tolerance: float = 1e-5) -> None:
+    everywhere: Counter[tuple[str, bool]] = Counter()
+    for rank, (difference, graphs) in enumerate(on_ranks(ranks, 2, both, cell, backend, steps)):
+        assert difference <= tolerance, f"rank {rank}: losses differ by {difference:.1e}"
+        twice = [graph for graph, times in graphs.items() if times > 1]
+        assert not twice, f"rank {rank} captured {twice} again"
+        everywhere |= graphs
+    assert len(everywhere) == 2 * cell.units, f"graphs: {sorted(everywhere)}"
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
+def test_compiled_training_has_the_losses_of_eager_training(name: str, ranks: Any) -> None:
+    check(ranks, (OFTEN | SELDOM)[name], "aot_eager", steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OFTEN, *SELDOM])
+def test_compiled_by_inductor(name: str, ranks: Any) -> None:
+    check(ranks, (OFTEN | SELDOM)[name], "inductor", steps=20)
+
+
+@pytest.mark.slow
+def test_mixed_precision(ranks: Any) -> None:
+    """The compiler rounds fewer intermediate results to bfloat16 than eager code."""
+    check(ranks, Cell(FAMILIES["llama"], SEQUENCE, mode="mixed"), "aot_eager", steps=3, tolerance=1e-3)

@@ -1,0 +1,88 @@
+"""Graphs that `shardwise compile` captures as one rank are those of every rank that has the unit."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.aot.worker import play
+from shardwise.compilation.facts import planned_graphs
+from shardwise.compilation.units import BLOCK, HEAD, UNROTATED
+from shardwise.config import Config, check_layout
+from tests.dist.test_compiled_training import GPT_DROPOUT, SIZES
+from tests.dist.training import FACTS, FAMILIES, make_config
+
+CPU = torch.device("cpu")
+# torch itself does so where it traces an autograd function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str, int], list[str]]]:
+    """The code of the graphs of a unit as a rank captures it."""
+    found: list[str] = []
+
+    def collecting(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        found.append(graph.print_readable(print_output=False, include_stride=True))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    monkeypatch.setattr("shardwise.compilation.units.backend_of", lambda *_: collecting)
+
+    def capture(config: Config, unit: str, rank: int) -> list[str]:
+        torch._dynamo.reset()
+        found.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        layout = check_layout(config, 16)
+        dist.init_process_group("fake", rank=rank, world_size=16)
+        play(config, layout, CPU, unit, training=True, only_capture=False)
+        return list(found)
+
+    yield capture
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("unit", [BLOCK, HEAD])
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [
+        (FAMILIES["llama"], {}),
+        (GPT_DROPOUT, {"dropout_mode": "fast"}),
+        (GPT_DROPOUT, {"dropout_mode": "invariant"}),
+        (FAMILIES["bert"], {}),
+    ],
+    ids=["llama", "gpt, fast dropout", "gpt, invariant dropout", "bert"],
+)
+def test_ranks_and_layers_share_a_graph(
+    model: dict[str, Any], keys: dict[str, Any], unit: str, captured: Callable[[Config, str, int], list[str]]
+) -> None:
+    """TP 2 × PP 2 × DP 4: the vocabulary is padded on the second of two tensor-parallel ranks."""
+
+    def config(layers: int) -> Config:
+        sizes = SIZES | {"num_hidden_layers": layers} | model
+        return make_config(
+            model=sizes, parallel={"tensor": 2, "sequence": True, "pipeline": 2}, train={"global_batch": 16} | keys
+        )
+
+    first = captured(config(2), unit, 0)
+    assert len(first) == 1
+    assert captured(config(4), unit, 11) == first
+
+
+@pytest.mark.parametrize(
+    ("model", "units"),
+    [
+        (FAMILIES["llama"], [BLOCK, HEAD]),
+        (FAMILIES["gpt"], [BLOCK, HEAD]),
+        (FACTS["smollm3"], [BLOCK, UNROTATED, HEAD]),
+    ],
+    ids=["llama", "gpt", "smollm3"],
+)
+def test_the_number_of_graphs_is_that_of_kinds(model: dict[str, Any], units: list[str]) -> None:
+    for every, modes in ((0, (True,)), (2, (True, False))):
+        config = make_config(model=SIZES | model, train={"eval_every": every})
+        assert planned_graphs(config) == [(unit, mode) for unit in units for mode in modes]

@@ -1,0 +1,81 @@
+"""`shardwise compile`: what it refuses, and what it does without a compiler."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.graph_cache import GraphCache
+
+FACTS = {
+    "unit": "block", "training": True, "parallel.tensor": 4, "parallel.sequence": False, "train.micro_batch": 1,
+    "train.sequence_length": 2048, "device": "cpu, AVX2", "threads": 2, "torch": "2.12.0",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("shardwise.cli.compile.accelerators", lambda: ("cpu", 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "RECIPE must be given, or one of --list, --clean, --export and --import"),
+        (["llama2-tni"], "unknown recipe 'llama2-tni': did you mean llama2-tiny?"),
+        (["llama2-tiny", "--workers", "0"], "--workers (0) must be at least 1"),
+        (["llama2-tiny", "--threads", "0"], "--threads (0) must be at least 1"),
+        (["llama2-tiny", "--device", "abacus"], "--device abacus needs a torch that is built for it, and 2."),
+        (
+            ["llama2-tiny", "parallel.pipeline=2", "parallel.schedule=zbv"],
+            "compile.enabled (true) must be false with parallel.schedule zbv, which cuts the backward pass",
+        ),
+        (
+            ["llama2-tiny", "parallel.tensor=2", "parallel.tensor_overlap=pieces"],
+            "compile.enabled (true) must be false with parallel.tensor_overlap (pieces), whose layers are not compiled",
+        ),
+        (["--import", "none"], "there is no file none"),
+        (["llama2-tiny", "compile.cache_gib=0"], "compile.cache_gib (0) must be greater than 0"),
+    ],
+)
+def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwise.compilation import facts
+
+    facts._compiler.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["compile", "llama2-tiny"]) == 2
+    facts._compiler.cache_clear()
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("shardwise: compile.enabled (true) needs a C++ compiler on a CPU, and there is no no-such-")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["compile", "--import", "x", "--cache-dir", "file/below"]) == 2
+    GraphCache(tmp_path / "here").store(FACTS, tmp_path, [])
+    GraphCache(tmp_path / "here").export(tmp_path / "x")
+    assert main(["compile", "--import", "x", "--cache-dir", "file/below"]) == 2
+    assert "compile.cache_dir (file/below) cannot be written" in capsys.readouterr().err
+
+
+def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GraphCache(tmp_path / "cache/compile").store(FACTS, tmp_path, [])
+    assert main(["compile", "--list", "--export", "all"]) == 0
+    out = capsys.readouterr().out
+    assert "block (training)  TP 4    1 × 2,048    cpu, AVX2, 2 threads  2.12.0" in out
+    assert "1 graph, " in out.splitlines()[-1]
+    assert main(["compile", "--clean"]) == 0
+    assert main(["compile", "--import", "all"]) == 0
+    assert "1 graph of all" in capsys.readouterr().out
+    assert main(["compile", "--list"]) == 0
+    assert "block (training)" in capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""The folder of compiled graphs: whole files or none, whatever else writes, dies or is damaged."""
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.graph_cache import GraphCache, key_of, writing
+
+CODE = bytes(range(256)) * 20
+
+
+def facts(**changed: Any) -> dict[str, Any]:
+    return {"unit": "block", "training": True, "threads": 1, "torch": "2.13.0", "device": "cpu"} | changed
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """What a compiler left in its folder."""
+    folder = tmp_path / "work"
+    (folder / "ab").mkdir(parents=True)
+    (folder / "ab/code.so").write_bytes(CODE)
+    return folder
+
+
+def stored(cache: GraphCache, work: Path, **changed: Any) -> Path:
+    return cache.store(facts(**changed), work, [work / "ab/code.so"]).path
+
+
+def test_what_is_stored_is_found_by_its_facts_and_unpacked(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    assert cache.find(facts()) is None
+    stored(cache, work)
+    entry = cache.find(facts())
+    assert entry is not None
+    assert entry.facts == facts()
+    assert cache.unpack(entry, tmp_path / "out")
+    assert (tmp_path / "out/ab/code.so").read_bytes() == CODE
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["ab"]
+    assert cache.find(facts(threads=2)) is None
+
+
+def test_the_nearest_graph_tells_what_differs(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path)
+    assert cache.nearest(facts()) is None
+    stored(cache, work, torch="2.12.0", threads=8)
+    stored(cache, work, torch="2.12.0")
+    stored(cache, work, unit="loss of the head")
+    found = cache.nearest(facts())
+    assert found is not None
+    assert found[1] == ["torch"]
+
+
+@pytest.mark.parametrize("kept", [0, 40, -1], ids=["empty", "half-written", "a wrong byte"])
+def test_a_damaged_file_is_removed_and_never_used(kept: int, tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    path = stored(cache, work)
+    entry = cache.find(facts())
+    assert entry is not None
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        inside = archive.getinfo("ab/code.so").header_offset + 100
+    path.write_bytes(whole[:kept] if kept >= 0 else whole[:inside] + b"\xff\xff" + whole[inside + 2 :])
+    assert not cache.unpack(entry, tmp_path / "out")
+    assert not path.exists()
+    assert cache.entries() == []
+
+
+def test_the_graphs_that_were_used_longest_ago_are_removed(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path)
+    paths = [stored(cache, work, threads=number) for number in range(3)]
+    for age, path in enumerate(paths):
+        os.utime(path, (1000 - age, 1000 - age))
+    entry = cache.find(facts(threads=2))
+    assert entry is not None
+    assert cache.unpack(entry, tmp_path / "out"), "it is the newest now"
+    removed = cache.prune(2 * entry.bytes)
+    assert [entry.facts["threads"] for entry in removed] == [1]
+    assert sorted(entry.facts["threads"] for entry in cache.entries()) == [0, 2]
+
+
+def test_cleaning_leaves_what_is_not_the_caches(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    path = stored(cache, work)
+    (path.parent / "notes.zip").write_text("mine")
+    part = path.with_name(f".{path.name}.123.tmp")
+    part.write_text("a part of a file")
+    size = path.stat().st_size
+    assert cache.clean() == (1, size)
+    assert [each.name for each in path.parent.iterdir()] == ["notes.zip"]
+
+
+def test_an_export_is_taken_in_elsewhere(tmp_path: Path, work: Path) -> None:
+    here, there = GraphCache(tmp_path / "here"), GraphCache(tmp_path / "there")
+    stored(here, work)
+    stored(here, work, threads=2)
+    file = tmp_path / "all.graphs"
+    assert len(here.export(file)) == 2
+    assert len(there.take_in(file)) == 2
+    entry = there.find(facts(threads=2))
+    assert entry is not None
+    assert there.unpack(entry, tmp_path / "out")
+
+
+def test_another_file_is_not_taken_in(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    with pytest.raises(ConfigError, match="there is no file"):
+        cache.take_in(tmp_path / "none")
+    text = tmp_path / "text"
+    text.write_text("no archive")
+    with pytest.raises(ConfigError, match="must be a file that `shardwise compile --export` wrote"):
+        cache.take_in(text)
+    key = key_of(facts())
+    stored(cache, work)
+    for name, content in (("../evil.zip", b"x"), (f"{key}.zip", b"x"), (f"{'0' * 32}.zip", cache.root / f"{key}.zip")):
+        wrong = tmp_path / "wrong"
+        with zipfile.ZipFile(wrong, "w") as archive:
+            archive.writestr(name, content.read_bytes() if isinstance(content, Path) else content)
+        with pytest.raises(ConfigError, match="in it is no graph"):
+            cache.take_in(wrong)
+    exported = tmp_path / "exported"
+    cache.export(exported)
+    content = exported.read_bytes()
+    exported.write_bytes(content[:100] + b"????" + content[104:])
+    with pytest.raises(ConfigError, match="is damaged: export it again"):
+        cache.take_in(exported)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, work: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = GraphCache(tmp_path / "file")
+    text = r"compile\.cache_dir \(.*file\) cannot be written: .*; set it to a folder"
+    with pytest.raises(ConfigError, match=text), writing(cache.root):
+        stored(cache, work)
+
+
+def test_a_failure_is_told_until_it_compiles(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path)
+    log = cache.log_of(facts())
+    log.parent.mkdir()
+    log.write_text("it failed")
+    assert cache.find(facts()) is None
+    stored(cache, work)
+    assert not log.exists()
