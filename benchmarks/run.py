@@ -33,11 +33,13 @@ SECTIONS = {
     "when named)",
     "tensor_overlap": "tensor-parallel collectives behind matmuls, on CPU ranks and an accelerator in software (slow: "
     "only when named)",
+    "compiling": "time to the first step with and without shardwise compile, two workers against one (slow: only when "
+    "named)",
     "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
-ONLY_WHEN_NAMED = ("overlap", "tensor_overlap", "parity", "precision", "data_prepare")
+ONLY_WHEN_NAMED = ("overlap", "compiling", "tensor_overlap", "parity", "precision", "data_prepare")
 
 
 def main() -> None:

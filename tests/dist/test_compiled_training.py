@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardwise.config import Config
+from shardwise.models.cache import KeyValueCache
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run as on_ranks
@@ -106,6 +107,28 @@ def check(ranks: Any, cell: Cell, backend: str, steps: int, tolerance: float = 1
 @pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
 def test_compiled_training_has_the_losses_of_eager_training(name: str, ranks: Any) -> None:
     check(ranks, (OFTEN | SELDOM)[name], "aot_eager", steps=3)
+
+
+def generated() -> int:
+    """The number of graphs that 12 tokens of a compiled model take, after those of training."""
+    torch._dynamo.reset()
+    config = Cell(FAMILIES["llama"], TENSOR).config("aot_eager", 4)
+    trainer = build_trainer(config, shared_mesh(2), make_data(length=16))
+    trainer.step()
+    assert trainer.compilation is not None
+    before, cache = len(trainer.compilation.graphs), KeyValueCache(16)
+    model: Any = trainer.model
+    for length in (3, *[1] * 9):
+        ids = torch.full((length, 1), 5)
+        with torch.no_grad():
+            model.next_logits(ids, cache)
+    trainer.feed.close()
+    return len(trainer.compilation.graphs) - before
+
+
+def test_generation_stays_eager(ranks: Any) -> None:
+    """Each length of a prompt would take a graph of its own."""
+    assert on_ranks(ranks, 2, generated) == [0, 0]
 
 
 @pytest.mark.slow

@@ -133,12 +133,12 @@ def measure(config: Config) -> Held:
     if config.model.has_dropout:
         key = DropoutKey(train.seed, 1, torch.arange(train.micro_batch), 0, train.dropout_mode)
     mask = None if config.model.causal else torch.ones(train.micro_batch, 1, 1, train.sequence_length).bool()
-    context = Context(key, mask)
     width = model.config.hidden_size
     shape = (train.sequence_length // (layout.tensor if layout.sequence else 1), train.micro_batch, width)
     start = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.tp.rank)).to(dtype)
-    with torch.no_grad():
-        run_blocks(model.layers, start, context, "none")  # makes the rotary tables, which are no activations
+    rotary = getattr(model, "rotary", None)  # its tables are no activations
+    turns = None if rotary is None else rotary.tables(train.sequence_length, start)
+    context = Context(key, mask, turns=turns)
     x = start.requires_grad_()
     live = LiveTensors([x, *model.parameters(), *(p.grad for p in model.parameters())])
     with live:

@@ -68,7 +68,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("shardwise.placement.initialize_", lambda *_: None)
     monkeypatch.setattr("shardwise.optim.zero.require_elementwise", lambda *_: None)
     monkeypatch.setattr("shardwise.parallel.ParallelEmbedding._check", lambda *_: None)
-    monkeypatch.setattr("shardwise.parallel.loss._VocabularyShard.check", lambda *_, **__: None)
+    monkeypatch.setattr("shardwise.parallel.loss.VocabularyShard.check", lambda *_, **__: None)
     monkeypatch.setattr(torch, "equal", lambda *_: True)
     monkeypatch.setattr(FakeTensor, "tolist", lambda self: [1.0] * self.numel())
     monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: self.storage_offset() * self.element_size())

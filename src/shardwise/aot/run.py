@@ -102,9 +102,9 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             only_capture=plan.only_capture,
         )
         environment = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cpu_count() // workers)),
             **os.environ,
             "OMP_NUM_THREADS": str(plan.threads),
-            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cpu_count() // workers)),
         }
         done = subprocess.run(
             [sys.executable, "-P", "-m", "shardwise.aot.worker"],

@@ -114,14 +114,14 @@ def chunk_losses(
 
     Float32 logits are overwritten.
     """
-    logits = logits_NV.float()
+    dtype, logits_NV = logits_NV.dtype, logits_NV.float()  # nobody else has the former ones, which are freed
     if bias_V is not None:
-        logits.add_(bias_V)
-    loss, column, here, counted = shard.softmax_(logits, target_N)
+        logits_NV.add_(bias_V)
+    loss, column, here, counted = shard.softmax_(logits_NV, target_N)
     if not with_gradient:
         return loss.sum(), None, None
-    gradient = shard.gradient_(logits, column, here, counted.float())
-    return loss.sum(), gradient.to(logits_NV.dtype), gradient.sum(dim=0) if with_bias_gradient else None
+    gradient = shard.gradient_(logits_NV, column, here, counted.float())
+    return loss.sum(), gradient.to(dtype), gradient.sum(dim=0) if with_bias_gradient else None
 
 
 ChunkLosses = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
@@ -225,8 +225,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, min(start + step, x_SBH.shape[0]))
             chunk = comm.all_gather(x_SBH[rows], group) if scattered else x_SBH[rows]
             flat = chunk.reshape(-1, chunk.shape[-1])
-            logits, targets = linear(flat, weight_vH), target_RSB[:, rows].reshape(-1)
-            loss, dlogits, dbias = losses(logits, bias_v, targets, shard, any(needed), db is not None)
+            targets = target_RSB[:, rows].reshape(-1)
+            loss, dlogits, dbias = losses(linear(flat, weight_vH), bias_v, targets, shard, any(needed), db is not None)
             total = total + loss  # not in place: torch 2.11, traced, would drop its gradient
             if dlogits is None:
                 continue
@@ -238,7 +238,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dchunk = linear(dlogits, weight_vH.t()).view(chunk.shape)
                 dx[rows] = comm.reduce_scatter(dchunk, group) if scattered else dchunk
                 del dchunk
-            del logits, dlogits  # one chunk at a time: the next one's logits take their place
+            del dlogits  # one chunk at a time: the next one's logits take their place
         if dx is not None and not scattered:
             comm.all_reduce_(dx, group)
         ctx.save_for_backward(dx, dw, db)

@@ -1,0 +1,72 @@
+"""What decides which graph a run takes from the cache."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.compilation.facts import graph_facts
+from shardwise.compilation.units import BLOCK
+from shardwise.config import check_layout, load_config
+from shardwise.graph_cache import Facts
+
+CPU = torch.device("cpu")
+
+
+def facts(*overrides: str, training: bool = True) -> Facts:
+    config = load_config("llama2-tiny", overrides)
+    return graph_facts(config, check_layout(config, config.parallel.ranks), CPU, BLOCK, training)
+
+
+def differing(a: Facts, b: Facts) -> set[str]:
+    return {key for key in {*a, *b} if a.get(key) != b.get(key)}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.num_hidden_layers=2"],
+        ["optimizer.lr=1e-5", "train.seed=5", "train.steps=7", "optimizer.warmup_steps=1"],
+        ["parallel.pipeline=2", "parallel.schedule=gpipe"],
+        ["optimizer.zero=0", "train.global_batch=16"],
+        ["compile.enabled=true", "compile.require_cached=true", "compile.cache_dir=elsewhere"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_runs_that_share_graphs(overrides: list[str]) -> None:
+    assert facts(*overrides) == facts()
+
+
+@pytest.mark.parametrize(
+    ("override", "keys"),
+    [
+        ("train.micro_batch=1", {"train.micro_batch"}),
+        ("train.recompute=full", {"train.recompute"}),
+        ("parallel.tensor=2", {"parallel.tensor"}),
+        ("precision.mode=bfloat16", {"precision.mode"}),
+        ("model.rope_theta=500000.0", {"model.rope_theta"}),
+        ("compile.options={max_autotune: true}", {"compile.options"}),
+        ("compile.backend=aot_eager", {"compile.backend", "compiler"}),
+        ("data.reset_attention_mask=true", {"data.reset_attention_mask"}),
+    ],
+)
+def test_runs_that_do_not(override: str, keys: set[str]) -> None:
+    assert differing(facts(), facts(override)) == keys
+
+
+def test_an_evaluation_recomputes_nothing_and_drops_nothing() -> None:
+    assert facts("train.recompute=full", "train.dropout_mode=invariant", training=False) == facts(training=False)
+
+
+def test_threads_and_sources_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = facts()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    monkeypatch.setattr("shardwise.compilation.facts._SOURCES", ("models/llama.py",))
+    assert differing(before, facts()) == {"threads", "code"}
+
+
+def test_facts_are_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    import json
+
+    found: dict[str, Any] = json.loads(json.dumps(facts()))
+    assert found == facts()
