@@ -46,6 +46,24 @@ def test_each_fault_has_a_name_of_its_own_a_sentence_and_tests() -> None:
         assert not missing, f"{mutant.id} names tests that are not there: {missing}"
 
 
+def test_named_cases_are_there() -> None:
+    """A case of a test, such as test[llama], may get another name with its parameters."""
+    cases = sorted({test for mutant in load_mutants() for test in mutant.tests if "[" in test})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "slow or not slow",
+    ]
+    found = subprocess.run([*command, *cases], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
 def test_a_stale_fault_is_an_error() -> None:
     mutant, a, b = Mutant("id", "b = 1", "b = 2", "It breaks.", ("tests/unit",)), Path("a.py"), Path("b.py")
     assert mutant.file({a: "a\nb = 1\n", b: "c\n"}) == a

@@ -35,12 +35,13 @@ def run(script: str, at: Path, **variables: str) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "like_cuda", "backends"),
     [
-        ("zero1.py", "1", ""),
-        ("layers.py", "1", ""),
-        ("zero1.py", "0", '"cpu:gloo,strict:strictccl"'),
-        ("layers.py", "0", ""),
+        pytest.param("zero1.py", "1", "", id="ZeRO-1", marks=pytest.mark.slow),
+        pytest.param("layers.py", "1", "", id="layers"),
+        pytest.param(
+            "zero1.py", "0", '"cpu:gloo,strict:strictccl"', id="ZeRO-1, unlike CUDA, a backend for each device"
+        ),
+        pytest.param("layers.py", "0", "", id="layers, unlike CUDA", marks=pytest.mark.slow),
     ],
-    ids=["ZeRO-1", "layers", "ZeRO-1, unlike CUDA, with a backend for each device", "layers, unlike CUDA"],
 )
 def test_the_readmes_loops(name: str, like_cuda: str, backends: str, tmp_path: Path) -> None:
     assert PLAIN in SCRIPTS[name]
