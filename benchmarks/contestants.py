@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise import comm
 from shardwise import device as devices
-from shardwise.config import LlamaConfig
+from shardwise.config import CompileConfig, LlamaConfig
 from shardwise.mesh import Mesh, join
 from shardwise.models import Llama
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -55,15 +55,22 @@ class Contestant(Protocol):
 
 
 class Shardwise:
-    """Our model and optimizer. `mkl`: matmuls by torch's own operators, as the alternatives have them."""
+    """Our model and optimizer.
 
-    def __init__(self, *, tensor: int = 1, sequence: bool = False, mkl: bool = False) -> None:
+    `mkl`: matmuls by torch's own operators, as the alternatives have them. `compiled`: as with compile.enabled=true.
+    """
+
+    def __init__(self, *, tensor: int = 1, sequence: bool = False, mkl: bool = False, compiled: bool = False) -> None:
         if mkl:
             devices.cpu_prefers_onednn = lambda: False  # type: ignore[assignment]
         join()
         self.mesh = Mesh(tensor=tensor)
         self.whole_batch = tensor > 1
         self.model = Llama(MODEL, self.mesh.tp, sequence_parallel=sequence, seed=SEED)
+        if compiled:
+            from shardwise.compilation import compile_units
+
+            compile_units(self.model, CompileConfig(enabled=True), self.mesh.device)
         self._waited = 0.0
 
     def prepare(self) -> None:
@@ -143,6 +150,13 @@ class DistributedDataParallel(Transformers):
         self.model = torch.nn.parallel.DistributedDataParallel(self.model)
 
 
+class CompiledDataParallel(Transformers):
+    """Compiled whole by torch.compile, under torch DDP, with the defaults of both."""
+
+    def wrap(self) -> None:
+        self.model = torch.nn.parallel.DistributedDataParallel(torch.compile(self.model))
+
+
 class FullyShard(Transformers):
     """Under torch FSDP2, one unit a layer and one for the rest."""
 
@@ -178,10 +192,13 @@ class TensorPlan(Transformers):
 CONTESTANTS: dict[str, tuple[str, Callable[[str], Contestant]]] = {
     "zero1": ("shardwise DP 2, ZeRO-1", lambda folder: Shardwise()),
     "zero1_mkl": ("shardwise DP 2, ZeRO-1, MKL matmuls", lambda folder: Shardwise(mkl=True)),
+    "zero1_compiled": ("shardwise DP 2, ZeRO-1, compiled", lambda folder: Shardwise(compiled=True)),
     "ddp": ("HF, torch DDP", DistributedDataParallel),
+    "ddp_compiled": ("HF, torch DDP, compiled", CompiledDataParallel),
     "fsdp2": ("HF, torch FSDP2", FullyShard),
     "tp": ("shardwise TP 2", lambda folder: Shardwise(tensor=2)),
     "tp_mkl": ("shardwise TP 2, MKL matmuls", lambda folder: Shardwise(tensor=2, mkl=True)),
+    "tp_compiled": ("shardwise TP 2, compiled", lambda folder: Shardwise(tensor=2, compiled=True)),
     "tp_sp": ("shardwise TP 2 + SP", lambda folder: Shardwise(tensor=2, sequence=True)),
     "tp_plan": ('HF, tp_plan="auto" at 2 ranks', TensorPlan),
 }

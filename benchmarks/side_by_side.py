@@ -16,6 +16,7 @@ from report import Report, Table, target
 
 WORLD = 2
 REFERENCE = {"zero1": "ddp", "zero1_mkl": "ddp", "ddp": "ddp", "fsdp2": "ddp"}
+REFERENCE |= {"zero1_compiled": "ddp", "ddp_compiled": "ddp", "tp_compiled": "tp_plan"}
 REFERENCE |= {"tp": "tp_plan", "tp_mkl": "tp_plan", "tp_sp": "tp_plan", "tp_plan": "tp_plan"}
 WARMUP, STEPS = 2, 4
 PEAK_SIZE = 2048
@@ -160,7 +161,7 @@ def _figures(
     memory, other = (median([one["memory"] for one in steps[STEPS - 1 :: STEPS]]) for steps in (mine, reference))
     seconds = median([one["seconds"] for one in mine])
     shares = [one["collective_share"] for one in mine if one["collective_share"] is not None]
-    by = "shardwise" if name in ("zero1", "tp", "tp_sp") else "mkl"
+    by = "shardwise" if name in ("zero1", "zero1_compiled", "tp", "tp_compiled", "tp_sp") else "mkl"
     rate = tokens / seconds * flops / WORLD
     return {
         "step_seconds": seconds,
@@ -195,12 +196,21 @@ def _row(label: str, f: dict[str, Any]) -> list[str]:
 
 def _targets(figures: dict[str, Any]) -> list[str]:
     zero, tp = figures["zero1"], figures["tp"]
+    zero_compiled, ddp_compiled, tp_compiled = (figures[f"{name}_compiled"] for name in ("zero1", "ddp", "tp"))
+
+    def speed(mine: dict[str, Any], other: dict[str, Any]) -> float:
+        pairs = zip(mine["steps"], other["steps"], strict=True)
+        return median([theirs["seconds"] / ours["seconds"] for ours, theirs in pairs])
+
     return [
         target("ZeRO-1's tokens/s over DDP's", zero["speed_ratio"], 1.1, at_least=True),
         target("ZeRO-1's tokens/s over DDP's (aim)", zero["speed_ratio"], 1.3, at_least=True),
         target("ZeRO-1's peak memory over DDP's", zero["memory_ratio"], 0.9, at_least=False),
         target("the same of live tensors", zero["live_memory_ratio"], 0.9, at_least=False),
         target("TP 2's tokens/s over tp_plan=\"auto\"'s", tp["speed_ratio"], 1.2, at_least=True),
+        target("compiled ZeRO-1's tokens/s over DDP's", zero_compiled["speed_ratio"], 1.3, at_least=True),
+        target("the same over compiled DDP's", speed(zero_compiled, ddp_compiled), 1.1, at_least=True),
+        target("compiled TP 2's tokens/s over its own eager", speed(tp_compiled, tp), 1.0, at_least=True),
     ]
 
 
@@ -218,7 +228,7 @@ def _notes(rounds: int, tokens: int, parameters: int, peak: dict[str, float], fi
         'The reference is torch DDP for data parallelism, tp_plan="auto" for tensor parallelism: speed and, in '
         "brackets, memory as ratios to it. Memory: peak above what stands after import and model build, of the rank "
         "with most, as the process is; and of live tensors, in a run of its own whose allocator keeps no heap of "
-        "freed ones.",
+        "freed ones. The compiler, which a process loads, is part of the memory of compiled contestants.",
         "All start from the same weights and see the same tokens: their losses after "
         f"{WARMUP + STEPS} steps differ by at most {spread:.1e} relative.",
         "Collectives: share of the step that a rank spends in them, waiting for the other rank included (ours only: "
