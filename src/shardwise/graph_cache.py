@@ -82,19 +82,31 @@ class GraphCache:
         return min(compared, key=lambda pair: len(pair[1]), default=None)
 
     def unpack(self, entry: Entry, folder: Path) -> bool:
-        """Put what was compiled into a folder; false where the file is damaged, which is then removed."""
+        """Put what was compiled into a folder; false where the file is damaged, which is then removed.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
         try:
-            with zipfile.ZipFile(entry.path) as archive:
-                if archive.testzip() is not None:
-                    raise zipfile.BadZipFile
-                archive.extractall(folder, [name for name in archive.namelist() if name != FACTS])
+            archive = zipfile.ZipFile(entry.path)
         except _UNREADABLE:
-            with contextlib.suppress(OSError):
-                entry.path.unlink()
-            return False
+            return self._removed(entry)
+        with archive:
+            try:
+                damaged = archive.testzip() is not None
+            except _UNREADABLE:
+                damaged = True
+            if damaged:
+                return self._removed(entry)
+            archive.extractall(folder, [name for name in archive.namelist() if name != FACTS])
         with contextlib.suppress(OSError):
             os.utime(entry.path)  # a folder that others wrote may be read only
         return True
+
+    def _removed(self, entry: Entry) -> bool:
+        with contextlib.suppress(OSError):
+            entry.path.unlink()
+        return False
 
     def store(self, facts: Facts, folder: Path, compiled: Iterable[Path]) -> Entry:
         """Keep files of a folder as the graph with these facts.

@@ -69,6 +69,17 @@ def test_a_damaged_file_is_removed_and_never_used(kept: int, tmp_path: Path, wor
     assert cache.entries() == []
 
 
+def test_a_graph_that_finds_no_room_stays(tmp_path: Path, work: Path) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    stored(cache, work)
+    entry = cache.find(facts())
+    assert entry is not None
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        cache.unpack(entry, tmp_path / "file")
+    assert cache.find(facts()) is not None
+
+
 def test_the_graphs_that_were_used_longest_ago_are_removed(tmp_path: Path, work: Path) -> None:
     cache = GraphCache(tmp_path)
     paths = [stored(cache, work, threads=number) for number in range(3)]

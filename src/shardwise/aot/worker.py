@@ -21,6 +21,7 @@ from shardwise.config import Config, Layout, OwnConfig, check_layout, config_fro
 from shardwise.data import make_batches
 from shardwise.errors import ConfigError, RunError
 from shardwise.inference.micro_batch import MicroBatch
+from shardwise.launch.guard import die_with_parent
 from shardwise.mesh import Mesh
 from shardwise.models import build_model
 from shardwise.models.blocks import Part
@@ -32,6 +33,7 @@ CAPTURING = "aot_eager"
 
 
 def main() -> None:
+    die_with_parent()
     job = Job.load(sys.stdin.read())
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = job.folder
     config = config_from(job.config)

@@ -24,6 +24,7 @@ from shardwise.files import cache_root, reason_of
 from shardwise.graph_cache import Facts, GraphCache
 from shardwise.mesh import Mesh
 
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _PREFIX = f"shardwise-graphs-{os.getuid()}-"
 
 
@@ -69,25 +70,35 @@ class Keeper:
         except ConfigError as error:
             problems = error.problems
         agree(problems, mesh.world)
-        self._leads = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._folder: Path | None = None
-        missing = list[str]()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._leads = local_rank == 0
+        missing, problems, folder = list[str](), list[str](), Path()
         if self._leads:
-            _remove_left_over()
-            self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
-            for facts in self._facts.values():
-                entry = self._cache.find(facts)
-                if entry is None or not self._cache.unpack(entry, self._folder):
-                    missing.append(_missing(self._cache, facts, is_damaged=entry is not None))
-        if config.compile.require_cached:
-            agree(missing, mesh.world)
-        everywhere = comm.all_gather_objects((os.uname().nodename, self._folder, missing), mesh.world)
-        for line in dict.fromkeys(line for _, _, lines in everywhere for line in lines):
+            try:
+                folder = self._unpack(missing)
+            except OSError as error:
+                problems.append(
+                    f"the folder for temporary files ({tempfile.gettempdir()}) cannot be written: {reason_of(error)}; "
+                    "set TMPDIR to a folder with room"
+                )
+        agree(problems + missing * config.compile.require_cached, mesh.world)
+        everywhere = comm.all_gather_objects((folder, missing), mesh.world)
+        for line in dict.fromkeys(line for _, lines in everywhere for line in lines):
             announce(line)
-        here = os.uname().nodename
-        self._work = next(folder for name, folder, _ in everywhere if name == here and folder is not None)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._work)
+        self._work = everywhere[mesh.world.rank - local_rank][0]  # ranks of a machine are neighbours
+        self._former = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = str(self._work)
         self._before = self._files()
+
+    def _unpack(self, missing: list[str]) -> Path:
+        """A new folder with the graphs that the cache has; `missing` gets a line for each that it has not."""
+        _remove_left_over()
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        for facts in self._facts.values():
+            entry = self._cache.find(facts)
+            if entry is None or not self._cache.unpack(entry, folder):
+                missing.append(_missing(self._cache, facts, is_damaged=entry is not None))
+        return folder
 
     def settle(self) -> Settled:
         """What was captured since the last call; what was not in the cache is added to it.
@@ -97,8 +108,7 @@ class Keeper:
         """
         graphs = self._compilation.graphs[self._reported :]
         self._reported += len(graphs)
-        everywhere = comm.all_gather_objects((os.uname().nodename, graphs), self._mesh.world)
-        captured = [graph for _, those in everywhere for graph in those]
+        captured = [graph for those in comm.all_gather_objects(graphs, self._mesh.world) for graph in those]
         compiled = {(graph.unit, graph.training) for graph in captured if not graph.is_hit}
         if compiled and self._config.compile.require_cached:
             listed = ", ".join(sorted(f"{unit} ({_mode(training)})" for unit, training in compiled))
@@ -125,8 +135,12 @@ class Keeper:
     def close(self) -> None:
         """Remove the compiler's folder."""
         comm.barrier(self._mesh.world)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._former is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = self._former
+        if self._leads:
+            shutil.rmtree(self._work, ignore_errors=True)
 
     def _files(self) -> set[Path]:
         return {path for path in self._work.rglob("*") if path.is_file() and path.suffix not in (".lock", ".tmp")}
