@@ -95,7 +95,7 @@ def compiled(sequence: bool, backend: str, whole: bool, kind: Any = LlamaConfig)
 @pytest.mark.parametrize(
     ("sequence", "whole"),
     [
-        pytest.param(False, False, id="block"),
+        pytest.param(False, False, id="block", marks=pytest.mark.slow),
         pytest.param(True, False, id="block, sequence parallelism", marks=pytest.mark.slow),
         pytest.param(False, True, id="model and loss", marks=pytest.mark.slow),
         pytest.param(True, True, id="model and loss, sequence parallelism"),
@@ -107,6 +107,7 @@ def test_llama_is_traced_whole_and_computes_what_eager_does(
     check(run(ranks, 2, compiled, sequence, backend, whole), 5e-6)
 
 
+@pytest.mark.slow
 def test_norms_of_queries_and_keys_are_traced(ranks: Any) -> None:
     check(run(ranks, 2, compiled, False, "aot_eager", False, Olmo2Config), 5e-6)
 

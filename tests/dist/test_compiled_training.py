@@ -50,7 +50,6 @@ class Cell:
 
 OFTEN = {
     "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),
-    "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),
     "llama, TP 2, selective recompute, documents": Cell(
         FAMILIES["llama"], TENSOR, recompute="selective", documents=True
     ),
@@ -58,11 +57,12 @@ OFTEN = {
     "gpt, TP 2 + SP, invariant dropout, full recompute": Cell(
         GPT_DROPOUT, SEQUENCE, recompute="full", dropout="invariant"
     ),
-    "gpt_neox, TP 2 + SP": Cell(FAMILIES["gpt_neox"], SEQUENCE),
     "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
     "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
 }
 SELDOM = {
+    "gpt_neox, TP 2 + SP": Cell(FAMILIES["gpt_neox"], SEQUENCE),
+    "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),
     "llama, PP 2": Cell(FAMILIES["llama"], PIPELINE, layers=4),
     "llama, DP 2, whole optimizer state": Cell(FAMILIES["llama"], {}, zero=0),
     "olmo2, TP 2 + SP": Cell(FACTS["olmo2"], SEQUENCE),

@@ -46,16 +46,15 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str,
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("unit", [BLOCK, HEAD])
 @pytest.mark.parametrize(
-    ("model", "keys"),
+    ("model", "keys", "unit"),
     [
-        (FAMILIES["llama"], {}),
-        (GPT_DROPOUT, {"dropout_mode": "fast"}),
-        (GPT_DROPOUT, {"dropout_mode": "invariant"}),
-        (FAMILIES["bert"], {}),
+        (FAMILIES["llama"], {}, HEAD),
+        (GPT_DROPOUT, {"dropout_mode": "fast"}, BLOCK),
+        (GPT_DROPOUT, {"dropout_mode": "invariant"}, BLOCK),
+        (FAMILIES["bert"], {}, HEAD),
     ],
-    ids=["llama", "gpt, fast dropout", "gpt, invariant dropout", "bert"],
+    ids=["llama's head", "gpt, fast dropout", "gpt, invariant dropout", "bert's head"],
 )
 def test_ranks_and_layers_share_a_graph(
     model: dict[str, Any], keys: dict[str, Any], unit: str, captured: Callable[[Config, str, int], list[str]]

@@ -25,6 +25,7 @@ from shardwise.hardware import cpu_count
 from shardwise.mesh import Group
 from shardwise.models.attention import Attention
 from shardwise.models.blocks import Context
+from shardwise.models.causal import CausalLM
 from shardwise.parallel import ParallelLMHead
 from shardwise.parallel.dropout import DropoutKey, Place, define_dropout
 from shardwise.parallel.loss import VocabularyShard, chunk_losses
@@ -138,6 +139,8 @@ def compile_units(
         if isinstance(module, ParallelLMHead) and (only is None or only == HEAD):
             made.units.append(HEAD)
             module.chunk_losses = _call_of_head(made, traced(_chunk_losses))
+        if isinstance(module, CausalLM):
+            module.is_compiled = only in (None, BLOCK, UNROTATED)
     made.units = list(dict.fromkeys(made.units))
     return made
 

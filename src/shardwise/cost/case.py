@@ -157,6 +157,12 @@ class Case:
         return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
 
     @property
+    def attends_in_blocks(self) -> bool:
+        """Whether documents within a sample are kept apart by blocks of keys, in place of a mask [B, S, S]."""
+        compiled = self.config.compile.enabled and self.accelerator
+        return compiled and self.config.data.reset_attention_mask and not self.model.attention_dropout_p
+
+    @property
     def attends_step_by_step(self) -> bool:
         """Whether attention computes and keeps its probabilities, because no fused kernel does their dropout."""
         invariant = self.config.train.dropout_mode == "invariant"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,13 @@ class AttentionCore(nn.Module):
         grouped = q.shape[1] != k.shape[1]
         # torch aligns its causal mask with the first key; queries after cached keys have a mask of their own.
         causal = self.causal and context.mask is None and q.shape[2] == k.shape[2]
-        if key is None:
+        if context.blocks is not None:
+            from torch.nn.attention.flex_attention import flex_attention  # slow to import, and seldom needed
+
+            # torch 2.13's kernel for CPUs takes what the graph has computed for contiguous, and is wrong otherwise.
+            q, k, v = (t.contiguous() for t in (q, k, v))
+            out = cast(Tensor, flex_attention(q, k, v, block_mask=context.blocks, enable_gqa=grouped))
+        elif key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)
         elif isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu":
             with key.seeded(q.device, self.place.layer, ATTENTION, self.place.shard):

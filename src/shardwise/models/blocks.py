@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,9 @@ from shardwise.parallel.dropout import AnyKey
 from shardwise.parallel.linear import LayerOptions, LinearOptions
 from shardwise.placement import Init, share
 from shardwise.plan.stage import Stage
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _Config = TypeVar("_Config", bound=FamilyConfig)
 _Norm = LayerNorm | RMSNorm
@@ -185,12 +188,14 @@ class Context:
             added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
         cache: keys and values of earlier tokens.
         turns: the rotary tables of these tokens; None in models with learned positions.
+        blocks: which blocks of keys each block of queries attends to, in place of a mask (`documents.py`).
     """
 
     dropout: AnyKey | None = None
     mask: Tensor | None = None
     cache: KeyValueCache | None = None
     turns: tuple[Tensor, Tensor] | None = None
+    blocks: BlockMask | None = None
 
     @property
     def first(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise.config import FamilyConfig
 from shardwise.models.blocks import Context, Family, run_blocks
 from shardwise.models.cache import KeyValueCache
+from shardwise.models.documents import block_mask, dense_mask
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import DropoutKey, ParallelLMHead
 
@@ -26,6 +27,8 @@ class CausalLM(Family[_Config]):
     norm: nn.Module
     lm_head: ParallelLMHead
     rotary: Rotary | None = None
+    is_compiled: bool = False
+    """Whether the blocks are."""
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         """Token ids `[S, B]` → x; without `positions_SB` the positions are those of the sequence."""
@@ -62,13 +65,24 @@ class CausalLM(Family[_Config]):
             mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        if starts_SB is not None:
-            mask = _within_documents(starts_SB, x.dtype)
-        context = Context(dropout, mask, cache, self._turns(x, ids_SB, positions_SB, lengths_B, cache))
+        blocks = None
+        if starts_SB is not None and self._attends_in_blocks(x, dropout):
+            blocks = block_mask(starts_SB)
+        elif starts_SB is not None:
+            mask = dense_mask(starts_SB, x.dtype)
+        context = Context(dropout, mask, cache, self._turns(x, ids_SB, positions_SB, lengths_B, cache), blocks)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))
         return self.norm(x) if self.part.is_last else x
+
+    def _attends_in_blocks(self, x: Tensor, dropout: DropoutKey | None) -> bool:
+        """Whether FlexAttention computes the attention within documents.
+
+        It is fast where it is compiled, has no dropout of its own, and no gradient on a CPU.
+        """
+        drops = dropout is not None and self.config.attention_dropout_p > 0
+        return self.is_compiled and not drops and not (x.device.type == "cpu" and torch.is_grad_enabled())
 
     def _turns(
         self,
@@ -129,14 +143,6 @@ class CausalLM(Family[_Config]):
             return hidden
         whole: Tensor = self.lm_head(hidden[-1:])
         return whole[0]
-
-
-def _within_documents(starts_SB: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask that is added to the scores, `[B, 1, S, S]`: 0 for keys from `starts_SB` to the query, else -inf."""
-    places = torch.arange(len(starts_SB), device=starts_SB.device)
-    first_BS1 = starts_SB.T.unsqueeze(2)
-    seen = (places >= first_BS1) & (places <= places.unsqueeze(1))
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf")).unsqueeze(1)
 
 
 def _earlier(queries: int, known: int, device: torch.device) -> Tensor | None:
