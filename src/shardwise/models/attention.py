@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +49,7 @@ class AttentionCore(nn.Module):
 
             # torch 2.13's kernel for CPUs takes what the graph has computed for contiguous, and is wrong otherwise.
             q, k, v = (t.contiguous() for t in (q, k, v))
-            out = cast(Tensor, flex_attention(q, k, v, block_mask=context.blocks, enable_gqa=grouped))
+            out = flex_attention(q, k, v, block_mask=context.blocks, enable_gqa=grouped)
         elif key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)
         elif isinstance(key, DropoutKey) and key.mode == "fast" and q.device.type != "cpu":
