@@ -18,7 +18,13 @@ def starts(length: int, firsts: list[list[int]]) -> Tensor:
 
 @pytest.mark.parametrize("length", [BLOCK, 3 * BLOCK, 3 * BLOCK + 5, 40])
 def test_blocks_are_those_of_the_dense_mask(length: int) -> None:
-    firsts = [[0], [0, 7, 30], [0, *range(1, length, 31)], [0, min(length - 1, BLOCK)]]
+    firsts = [
+        [0],
+        [0, 7, 30],
+        [0, *range(1, length, 31)],
+        [0, min(length - 1, BLOCK)],
+        [0, min(length - 1, BLOCK + 72)],
+    ]
     starts_SB, places = starts(length, firsts), torch.arange(length)
     seen_BSS = dense_mask(starts_SB, torch.float32)[:, 0] == 0
     mask, number = block_mask(starts_SB), -(-length // BLOCK)
