@@ -21,7 +21,7 @@ LAYOUT = ["llama2-tiny", "parallel.tensor=2", "parallel.pipeline=2", "parallel.s
 """Four ranks with training and evaluation."""
 SETS = [LAYOUT, [*LAYOUT, "model.family=smollm3"]]
 """Recipes whose graphs are compiled by one worker and by two: ten in all."""
-LARGE = "gpt3-175b"
+LARGE, EVALUATED = "gpt3-175b", ("train.eval_every=1", "data.split=99,1")
 SHARDWISE = [sys.executable, "-m", "shardwise"]
 
 
@@ -103,7 +103,7 @@ def run(rounds: int) -> Report:
                 seconds, said[name] = seconds_to_first_step(folder, *overrides)
                 first[name].append(seconds)
         print(f"  {LARGE}", flush=True)
-        seconds, captured = compile_seconds(folder / "large", LARGE, "train.eval_every=1", "--capture-only")
+        seconds, captured = compile_seconds(folder / "large", LARGE, *EVALUATED, "--capture-only")
     # Of the largest process that was waited for: those that captured are its children.
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     return report(first, said, workers, graphs, {"seconds": seconds, "graphs": captured, "gib": memory})

@@ -232,8 +232,8 @@ def _notes(rounds: int, tokens: int, parameters: int, peak: dict[str, float], fi
         "All start from the same weights and see the same tokens: their losses after "
         f"{WARMUP + STEPS} steps differ by at most {spread:.1e} relative.",
         "Collectives: share of the step that a rank spends in them, waiting for the other rank included (ours only, "
-        "and of compiled blocks none: the others do not tell). Of matmul peak: model FLOPs, the causal half of attention counted, over the "
-        "measured peak of the routine that the contestant's matmuls run by.",
+        "and of compiled blocks none: the others do not tell). Of matmul peak: model FLOPs, the causal half of "
+        "attention counted, over the measured peak of the routine that the contestant's matmuls run by.",
         f"Matmul peak, measured on both ranks at once with matrices of {PEAK_SIZE:,}: MKL {peak['mkl'] / 1e9:.0f}, "
         f"shardwise's choice {peak['shardwise'] / 1e9:.0f} GFLOP/s a rank. On CPUs that are not Intel's shardwise "
         "gives float32 matmuls to oneDNN; the rows with MKL matmuls show what it gains without that.",

@@ -1,0 +1,30 @@
+"""Compiled training on the strict device: graphs are captured in its own device type and index."""
+
+from collections.abc import Callable
+
+import pytest
+
+from shardwise.testing import RankPool
+from tests.dist.test_compiled_training import GPT_DROPOUT, SEQUENCE, Cell, losses
+from tests.dist.training import FAMILIES
+
+Strict = Callable[..., RankPool]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(FAMILIES["llama"], SEQUENCE),
+        Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant", recompute="full"),
+    ],
+    ids=["llama", "gpt, invariant dropout, full recompute"],
+)
+def test_losses_are_those_of_eager_training_on_cpus(
+    cell: Cell, strict: Strict, ranks: Callable[[int], RankPool]
+) -> None:
+    """torch has no compiler for it: captured graphs, forward and backward, run operator by operator."""
+    wanted, _ = ranks(2).run(losses, cell, None, 3)[0]
+    for found, graphs in strict(2).run(losses, cell, "aot_eager", 3):
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert len(graphs) == 4
+        assert set(graphs.values()) == {1}
