@@ -226,6 +226,15 @@ struct StrictBackend final : c10d::Backend {
     check_sizes(in, out);
     return apart(Op::_REDUCE_SCATTER_BASE, {out}, {in}, [o](auto& g, Tensors& y, Tensors& x) { return g._reduce_scatter_base(y[0], x[0], o); });
   }
+  // Of one tensor each: so compiled graphs call them.
+  WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& o) override {
+    TORCH_CHECK(out.size() == 1 && in.size() == 1, "strictccl: several tensors at once");
+    return _allgather_base(out[0], in[0], o);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in, const c10d::ReduceScatterOptions& o) override {
+    TORCH_CHECK(out.size() == 1 && in.size() == 1, "strictccl: several tensors at once");
+    return _reduce_scatter_base(out[0], in[0], o);
+  }
   WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& to, std::vector<int64_t>& from, const c10d::AllToAllOptions& o) override {
     TORCH_CHECK(!out.is_alias_of(in), "strictccl: all_to_all in place");
     return apart(Op::ALLTOALL_BASE, {out}, {in}, [=](auto& g, Tensors& y, Tensors& x) mutable { return g.alltoall_base(y[0], x[0], to, from, o); });
