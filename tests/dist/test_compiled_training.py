@@ -58,9 +58,9 @@ OFTEN = {
         GPT_DROPOUT, SEQUENCE, recompute="full", dropout="invariant"
     ),
     "bert, TP 2 + SP, fast dropout": Cell(BERT_DROPOUT, SEQUENCE),
-    "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
 }
 SELDOM = {
+    "smollm3, TP 2": Cell(FACTS["smollm3"], TENSOR, units=3),
     "gpt_neox, TP 2 + SP": Cell(FAMILIES["gpt_neox"], SEQUENCE),
     "llama, DP 2, full recompute": Cell(FAMILIES["llama"], {}, recompute="full"),
     "llama, PP 2": Cell(FAMILIES["llama"], PIPELINE, layers=4),
