@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,6 +17,7 @@ import torch
 from shardwise import files
 from shardwise.aot.job import Job
 from shardwise.compilation.facts import graph_facts, planned_graphs
+from shardwise.compilation.keeper import new_folder, remove_left_over
 from shardwise.compilation.units import HEAD
 from shardwise.config import Config, Layout
 from shardwise.graph_cache import Entry, Facts, GraphCache
@@ -79,6 +80,7 @@ def compile_graphs(plan: Plan, facts: Sequence[Facts], cache: GraphCache, worker
     Raises:
         OSError: the cache cannot be written.
     """
+    remove_left_over()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
     try:
         for done in as_completed([pool.submit(_compile, plan, one, cache, workers) for one in facts]):
@@ -90,7 +92,8 @@ def compile_graphs(plan: Plan, facts: Sequence[Facts], cache: GraphCache, worker
 def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outcome:
     layout, start = plan.layout, time.perf_counter()
     stage = layout.pipeline - 1 if facts["unit"] == HEAD else 0
-    with tempfile.TemporaryDirectory(prefix="shardwise-compile-") as folder:
+    folder = new_folder()
+    try:
         job = Job(
             config=plan.config.model_dump(mode="json"),
             unit=facts["unit"],
@@ -98,7 +101,7 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             rank=stage * layout.tensor,
             world=layout.tensor * layout.pipeline,
             device=plan.device,
-            folder=folder,
+            folder=str(folder),
             only_capture=plan.only_capture,
         )
         environment = {
@@ -119,8 +122,10 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             return _failed(facts, cache, done, time.perf_counter() - start)
         if plan.only_capture:
             return Outcome(facts, time.perf_counter() - start)
-        compiled = [path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".lock"]
-        entry = cache.store(facts, Path(folder), compiled)
+        compiled = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+        entry = cache.store(facts, folder, compiled)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return Outcome(facts, time.perf_counter() - start, entry)
 
 

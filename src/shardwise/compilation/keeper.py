@@ -28,6 +28,11 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _PREFIX = f"shardwise-graphs-{os.getuid()}-"
 
 
+def new_folder() -> Path:
+    """A folder for the compiler, among temporary files; its name tells this process, for `remove_left_over`."""
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+
+
 def cache_of(config: Config) -> GraphCache:
     """The cache that the configuration names."""
     return GraphCache(config.compile.cache_dir or cache_root() / "compile")
@@ -92,8 +97,8 @@ class Keeper:
 
     def _unpack(self, missing: list[str]) -> Path:
         """A new folder with the graphs that the cache has; `missing` gets a line for each that it has not."""
-        _remove_left_over()
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        remove_left_over()
+        folder = new_folder()
         for facts in self._facts.values():
             entry = self._cache.find(facts)
             if entry is None or not self._cache.unpack(entry, folder):
@@ -163,8 +168,8 @@ def _missing(cache: GraphCache, facts: Facts, *, is_damaged: bool) -> str:
     return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {listed}"
 
 
-def _remove_left_over() -> None:
-    """Remove the folders of jobs of this user on this machine that were killed."""
+def remove_left_over() -> None:
+    """Remove the folders of processes of this user on this machine that were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             os.kill(int(folder.name.removeprefix(_PREFIX).partition("-")[0]), 0)
