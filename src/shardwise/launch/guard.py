@@ -1,10 +1,12 @@
-"""A child that does not outlive its parent, even one that is killed with SIGKILL."""
+"""Children that do not outlive their parent, even one that is killed with SIGKILL, and the killing of both."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +33,21 @@ def die_with_parent() -> None:
         threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
+    """Send SIGKILL to the children of a process that this one started, then to the process itself.
+
+    Children that ask the kernel for their end are told of it only after the parent's connections are closed. In between
+    they would report connections that were lost, though nothing but their end is meant.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(parent.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    parent.kill()
 
 
 def _watch(parent: int) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 from shardwise.errors import RunError, StoppedError
 from shardwise.files import reason_of
 from shardwise.hardware import cpu_count
-from shardwise.launch import stopping
+from shardwise.launch import guard, stopping
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID
 from shardwise.launch.failure import read_failure, signal_name, stop_record
 
@@ -122,7 +122,7 @@ def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int
             if has_failed():
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             if time.monotonic() >= deadline:
-                agent.kill()
+                guard.kill_with_children(agent)
 
 
 class _Stop:
@@ -137,14 +137,14 @@ class _Stop:
     def watch(self, agent: subprocess.Popen[bytes]) -> None:
         self._agent = agent
         if self.ended_by is not None:
-            agent.kill()
+            guard.kill_with_children(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         first = self._requests.is_first()
         if self._requests.hear(number) or not stopping.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or signal_name(number)
             if self._agent is not None:
-                self._agent.kill()
+                guard.kill_with_children(self._agent)
         elif first:
             try:
                 stopping.request(self._run_path, signal_name(number))
