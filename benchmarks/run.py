@@ -23,6 +23,8 @@ SECTIONS = {
     "collectives": "collectives on gloo",
     "matmul": "float32 matmuls by MKL and oneDNN",
     "dropout": "dropout in both modes, and recompute: time and memory",
+    "documents": "documents kept apart within a sample, by document and by a dense mask: time and memory (slow: only "
+    "when named)",
     "checkpoint": "saving and loading against plain writes and copies",
     "data_prepare": "data prepare of 100 MB beside the bare batch encoder (slow: only when named)",
     "data_reading": "opening, indexing and reading data, and what the quickstart waits for them",
@@ -39,7 +41,7 @@ SECTIONS = {
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
-ONLY_WHEN_NAMED = ("overlap", "compiling", "tensor_overlap", "parity", "precision", "data_prepare")
+ONLY_WHEN_NAMED = ("overlap", "compiling", "documents", "tensor_overlap", "parity", "precision", "data_prepare")
 
 
 def main() -> None:

@@ -31,6 +31,33 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     return product
 
 
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention by torch's kernel for CPUs, and the logarithms of its sums, `[B, n, S]`, which torch hides.
+
+    q `[B, n, S, d]`; k and v `[B, m, S, d]`, where m divides n.
+    """
+    keys, values = (_of_each_query_head(t, q) for t in (k, v))
+    out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, 0.0, True)
+    return out, log_sums
+
+
+def cpu_attention_gradients(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of `cpu_attention`."""
+    keys, values = (_of_each_query_head(t, q) for t in (k, v))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dy, q, keys, values, out, log_sums, 0.0, True
+    )
+    if keys is not k:
+        dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
+    return dq, dk, dv
+
+
+def _of_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
 def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGroup) -> tuple[Tensor, list[Tensor]]:
     """x `[n, …, K]` of each of g ranks → `[g·n, …, K]`, and its products with weights `[K, N]`: piece by piece.
 

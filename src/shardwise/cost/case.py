@@ -157,10 +157,10 @@ class Case:
         return self.tokens * self.local.intermediate if self.model.ffn_dropout_p else 0
 
     @property
-    def attends_in_blocks(self) -> bool:
-        """Whether documents within a sample are kept apart by blocks of keys, in place of a mask [B, S, S]."""
-        compiled = self.config.compile.enabled and self.accelerator
-        return compiled and self.config.data.reset_attention_mask and not self.model.attention_dropout_p
+    def masks_documents(self) -> bool:
+        """Whether a mask [B, S, S] keeps documents within a sample apart: see `models/documents.py`."""
+        eager = self.accelerator and not self.config.compile.enabled
+        return self.config.data.reset_attention_mask and (eager or self.model.attention_dropout_p > 0)
 
     @property
     def attends_step_by_step(self) -> bool:

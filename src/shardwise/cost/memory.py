@@ -197,12 +197,11 @@ def _document_tables(case: Case) -> int:
     """What all blocks of a stage share if documents end within a sample.
 
     The mask that is added to the scores, [B, S, S], and the cosines and sines of each token's position, [T·r] for r
-    rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again; in blocks it has
-    lists of them, of 16 bytes for each pair of blocks.
+    rotary dimensions. Attention that goes step by step keeps no mask, unless recompute needs it again; where nothing is
+    dropped there is a mask only on an accelerator whose attention is not compiled.
     """
     data, train, model = case.config.data, case.config.train, case.model
-    masked = data.reset_attention_mask and not (case.attends_step_by_step and train.recompute == "none")
-    masked = masked and not case.attends_in_blocks
+    masked = case.masks_documents and not (case.attends_step_by_step and train.recompute == "none")
     mask = train.micro_batch * train.sequence_length**2 if masked else 0
     turns = case.tokens * model.rotary_dim if data.reset_position_ids else 0
     return case.a * (mask + turns)

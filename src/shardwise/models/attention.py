@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig
 from shardwise.models.blocks import ATTENTION, Context, Maker
+from shardwise.models.documents import document_attention
 from shardwise.models.rotary import rotate
 from shardwise.parallel import DropoutKey, QueryKeyNorm, RowParallelLinear
 from shardwise.parallel.dropout import AnyKey, Place, scaled
@@ -39,6 +40,8 @@ class AttentionCore(nn.Module):
         return self._attend(q, k, v, context)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if context.starts_SB is not None:
+            return document_attention(q, k, v, context.starts_SB).flatten(2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         key = context.dropout if self.p else None
         grouped = q.shape[1] != k.shape[1]
@@ -47,8 +50,6 @@ class AttentionCore(nn.Module):
         if context.blocks is not None:
             from torch.nn.attention.flex_attention import flex_attention  # slow to import, and seldom needed
 
-            # torch 2.13's kernel for CPUs takes what the graph has computed for contiguous, and is wrong otherwise.
-            q, k, v = (t.contiguous() for t in (q, k, v))
             out = flex_attention(q, k, v, block_mask=context.blocks, enable_gqa=grouped)
         elif key is None:
             out = F.scaled_dot_product_attention(q, k, v, context.mask, is_causal=causal, enable_gqa=grouped)

@@ -188,7 +188,8 @@ class Context:
             added to each score, `[B, 1, S, S]`; None: all keys, or in a causal model those that are not later.
         cache: keys and values of earlier tokens.
         turns: the rotary tables of these tokens; None in models with learned positions.
-        blocks: which blocks of keys each block of queries attends to, in place of a mask (`documents.py`).
+        blocks, starts_SB: which blocks of keys each block of queries attends to, or where the document of each token
+            starts, in place of a mask (`documents.py`).
     """
 
     dropout: AnyKey | None = None
@@ -196,6 +197,7 @@ class Context:
     cache: KeyValueCache | None = None
     turns: tuple[Tensor, Tensor] | None = None
     blocks: BlockMask | None = None
+    starts_SB: Tensor | None = None
 
     @property
     def first(self) -> int:

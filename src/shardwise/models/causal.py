@@ -5,6 +5,7 @@ Shapes: see `models/blocks.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.config import FamilyConfig
 from shardwise.models.blocks import Context, Family, run_blocks
 from shardwise.models.cache import KeyValueCache
-from shardwise.models.documents import block_mask, dense_mask
+from shardwise.models.documents import block_mask, define_document_attention, dense_mask
 from shardwise.models.rotary import Rotary
 from shardwise.parallel import DropoutKey, ParallelLMHead
 
@@ -65,24 +66,25 @@ class CausalLM(Family[_Config]):
             mask = _earlier(len(ids_SB), cache.length, ids_SB.device)
         if x is None:
             x = self.embed(ids_SB, Context(dropout, cache=cache), positions_SB)
-        blocks = None
-        if starts_SB is not None and self._attends_in_blocks(x, dropout):
-            blocks = block_mask(starts_SB)
-        elif starts_SB is not None:
-            mask = dense_mask(starts_SB, x.dtype)
-        context = Context(dropout, mask, cache, self._turns(x, ids_SB, positions_SB, lengths_B, cache), blocks)
+        turns = self._turns(x, ids_SB, positions_SB, lengths_B, cache)
+        context = Context(dropout, mask, cache, turns)
+        if starts_SB is not None:
+            context = self._within_documents(context, starts_SB, x)
         x = run_blocks(self.layers, x, context, self.recompute)
         if cache is not None:
             cache.advance(len(ids_SB))
         return self.norm(x) if self.part.is_last else x
 
-    def _attends_in_blocks(self, x: Tensor, dropout: DropoutKey | None) -> bool:
-        """Whether FlexAttention computes the attention within documents.
-
-        It is fast where it is compiled, has no dropout of its own, and no gradient on a CPU.
-        """
-        drops = dropout is not None and self.config.attention_dropout_p > 0
-        return self.is_compiled and not drops and not (x.device.type == "cpu" and torch.is_grad_enabled())
+    def _within_documents(self, context: Context, starts_SB: Tensor, x: Tensor) -> Context:
+        """The context with what keeps documents apart in attention (`documents.py`)."""
+        if context.dropout is not None and self.config.attention_dropout_p > 0:
+            return replace(context, mask=dense_mask(starts_SB, x.dtype))
+        if x.device.type == "cpu":
+            define_document_attention()
+            return replace(context, starts_SB=starts_SB)
+        if self.is_compiled:
+            return replace(context, blocks=block_mask(starts_SB))
+        return replace(context, mask=dense_mask(starts_SB, x.dtype))
 
     def _turns(
         self,

@@ -1,16 +1,26 @@
 """Which keys a token may attend to where documents lie one after another in a sample.
 
+Attention keeps documents apart in one of three ways:
+
+- on a CPU, by `document_attention`, which calls torch's kernel once for each document;
+- on an accelerator, where compiled, by FlexAttention with `block_mask`;
+- elsewhere, and with dropout of the probabilities, by `dense_mask`, which has S² elements a sample.
+
 Shapes: S sequence, B batch; n = ceil(S / BLOCK) blocks of a sequence. A document starts at `starts_SB[s, b]` for its
 token s, so that query s sees the keys from there to s.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from shardwise._torch_private import cpu_attention, cpu_attention_gradients
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -58,3 +68,84 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """How many of the last dim are chosen, and the numbers of these, which come first."""
     order = torch.argsort(chosen.to(torch.int32), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
+
+
+def document_attention(q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor) -> Tensor:
+    """Causal `softmax(q kᵀ / √d) v` within each document, on a CPU: documents of s tokens cost Σ s² in place of S².
+
+    q `[S, B, n, d]`; k and v `[S, B, m, d]`, where m divides n → `[S, B, n, d]`. Nothing of the size S² is kept. It is
+    one operator of a compiled graph, so that the number of documents and their places change no graph. Call
+    `define_document_attention` before, outside of compiled code.
+    """
+    return cast(Tensor, torch.ops.shardwise.document_attention(q, k, v, starts_SB)[0])
+
+
+@functools.cache
+def define_document_attention() -> None:
+    """Define the operator of `document_attention`, and that of its gradients."""
+
+    @torch.library.custom_op("shardwise::document_attention", mutates_args=(), device_types="cpu")
+    def attention(q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor) -> tuple[Tensor, Tensor]:
+        out, log_sums_SBn = shapes(q, k, v, starts_SB)
+        for at in _documents(starts_SB):
+            part, log_sums = cpu_attention(_part(q, at), _part(k, at), _part(v, at))
+            _part(out, at).copy_(part)
+            _rows(log_sums_SBn, at).copy_(log_sums)
+        return out, log_sums_SBn
+
+    @attention.register_fake
+    def shapes(q: Tensor, k: Tensor, v: Tensor, starts_SB: Tensor) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=_log_sum_dtype(q))
+
+    @torch.library.custom_op("shardwise::document_attention_gradients", mutates_args=(), device_types="cpu")
+    def gradients(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums_SBn: Tensor, starts_SB: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = gradient_shapes(dy, q, k, v, out, log_sums_SBn, starts_SB)
+        for at in _documents(starts_SB):
+            inputs = (_part(q, at), _part(k, at), _part(v, at))
+            found = cpu_attention_gradients(_part(dy, at), *inputs, _part(out, at), _rows(log_sums_SBn, at))
+            for whole, part in zip((dq, dk, dv), found, strict=True):
+                _part(whole, at).copy_(part)
+        return dq, dk, dv
+
+    @gradients.register_fake
+    def gradient_shapes(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums_SBn: Tensor, starts_SB: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, starts_SB = inputs
+        ctx.save_for_backward(q, k, v, *output, starts_SB)
+        ctx.mark_non_differentiable(output[1])
+
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *gradients(dy, *ctx.saved_tensors), None
+
+    attention.register_autograd(backward, setup_context=keep)
+
+
+def _log_sum_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _documents(starts_SB: Tensor) -> Iterator[tuple[int, slice]]:
+    """The sample and the tokens of each document."""
+    for b, starts_S in enumerate(starts_SB.unbind(1)):
+        first = 0
+        for length in torch.unique_consecutive(starts_S, return_counts=True)[1].tolist():
+            yield b, slice(first, first + length)
+            first += length
+
+
+def _part(x: Tensor, at: tuple[int, slice]) -> Tensor:
+    """A document's `[1, n, s, d]` of `[S, B, n, d]`."""
+    b, tokens = at
+    return x[tokens, b].transpose(0, 1).unsqueeze(0)
+
+
+def _rows(log_sums_SBn: Tensor, at: tuple[int, slice]) -> Tensor:
+    """A document's `[1, n, s]` of `[S, B, n]`."""
+    b, tokens = at
+    return log_sums_SBn[tokens, b].t().unsqueeze(0)

@@ -1,10 +1,18 @@
-"""The blocks of keys that documents leave are those of the dense mask."""
+"""Attention within documents, in each of its ways, is that of the dense mask."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
-from shardwise.models.documents import BLOCK, block_mask, dense_mask
+from shardwise.models.documents import (
+    BLOCK,
+    block_mask,
+    define_document_attention,
+    dense_mask,
+    document_attention,
+)
 
 
 def starts(length: int, firsts: list[list[int]]) -> Tensor:
@@ -37,3 +45,28 @@ def test_blocks_are_those_of_the_dense_mask(length: int) -> None:
             assert not partial & whole
             assert partial | whole == {j for j in range(number) if blocks[j].any()}, "blocks with a key that is seen"
             assert all(blocks[j].all() for j in whole), "a whole block has a key that is not seen"
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_within_documents_and_its_gradients_are_those_of_the_dense_mask(kv_heads: int) -> None:
+    define_document_attention()
+    starts_SB, numbers = starts(37, [[0], [0, 7, 30], [0, 1, 2, 36]]), torch.Generator().manual_seed(0)
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(37, 3, heads, 8, dtype=torch.float64, generator=numbers).requires_grad_()
+
+    q, k, v = inputs = drawn(4), drawn(kv_heads), drawn(kv_heads)
+    torch.library.opcheck(torch.ops.shardwise.document_attention.default, (*inputs, starts_SB))
+    q_, k_, v_ = (t.permute(1, 2, 0, 3) for t in inputs)
+    mask = dense_mask(starts_SB, q.dtype)
+    expected = F.scaled_dot_product_attention(q_, k_, v_, mask, enable_gqa=True).permute(2, 0, 1, 3)
+    found = document_attention(q, k, v, starts_SB)
+    torch.testing.assert_close(found, expected)
+    dy = torch.randn(found.shape, dtype=torch.float64, generator=numbers)
+    gradients = (torch.autograd.grad(out, inputs, dy) for out in (found, expected))
+    for name, one, other in zip("qkv", *gradients, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"the gradient of {name}: {text}")
+    q_, k_, v_ = (t.detach() for t in (q_, k_, v_))  # it has no gradient on a CPU
+    flexible = flex_attention(q_, k_, v_, block_mask=block_mask(starts_SB), enable_gqa=True)
+    torch.testing.assert_close(flexible.permute(2, 0, 1, 3), expected)
