@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
+
+from shardwise.errors import nearest_name
 
 _COMPILER = "torch._dynamo"
 
@@ -249,6 +251,23 @@ def prepare_compiler(threads: int) -> None:
         torch._inductor.config.compile_threads = threads
 
 
+def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
+    """Why the backend `inductor` does not take these options; None: it does."""
+    from torch import _TorchCompileInductorWrapper
+    from torch._inductor import list_options
+
+    known = list_options()
+    for name in options:
+        if name.replace("-", "_") not in known:
+            near = nearest_name(name, known)
+            return f"inductor has no option {name}" + (f"; did you mean {near}?" if near else "")
+    try:
+        _TorchCompileInductorWrapper(None, dict(options), False)
+    except RuntimeError as error:  # of another type
+        return str(error).partition("\n")[0]
+    return None
+
+
 def fake_process_group(rank: int, world: int) -> None:
     """Join a job of which only this rank exists: collectives return at once, and leave their results as they are."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -265,8 +284,13 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 def trace_problem(error: BaseException) -> str | None:
     """Where and why a function could not be captured as one graph; None for an error of another kind."""
-    from torch._dynamo.exc import Unsupported, UserError
+    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
+    if isinstance(error, FailOnRecompileLimitHit):
+        return (
+            "each block needs a graph of its own, as a number or text that it reads differs from block to block "
+            "(TORCH_LOGS=recompiles names it); keep numbers in a buffer"
+        )
     if not isinstance(error, Unsupported | UserError):
         return None
     stack = list(getattr(error, "real_stack", None) or [])

@@ -124,7 +124,8 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Processes of several machines or containers, which may have the same number, can write to one folder.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         with new_file(temporary) as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -26,10 +26,18 @@ from shardwise.errors import ConfigError
 FACTS = "facts.json"
 LOGS = "failed"
 _NAME = re.compile(r"[0-9a-f]{32}\.zip")
-_UNREADABLE = (OSError, zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, NotImplementedError)
+_DAMAGED = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, EOFError, NotImplementedError)
+_UNREADABLE = (OSError, *_DAMAGED)
+_OF_THE_MACHINE = ("code", "compiler", "processor", "python", "torch")
+"""Facts that change when what made a compilation fail is mended."""
 
 Facts = Mapping[str, Any]
 """What decides the code of a graph, in JSON's types."""
+
+
+def name_of(unit: str, training: bool) -> str:
+    """A graph as the user reads it."""
+    return f"{unit} ({'training' if training else 'evaluation'})"
 
 
 def key_of(facts: Facts) -> str:
@@ -81,32 +89,47 @@ class GraphCache:
         ]
         return min(compared, key=lambda pair: len(pair[1]), default=None)
 
+    def is_whole(self, entry: Entry) -> bool:
+        """Whether a graph's file can be read, and has all its bytes; a damaged one is removed."""
+        archive = self._opened(entry)
+        if archive is not None:
+            archive.close()
+        return archive is not None
+
     def unpack(self, entry: Entry, folder: Path) -> bool:
-        """Put what was compiled into a folder; false where the file is damaged, which is then removed.
+        """Put what was compiled into a folder; false where the file cannot be read; a damaged one is removed.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        try:
-            archive = zipfile.ZipFile(entry.path)
-        except _UNREADABLE:
-            return self._removed(entry)
+        archive = self._opened(entry)
+        if archive is None:
+            return False
         with archive:
-            try:
-                damaged = archive.testzip() is not None
-            except _UNREADABLE:
-                damaged = True
-            if damaged:
-                return self._removed(entry)
             archive.extractall(folder, [name for name in archive.namelist() if name != FACTS])
         with contextlib.suppress(OSError):
             os.utime(entry.path)  # a folder that others wrote may be read only
         return True
 
-    def _removed(self, entry: Entry) -> bool:
+    def _opened(self, entry: Entry) -> zipfile.ZipFile | None:
+        archive = None
+        try:
+            archive = zipfile.ZipFile(entry.path)
+            if archive.testzip() is None:
+                return archive
+        except OSError:
+            return None  # of the disk, which may be a network's, or removed meanwhile: nothing is said of its content
+        except _DAMAGED:
+            pass
+        if archive is not None:
+            archive.close()
+        self.remove(entry.facts)
+        return None
+
+    def remove(self, facts: Facts) -> None:
+        """Remove the graph with exactly these facts, if it is there and the folder can be written."""
         with contextlib.suppress(OSError):
-            entry.path.unlink()
-        return False
+            (self.root / f"{key_of(facts)}.zip").unlink()
 
     def store(self, facts: Facts, folder: Path, compiled: Iterable[Path]) -> Entry:
         """Keep files of a folder as the graph with these facts.
@@ -119,28 +142,44 @@ class GraphCache:
             archive.writestr(FACTS, json.dumps(facts, sort_keys=True))
             for path in sorted(compiled):
                 archive.write(path, path.relative_to(folder))
-        return self._write(key_of(facts), packed.getvalue())
+        return self._write(facts, packed.getvalue())
 
-    def _write(self, key: str, content: bytes) -> Entry:
+    def _write(self, facts: Facts, content: bytes) -> Entry:
         self.root.mkdir(parents=True, exist_ok=True)
-        path = self.root / f"{key}.zip"
+        path = self.root / f"{key_of(facts)}.zip"
         files.write_atomic(path, content)
-        (self.root / LOGS / f"{key}.log").unlink(missing_ok=True)
+        self.log_of(facts).unlink(missing_ok=True)
         entry = self._entry(path)
         if entry is None:
             raise OSError(f"{path} was written and cannot be read")
         return entry
 
-    def prune(self, most_bytes: float) -> list[Entry]:
-        """Remove those that were used longest ago until the rest has at most so many bytes; returns the removed."""
-        kept, removed = 0, []
-        for entry in self.entries():
-            kept += entry.bytes
-            if kept > most_bytes:
+    def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[Entry]:
+        """Remove those that were used longest ago until the rest has at most so many bytes; returns the removed.
+
+        Args:
+            kept: facts of graphs that stay, whatever they need.
+        """
+        stay = {key_of(facts) for facts in kept}
+        size, removed = 0, []
+        for entry in sorted(self.entries(), key=lambda entry: entry.key not in stay):
+            size += entry.bytes
+            if size > most_bytes and entry.key not in stay:
                 with contextlib.suppress(OSError):
                     entry.path.unlink()
                     removed.append(entry)
         return removed
+
+    def require_writable(self) -> None:
+        """Write a small file, and remove it.
+
+        Raises:
+            OSError: that is not possible.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        probe = self.root / f".{os.getpid()}.zip.probe.tmp"
+        files.write_atomic(probe, bytes(4096))
+        probe.unlink()
 
     def clean(self) -> tuple[int, int]:
         """Remove all graphs, logs and parts of files; returns the number of graphs and their bytes."""
@@ -153,8 +192,11 @@ class GraphCache:
     # ---- failures, which are told and never kept as results
 
     def log_of(self, facts: Facts) -> Path:
-        """Where `shardwise compile` leaves the output of a compilation that failed."""
-        return self.root / LOGS / f"{key_of(facts)}.log"
+        """Where `shardwise compile` leaves the output of a compilation that failed.
+
+        The name stays when the model's code, the compiler or torch changes, so that a graph that failed is known then.
+        """
+        return self.root / LOGS / f"{key_of({k: v for k, v in facts.items() if k not in _OF_THE_MACHINE})}.log"
 
     # ---- one file to ship
 
@@ -192,14 +234,18 @@ class GraphCache:
             raise ConfigError(f"there is no file {source}") from None
         except _UNREADABLE as error:
             raise ConfigError(f"{wrong}, and cannot be read as one ({error})") from None
+        if not content:
+            raise ConfigError(f"{wrong}, and holds no graph")
+        found = []
         for name, packed in content.items():
             try:
-                is_sound = _NAME.fullmatch(name) and key_of(_facts(io.BytesIO(packed))) == name.removesuffix(".zip")
+                facts = _facts(io.BytesIO(packed))
             except _UNREADABLE:
-                is_sound = False
-            if not is_sound:
+                facts = {}
+            if name != f"{key_of(facts)}.zip":
                 raise ConfigError(f"{wrong}: {name} in it is no graph")
-        return [self._write(name.removesuffix(".zip"), packed) for name, packed in content.items()]
+            found.append((facts, packed))
+        return [self._write(facts, packed) for facts, packed in found]
 
     def _entry(self, path: Path) -> Entry | None:
         try:
@@ -211,7 +257,9 @@ class GraphCache:
 
 def _facts(archive_file: Path | io.BytesIO) -> Facts:
     with zipfile.ZipFile(archive_file) as archive:
-        facts: Facts = json.loads(archive.read(FACTS))
+        facts: object = json.loads(archive.read(FACTS))
+    if not isinstance(facts, dict) or not {"unit", "training"} <= facts.keys():
+        raise ValueError("it has no facts of a graph")
     return facts
 
 
@@ -221,6 +269,9 @@ def writing(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"compile.cache_dir ({root}) cannot be written: {files.reason_of(error)}; set it to a folder with room"
-        ) from error
+        raise ConfigError(not_written(root, error)) from error
+
+
+def not_written(root: Path, error: OSError) -> str:
+    """The sentence on a folder of graphs that cannot be written."""
+    return f"compile.cache_dir ({root}) cannot be written: {files.reason_of(error)}; set it to another folder"

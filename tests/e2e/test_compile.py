@@ -80,6 +80,14 @@ def test_a_graph_break_names_file_line_and_module(tmp_path: Path) -> None:
     assert "blocks.0 is not: " in said, said
     assert "mine.py:8: " in said, said
     assert "set compile.enabled=false" in said, said
+    compiled = shardwise("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs", at=tmp_path)
+    assert "mine.py:8: " in compiled.out, compiled.out
+    assert compiled.code == 1
+    (tmp_path / "mine.py").write_text(BREAKING.replace("print(", "(").replace("float(y.sum()))", "y.sum())"))
+    again = ("compile", "recipe.yaml", "compile.backend=aot_eager", "--cache-dir", "graphs", "--retry-failed")
+    mended = shardwise(*again, at=tmp_path)
+    assert "Total graphs: 1\n" in mended.out, "the graph that failed is not known once the model is mended"
+    assert "(aot_eager) keeps nothing of it that another process can use" in mended.out, mended.out
 
 
 BREAKING = """\

@@ -88,6 +88,7 @@ def test_the_graphs_that_were_used_longest_ago_are_removed(tmp_path: Path, work:
     entry = cache.find(facts(threads=2))
     assert entry is not None
     assert cache.unpack(entry, tmp_path / "out"), "it is the newest now"
+    assert cache.prune(0, kept=[facts(threads=number) for number in range(3)]) == [], "they are in use"
     removed = cache.prune(2 * entry.bytes)
     assert [entry.facts["threads"] for entry in removed] == [1]
     assert sorted(entry.facts["threads"] for entry in cache.entries()) == [0, 2]
@@ -132,6 +133,10 @@ def test_another_file_is_not_taken_in(tmp_path: Path, work: Path) -> None:
             archive.writestr(name, content.read_bytes() if isinstance(content, Path) else content)
         with pytest.raises(ConfigError, match="in it is no graph"):
             cache.take_in(wrong)
+    with zipfile.ZipFile(tmp_path / "empty", "w"):
+        pass
+    with pytest.raises(ConfigError, match="holds no graph"):
+        cache.take_in(tmp_path / "empty")
     exported = tmp_path / "exported"
     cache.export(exported)
     content = exported.read_bytes()
@@ -143,16 +148,46 @@ def test_another_file_is_not_taken_in(tmp_path: Path, work: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, work: Path) -> None:
     (tmp_path / "file").touch()
     cache = GraphCache(tmp_path / "file")
-    text = r"compile\.cache_dir \(.*file\) cannot be written: .*; set it to a folder"
+    text = r"compile\.cache_dir \(.*file\) cannot be written: .*; set it to another folder"
     with pytest.raises(ConfigError, match=text), writing(cache.root):
         stored(cache, work)
 
 
-def test_a_failure_is_told_until_it_compiles(tmp_path: Path, work: Path) -> None:
+def test_a_failure_is_told_until_it_compiles_whatever_mended_it(tmp_path: Path, work: Path) -> None:
     cache = GraphCache(tmp_path)
-    log = cache.log_of(facts())
+    log = cache.log_of(facts(code="with a graph break"))
     log.parent.mkdir()
     log.write_text("it failed")
-    assert cache.find(facts()) is None
-    stored(cache, work)
+    assert cache.log_of(facts(code="mended", compiler="newer")).exists()
+    assert not cache.log_of(facts(threads=2)).exists(), "another graph"
+    stored(cache, work, code="mended")
     assert not log.exists()
+
+
+def test_a_disk_that_cannot_be_read_condemns_no_graph(
+    tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = GraphCache(tmp_path / "cache")
+    path = stored(cache, work)
+    entry = cache.find(facts())
+    assert entry is not None
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zipfile, "ZipFile", stale)
+        assert not cache.unpack(entry, tmp_path / "out")
+    assert path.exists()
+    assert cache.is_whole(entry)
+
+
+def test_files_with_facts_of_nothing_are_no_graphs(tmp_path: Path) -> None:
+    path = tmp_path / f"{key_of([])}.zip"  # type: ignore[arg-type]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("facts.json", "[]")
+    assert GraphCache(tmp_path).entries() == []
+    with zipfile.ZipFile(tmp_path / "exported", "w") as archive:
+        archive.write(path, path.name)
+    with pytest.raises(ConfigError, match="in it is no graph"):
+        GraphCache(tmp_path).take_in(tmp_path / "exported")

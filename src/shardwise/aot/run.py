@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ import torch
 from shardwise import files
 from shardwise.aot.job import Job
 from shardwise.compilation.facts import graph_facts, planned_graphs
-from shardwise.compilation.keeper import new_folder, remove_left_over
-from shardwise.compilation.units import HEAD
+from shardwise.compilation.folders import WorkFolder, compiled_files, remove_left_over
+from shardwise.compilation.units import HEAD, check_backend
 from shardwise.config import Config, Layout
-from shardwise.graph_cache import Entry, Facts, GraphCache
+from shardwise.graph_cache import Entry, Facts, GraphCache, not_written
 from shardwise.hardware import cpu_count
 
 _SHOWN = 3
@@ -49,10 +49,11 @@ class Plan:
         """The plan of a configuration.
 
         Raises:
-            ConfigError: there is no C++ compiler, where one is needed.
+            ConfigError: there is no C++ compiler, where one is needed, or torch has no such backend or option.
         """
         torch.set_num_threads(threads)
         where = torch.device(device)
+        check_backend(config.compile, where)
         facts = [graph_facts(config, layout, where, unit, training) for unit, training in planned_graphs(config)]
         return Plan(config, layout, device, threads, facts, only_capture)
 
@@ -75,11 +76,7 @@ class Outcome:
 
 
 def compile_graphs(plan: Plan, facts: Sequence[Facts], cache: GraphCache, workers: int) -> Iterator[Outcome]:
-    """Compile some graphs of a plan, `workers` at once; yields each as soon as it is done.
-
-    Raises:
-        OSError: the cache cannot be written.
-    """
+    """Compile some graphs of a plan, `workers` at once; yields each as soon as it is done."""
     remove_left_over()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
     try:
@@ -92,7 +89,7 @@ def compile_graphs(plan: Plan, facts: Sequence[Facts], cache: GraphCache, worker
 def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outcome:
     layout, start = plan.layout, time.perf_counter()
     stage = layout.pipeline - 1 if facts["unit"] == HEAD else 0
-    folder = new_folder()
+    folder = WorkFolder()
     try:
         job = Job(
             config=plan.config.model_dump(mode="json"),
@@ -101,10 +98,10 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             rank=stage * layout.tensor,
             world=layout.tensor * layout.pipeline,
             device=plan.device,
-            folder=str(folder),
+            folder=str(folder.path),
             only_capture=plan.only_capture,
         )
-        environment = {
+        environment = {  # the user's own number of the compiler's threads takes precedence
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, cpu_count() // workers)),
             **os.environ,
             "OMP_NUM_THREADS": str(plan.threads),
@@ -118,23 +115,37 @@ def _compile(plan: Plan, facts: Facts, cache: GraphCache, workers: int) -> Outco
             env=environment,
             check=False,
         )
+        seconds = time.perf_counter() - start
         if done.returncode:
-            return _failed(facts, cache, done, time.perf_counter() - start)
+            lines = [line for line in done.stdout.strip().splitlines() if line.strip()]
+            said = " ".join(lines[-_SHOWN:]) if lines else "it said nothing"
+            if done.returncode < 0:
+                said = f"its process was killed by signal {-done.returncode}; {said}"
+            return Outcome(facts, seconds, problem=said, log=_log(facts, cache, done.stdout))
         if plan.only_capture:
-            return Outcome(facts, time.perf_counter() - start)
-        compiled = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
-        entry = cache.store(facts, folder, compiled)
+            return Outcome(facts, seconds)
+        compiled = compiled_files(folder.path)
+        if not _can_be_shared(compiled, str(facts["compile.backend"])):
+            said = f"compile.backend ({facts['compile.backend']}) keeps nothing of it that another process can use"
+            return Outcome(facts, seconds, problem=said, log=_log(facts, cache, done.stdout))
+        try:
+            return Outcome(facts, seconds, cache.store(facts, folder.path, compiled))
+        except OSError as error:
+            return Outcome(facts, seconds, problem=not_written(cache.root, error))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(facts, time.perf_counter() - start, entry)
+        folder.remove()
 
 
-def _failed(facts: Facts, cache: GraphCache, done: subprocess.CompletedProcess[str], seconds: float) -> Outcome:
+def _can_be_shared(compiled: Iterable[Path], backend: str) -> bool:
+    """Whether what a backend has written holds a whole graph: `inductor` may write kernels alone."""
+    return any(backend != "inductor" or "aotautograd" in path.parts for path in compiled)
+
+
+def _log(facts: Facts, cache: GraphCache, text: str) -> Path | None:
+    """Keep the output of a compilation that failed, where the cache can be written."""
     log = cache.log_of(facts)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(log, done.stdout)
-    lines = [line for line in done.stdout.strip().splitlines() if line.strip()]
-    said = " ".join(lines[-_SHOWN:]) if lines else "it said nothing"
-    if done.returncode < 0:
-        said = f"its process was killed by signal {-done.returncode}; {said}"
-    return Outcome(facts, seconds, problem=said, log=log)
+    with contextlib.suppress(OSError):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(log, text)
+        return log
+    return None

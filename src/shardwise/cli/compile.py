@@ -21,7 +21,7 @@ from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.errors import ConfigError
 from shardwise.files import cache_root, reason_of
-from shardwise.graph_cache import Entry, Facts, GraphCache, writing
+from shardwise.graph_cache import Facts, GraphCache, name_of, writing
 from shardwise.hardware import accelerators, cpu_count
 
 
@@ -37,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         help="threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)",
+    )
+    parser.add_argument(
+        "--nproc", metavar="N", type=int, help="ranks of the training on one machine, as `train` takes it"
     )
     parser.add_argument("--device", metavar="KIND", help="such as cpu or cuda (default: this machine's)")
     parser.add_argument(
@@ -61,15 +64,18 @@ def run(arguments: argparse.Namespace) -> int:
     other = arguments.list or arguments.clean or arguments.export or arguments.imported
     if config is None and not other:
         raise ConfigError("RECIPE must be given, or one of --list, --clean, --export and --import")
-    with writing(cache.root):
-        if arguments.clean:
+    if arguments.export is not None and arguments.export.is_dir():
+        raise ConfigError(f"--export {arguments.export} must name a file, and is a folder")
+    if arguments.clean:
+        with writing(cache.root):
             number, size = cache.clean()
-            output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
-            return 0
-        if arguments.imported is not None:
+        output.line(f"removed {units.counted(number, 'graph')}, {units.size(size)}, from {cache.root}")
+        return 0
+    if arguments.imported is not None:
+        with writing(cache.root):
             taken = cache.take_in(arguments.imported)
-            output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
-        code = 0 if config is None else _compile(config, cache, arguments)
+        output.line(f"{units.counted(len(taken), 'graph')} of {arguments.imported} are in {cache.root}")
+    code = 0 if config is None else _compile(config, cache, arguments)
     if arguments.export is not None:
         try:
             exported = cache.export(arguments.export)
@@ -87,25 +93,26 @@ def _list(cache: GraphCache) -> None:
     rows = []
     for entry in entries:
         facts = entry.facts
-        shape = f"{facts['train.micro_batch']} × {facts['train.sequence_length']:,}"
-        sequence = " + SP" if facts["parallel.sequence"] else ""
+        shape = f"{facts.get('train.micro_batch', 0)} × {facts.get('train.sequence_length', 0):,}"
+        sequence = " + SP" if facts.get("parallel.sequence") else ""
         age = f"{units.duration(max(0.0, time.time() - entry.used))} ago"
-        where = f"{facts['device']}, {units.counted(facts['threads'], 'thread')}"
-        tensor = f"TP {facts['parallel.tensor']}{sequence}"
-        rows.append((name(facts), tensor, shape, where, facts["torch"], entry.key[:12], units.size(entry.bytes), age))
+        threads = f", {units.counted(facts['threads'], 'thread')}" if "threads" in facts else ""
+        where, tensor = f"{facts.get('device', '?')}{threads}", f"TP {facts.get('parallel.tensor', '?')}{sequence}"
+        size, torch = units.size(entry.bytes), facts.get("torch", "?")
+        rows.append((_name(facts), tensor, shape, where, torch, entry.key[:12], size, age))
     if rows:
         output.table(rows, ("graph", "tensor", "micro-batch", "device", "torch", "key", "size", "used"))
     total = sum(entry.bytes for entry in entries)
     output.line(f"{units.counted(len(entries), 'graph')}, {units.size(total)}, in {cache.root}")
 
 
-def name(facts: Facts) -> str:
-    """A graph as the user reads it."""
-    return f"{facts['unit']} ({'training' if facts['training'] else 'evaluation'})"
+def _name(facts: Facts) -> str:
+    return name_of(facts["unit"], facts["training"])
 
 
 def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
-    layout = check_layout(config, config.parallel.ranks)
+    ranks = _positive("--nproc", arguments.nproc)
+    layout = check_layout(config, ranks or config.parallel.ranks)
     device, only_capture = _device(arguments.device), arguments.capture_only
     threads = _positive("--threads", arguments.threads) or _threads(layout, device)
     workers = _positive("--workers", arguments.workers) or cpu_count()
@@ -120,26 +127,35 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     wanted = list(plan.facts)
     if arguments.retry_failed:
         wanted = [facts for facts in wanted if cache.log_of(facts).exists()]
-    known = [] if only_capture else [facts for facts in wanted if cache.find(facts) is not None]
+    known = [facts for facts in wanted if not only_capture and (hit := cache.find(facts)) and cache.is_whole(hit)]
+    if not only_capture:
+        _require_writable(cache)
     done = failed = 0
     for facts in known:
         done += 1
-        output.line(f"[{done}/{len(wanted)}] {name(facts)}: in the cache")
+        output.line(f"[{done}/{len(wanted)}] {_name(facts)}: in the cache")
     problems = []
     for outcome in compile_graphs(plan, [facts for facts in wanted if facts not in known], cache, workers):
         done += 1
         seconds = units.duration(outcome.seconds)
         if outcome.problem is not None:
             failed += 1
-            problems += [f"{name(outcome.facts)}: {outcome.problem}", f"log: {outcome.log}"]
+            problems += [
+                f"{_name(outcome.facts)}: {outcome.problem}",
+                *([f"log: {outcome.log}"] if outcome.log else []),
+            ]
             said = f"failed after {seconds}"
         elif outcome.entry is None:
             said = f"captured in {seconds}"
         else:
             said = f"compiled in {seconds}, {units.size(outcome.entry.bytes)}"
-        output.line(f"[{done}/{len(wanted)}] {name(outcome.facts)}: {said}")
-    removed = cache.prune(config.compile.cache_gib * 2**30)
-    _say_removed(removed, config)
+        output.line(f"[{done}/{len(wanted)}] {_name(outcome.facts)}: {said}")
+    removed = cache.prune(config.compile.cache_gib * 2**30, kept=plan.facts)
+    if removed:
+        output.line(
+            f"removed {units.counted(len(removed), 'graph')} that were used longest ago: compile.cache_gib "
+            f"({config.compile.cache_gib:g}) is reached"
+        )
     output.line(f"Total graphs: {len(wanted)}")
     output.line(f"Total successful compilations: {0 if only_capture else len(wanted) - failed}")
     output.line(f"Total failed compilations: {failed}")
@@ -148,12 +164,10 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     return 1 if failed else 0
 
 
-def _say_removed(removed: list[Entry], config: Config) -> None:
-    if removed:
-        output.line(
-            f"removed {units.counted(len(removed), 'graph')} that were used longest ago: compile.cache_gib "
-            f"({config.compile.cache_gib:g}) is reached"
-        )
+def _require_writable(cache: GraphCache) -> None:
+    """Refuse a folder that cannot be written before anything is compiled for it."""
+    with writing(cache.root):
+        cache.require_writable()
 
 
 def _device(chosen: str | None) -> str:
@@ -164,7 +178,7 @@ def _device(chosen: str | None) -> str:
 def _threads(layout: Layout, device: str) -> int:
     """What `train` would give its ranks on this machine."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    ranks = layout.tensor * layout.pipeline if device == "cpu" else max(1, accelerators()[1])
+    ranks = layout.world if device == "cpu" else max(1, accelerators()[1])
     return int(given) if given.isdigit() and int(given) else max(1, cpu_count() // ranks)
 
 

@@ -25,6 +25,8 @@ from shardwise.models import check_own
 
 _SOURCES = ("models/*.py", "parallel/*.py", "compilation/units.py", "comm.py", "random_bits.py", "_torch_private.py")
 """Of this package: what a graph is captured from."""
+_OUTSIDE_OF_GRAPHS = ("num_hidden_layers", "initializer_range")
+"""Of a model: what no graph depends on."""
 
 
 def planned_graphs(config: Config) -> list[tuple[str, bool]]:
@@ -68,17 +70,21 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         "compile.backend": backend_of(config.compile, device),
         "compile.options": config.compile.options,
         "device": _device_name(device),
-        "threads": torch.get_num_threads(),
         "torch": version("torch"),
         "python": sys.version.partition(" ")[0],
-        "compiler": _compiler() if device.type == "cpu" and backend_of(config.compile, device) == "inductor" else None,
         "code": _code(config),
     }
+    if device.type == "cpu":
+        facts["threads"] = torch.get_num_threads()
+        facts["matmuls"] = "oneDNN" if devices.cpu_prefers_onednn() else "torch"
+        if facts["compile.backend"] == "inductor":
+            facts["compiler"], facts["processor"] = _compiler(), _processor()
     if training:
         facts["train.recompute"] = train.recompute
         facts["train.dropout_mode"] = train.dropout_mode
     described = model.model_dump(mode="json")
-    described.pop("num_hidden_layers", None)
+    for key in _OUTSIDE_OF_GRAPHS:
+        described.pop(key, None)
     return facts | {f"model.{key}": value for key, value in described.items()}
 
 
@@ -89,21 +95,48 @@ def _device_name(device: torch.device) -> str:
 @functools.cache
 def _compiler() -> str:
     """The C++ compiler that the backend runs on a CPU, with its version."""
-    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    path = shutil.which(name)
+    path = _compiler_path()
     if path is None:
         raise ConfigError(
-            f"compile.enabled (true) needs a C++ compiler on a CPU, and there is no {name}: install it "
+            f"compile.enabled (true) needs a C++ compiler on a CPU, and there is no {_compiler_name()}: install it "
             "(Debian: g++), name another one by CXX, or set compile.enabled=false"
         )
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     return said.partition("\n")[0]
 
 
+def _compiler_name() -> str:
+    return os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+
+
+def _compiler_path() -> str | None:
+    return shutil.which(_compiler_name())
+
+
+@functools.cache
+def _processor() -> str:
+    """A hash of all that the compiler may use on this processor: the backend compiles for the processor it runs on."""
+    command = [_compiler_path() or "", "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return hashlib.sha256("".join(sorted(said.splitlines())).encode()).hexdigest()[:16]
+
+
 def _code(config: Config) -> str:
-    """A hash of the sources that a graph is captured from; of a model of the user's own, those of its module too."""
+    """A hash of the sources that a graph is captured from; of a model of the user's own, those of its package too."""
     root = Path(shardwise.__file__).parent
-    paths = [path for pattern in _SOURCES for path in root.glob(pattern)]
+    paths = {path for pattern in _SOURCES for path in root.glob(pattern)}
     if isinstance(config.model, OwnConfig):
-        paths.append(Path(inspect.getfile(check_own(config))))
+        paths |= _own_sources(check_own(config))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
+
+
+def _own_sources(model: type) -> set[Path]:
+    """The file of a model of the user's own, and those of imported modules in the folder of its outermost package."""
+    file = Path(inspect.getfile(model)).resolve()
+    top = file.parents[model.__module__.count(".")]
+    sources = {file}
+    files = [Path(getattr(module, "__file__", None) or "") for module in list(sys.modules.values())]
+    for path in [file.resolve() for file in files if file.is_absolute() and file.suffix == ".py"]:
+        if path.is_relative_to(top) and "site-packages" not in path.relative_to(top).parts:
+            sources.add(path)
+    return sources

@@ -8,29 +8,28 @@ to the cache after the first step, and after the first evaluation.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree
 from shardwise.compilation.facts import graph_facts, planned_graphs
+from shardwise.compilation.folders import WorkFolder, compiled_files, remove_left_over
 from shardwise.compilation.units import Compilation, Graph
 from shardwise.config import Config, Layout
 from shardwise.errors import ConfigError
 from shardwise.files import cache_root, reason_of
-from shardwise.graph_cache import Facts, GraphCache
+from shardwise.graph_cache import Facts, GraphCache, name_of, not_written
 from shardwise.mesh import Mesh
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_PREFIX = f"shardwise-graphs-{os.getuid()}-"
-
-
-def new_folder() -> Path:
-    """A folder for the compiler, among temporary files; its name tells this process, for `remove_left_over`."""
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+_SHOWN = 3
+"""Facts that differ from those of the nearest graph: so many are listed, or the graph is called another model's."""
+_HASHED = {"code": "the code of shardwise or of the model", "processor": "what the processor can do"}
 
 
 def cache_of(config: Config) -> GraphCache:
@@ -52,7 +51,7 @@ class Settled:
 
 
 class Keeper:
-    """The graphs of one run, on one rank. All methods are collective.
+    """The graphs of one run, on one rank, until the end of a `with` statement. All methods are collective.
 
     Args:
         announce: shows the user a line; called on the first rank.
@@ -76,33 +75,61 @@ class Keeper:
             problems = error.problems
         agree(problems, mesh.world)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        self._leads = local_rank == 0
-        missing, problems, folder = list[str](), list[str](), Path()
-        if self._leads:
-            try:
-                folder = self._unpack(missing)
-            except OSError as error:
-                problems.append(
-                    f"the folder for temporary files ({tempfile.gettempdir()}) cannot be written: {reason_of(error)}; "
-                    "set TMPDIR to a folder with room"
-                )
-        agree(problems + missing * config.compile.require_cached, mesh.world)
-        everywhere = comm.all_gather_objects((folder, missing), mesh.world)
+        self._machine = mesh.world.rank - local_rank  # its first rank: the ranks of a machine are neighbours
+        self._folder: WorkFolder | None = None
+        missing, problems = list[str](), list[str]()
+        try:
+            if local_rank == 0:
+                try:
+                    self._folder = self._unpacked(missing)
+                except OSError as error:
+                    problems.append(
+                        f"the folder for temporary files ({tempfile.gettempdir()}) cannot be written: "
+                        f"{reason_of(error)}; set TMPDIR to a folder with room"
+                    )
+            agree(problems + missing * config.compile.require_cached, mesh.world)
+            made = None if self._folder is None else self._folder.path
+            everywhere = comm.all_gather_objects((made, missing), mesh.world)
+        except BaseException:
+            self._remove()
+            raise
         for line in dict.fromkeys(line for _, lines in everywhere for line in lines):
             announce(line)
-        self._work = everywhere[mesh.world.rank - local_rank][0]  # ranks of a machine are neighbours
+        work = everywhere[self._machine][0]
+        assert work is not None, "the first rank of each machine has made it"
+        self._work: Path = work
         self._former = os.environ.get(_VARIABLE)
         os.environ[_VARIABLE] = str(self._work)
-        self._before = self._files()
+        self._before = compiled_files(self._work)
 
-    def _unpack(self, missing: list[str]) -> Path:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            comm.barrier(self._mesh.world)  # another rank may still compile; after an error none waits for the others
+        if self._former is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = self._former
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _unpacked(self, missing: list[str]) -> WorkFolder:
         """A new folder with the graphs that the cache has; `missing` gets a line for each that it has not."""
         remove_left_over()
-        folder = new_folder()
-        for facts in self._facts.values():
-            entry = self._cache.find(facts)
-            if entry is None or not self._cache.unpack(entry, folder):
-                missing.append(_missing(self._cache, facts, is_damaged=entry is not None))
+        folder = WorkFolder()
+        try:
+            for facts in self._facts.values():
+                entry = self._cache.find(facts)
+                if entry is None or not self._cache.unpack(entry, folder.path):
+                    missing.append(_missing(self._cache, facts, is_damaged=entry is not None))
+        except BaseException:
+            folder.remove()
+            raise
         return folder
 
     def settle(self) -> Settled:
@@ -113,67 +140,67 @@ class Keeper:
         """
         graphs = self._compilation.graphs[self._reported :]
         self._reported += len(graphs)
-        captured = [graph for those in comm.all_gather_objects(graphs, self._mesh.world) for graph in those]
-        compiled = {(graph.unit, graph.training) for graph in captured if not graph.is_hit}
-        if compiled and self._config.compile.require_cached:
-            listed = ", ".join(sorted(f"{unit} ({_mode(training)})" for unit, training in compiled))
-            raise ConfigError(
-                f"compile.require_cached (true) allows no compilation, and the cache's code did not fit: {listed}; run "
-                "shardwise compile again"
-            )
+        everywhere = comm.all_gather_objects((self._machine, graphs), self._mesh.world)
+        compiled = {
+            (machine, (graph.unit, graph.training))
+            for machine, those in everywhere
+            for graph in those
+            if not graph.is_hit
+        }
         problem = None
-        if self._leads and compiled:
-            files = self._files()
-            try:
-                for key in compiled & self._facts.keys():
-                    self._cache.store(self._facts[key], self._work, sorted(files - self._before))
-                self._cache.prune(self._config.compile.cache_gib * 2**30)
-            except OSError as error:
-                problem = (
-                    f"compiled graphs are not kept, as compile.cache_dir ({self._cache.root}) cannot be written: "
-                    f"{reason_of(error)}"
-                )
-            self._before = files
+        if compiled and self._config.compile.require_cached:
+            keys = {key for _, key in compiled}
+            if self._folder is not None:
+                for key in keys & self._facts.keys():
+                    self._cache.remove(self._facts[key])
+            listed = ", ".join(sorted(name_of(*key) for key in keys))
+            raise ConfigError(
+                "compile.require_cached (true) allows no compilation, and the cache's code did not fit and was removed: "
+                f"{listed}; run shardwise compile again, on a machine like this one"
+            )
+        if self._folder is not None:
+            problem = self._keep({key for machine, key in compiled if machine == self._machine})
         problems = [each for each in comm.all_gather_objects(problem, self._mesh.world) if each is not None]
-        return Settled(captured, problems[0] if problems else None)
+        return Settled([graph for _, those in everywhere for graph in those], problems[0] if problems else None)
 
-    def close(self) -> None:
-        """Remove the compiler's folder."""
-        comm.barrier(self._mesh.world)
-        if self._former is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = self._former
-        if self._leads:
-            shutil.rmtree(self._work, ignore_errors=True)
+    def _keep(self, compiled: set[tuple[str, bool]]) -> str | None:
+        """Add graphs that ranks of this machine have compiled to the cache; why it could not be, if so.
 
-    def _files(self) -> set[Path]:
-        return {path for path in self._work.rglob("*") if path.is_file() and path.suffix not in (".lock", ".tmp")}
-
-
-def _mode(training: bool) -> str:
-    return "training" if training else "evaluation"
+        Each gets all files that were compiled since the last call: the compiler does not say which are whose.
+        """
+        keys = compiled & self._facts.keys()
+        if not keys:
+            return None
+        files = compiled_files(self._work)
+        new, self._before = sorted(files - self._before), files
+        try:
+            for key in keys:
+                self._cache.store(self._facts[key], self._work, new)
+            self._cache.prune(self._config.compile.cache_gib * 2**30, kept=self._facts.values())
+        except OSError as error:
+            return f"compiled graphs are not kept: {not_written(self._cache.root, error)}"
+        return None
 
 
 def _missing(cache: GraphCache, facts: Facts, *, is_damaged: bool) -> str:
     """Why a graph has to be compiled, with the facts in which the nearest one of the cache differs."""
-    name = f"{facts['unit']} ({_mode(facts['training'])})"
+    name = name_of(facts["unit"], facts["training"])
+    again = "`shardwise compile` puts it there"
     if is_damaged:
-        return f"compile: the file of {name} in {cache.root} was damaged, and is compiled again"
+        return f"compile: the file of {name} in {cache.root} cannot be read or is damaged; {again}"
     nearest = cache.nearest(facts)
     if nearest is None:
-        return f"compile: {name} is not in {cache.root}; `shardwise compile` puts it there"
+        return f"compile: {name} is not in {cache.root}; {again}"
     entry, keys = nearest
-    listed = "; ".join(f"{key} is {facts.get(key)} here, and {entry.facts.get(key)} there" for key in keys)
-    return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {listed}"
+    if any(key.startswith("model.") for key in keys[:_SHOWN]) and len(keys) > _SHOWN:
+        return f"compile: {name} is not in {cache.root}, which has graphs of other models; {again}"
+    listed = [_difference(key, facts.get(key), entry.facts.get(key)) for key in keys[:_SHOWN]]
+    more = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return f"compile: {name} is not in {cache.root}; the nearest graph there differs: {'; '.join(listed)}{more}"
 
 
-def remove_left_over() -> None:
-    """Remove the folders of processes of this user on this machine that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        try:
-            os.kill(int(folder.name.removeprefix(_PREFIX).partition("-")[0]), 0)
-        except ProcessLookupError:
-            shutil.rmtree(folder, ignore_errors=True)
-        except (ValueError, PermissionError):
-            continue
+def _difference(key: str, here: object, there: object) -> str:
+    if key in _HASHED:
+        return f"{_HASHED[key]} is another"
+    option = f" (`shardwise compile --threads {here}` is for this run)" if key == "threads" else ""
+    return f"{key} is {here} here, and {there} there{option}"

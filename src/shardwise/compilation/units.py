@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch_private import compiler_counts, prepare_compiler, trace_problem
+from shardwise._torch_private import compiler_counts, inductor_options_problem, prepare_compiler, trace_problem
 from shardwise.config import CompileConfig
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, listing, nearest_name
 from shardwise.hardware import cpu_count
 from shardwise.mesh import Group
 from shardwise.models.attention import Attention
@@ -94,6 +94,21 @@ def backend_of(settings: CompileConfig, device: torch.device) -> str:
     return settings.backend or ("neuron" if device.type == "neuron" else "inductor")
 
 
+def check_backend(settings: CompileConfig, device: torch.device) -> None:
+    """Refuse a backend, or options of the default one, that torch does not know.
+
+    Raises:
+        ConfigError: with the nearest name.
+    """
+    backend = backend_of(settings, device)
+    if backend not in (valid := torch.compiler.list_backends(())):
+        near = nearest_name(backend, valid)
+        hint = f"did you mean {near}?" if near else f"one of {listing(torch.compiler.list_backends(), 'or')}"
+        raise ConfigError(f"compile.backend ({backend}) must be a backend that torch has: {hint}")
+    if backend == "inductor" and (problem := inductor_options_problem(settings.options)) is not None:
+        raise ConfigError(f"compile.options: {problem}")
+
+
 def compile_units(
     model: nn.Module, settings: CompileConfig, device: torch.device, *, only: str | None = None
 ) -> Compilation:
@@ -103,8 +118,9 @@ def compile_units(
         only: the unit that is compiled; None: all.
 
     Raises:
-        ConfigError: the model has no block.
+        ConfigError: the model has no block, or torch has no such backend or option.
     """
+    check_backend(settings, device)
     prepare_compiler(threads=max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     define_linear()
     define_dropout()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -47,14 +47,15 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
         shortage = require_accelerator(config, layout, mesh.world.rank, mesh.device)
         here = open_run(config, layout, mesh, progress, run_path, recipe)
         # Inside of the reporter too, so that it records the same sentence that the user reads.
-        with build_reporter(here) as reporter, _explained(config, layout, mesh, progress):
+        with build_reporter(here) as reporter, _explained(config, layout, mesh, progress), ExitStack() as held:
             progress.phase = "construction of the model"
             trainer = build_run_trainer(here, reporter)
             resumed = _begin(here, trainer, reporter)
             if shortage is not None:
                 reporter.warning(shortage)
             if trainer.compilation is not None:
-                trainer.keeper = Keeper(config, layout, mesh, trainer.compilation, reporter.message)
+                keeper = Keeper(config, layout, mesh, trainer.compilation, reporter.message)
+                trainer.keeper = held.enter_context(keeper)
             with build_checkpoints(here, trainer, reporter, resumed) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
@@ -65,8 +66,6 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
             if stopped_by is not None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
-            if trainer.keeper is not None:
-                trainer.keeper.close()
     leave()
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.cli.compile import _threads
+from shardwise.config import Layout
 from shardwise.graph_cache import GraphCache
 
 FACTS = {
@@ -36,6 +38,17 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["llama2-tiny", "parallel.tensor=2", "parallel.tensor_overlap=pieces"],
             "compile.enabled (true) must be false with parallel.tensor_overlap (pieces), whose layers are not compiled",
         ),
+        (["llama2-tiny", "--nproc", "0"], "--nproc (0) must be at least 1"),
+        (
+            ["llama2-tiny", "compile.backend=indoctor"],
+            "(indoctor) must be a backend that torch has: did you mean induc",
+        ),
+        (
+            ["llama2-tiny", "compile.options={max_autotunee: true}"],
+            "compile.options: inductor has no option max_autotunee; did you mean max_autotune?",
+        ),
+        (["llama2-tiny", "compile.options={max_autotune: 7}"], "compile.options: Unexpected type of attr max_autotune"),
+        (["--export", "."], "--export . must name a file, and is a folder"),
         (["--import", "none"], "there is no file none"),
         (["llama2-tiny", "compile.cache_gib=0"], "compile.cache_gib (0) must be greater than 0"),
     ],
@@ -64,8 +77,17 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pyte
     assert main(["compile", "--import", "x", "--cache-dir", "file/below"]) == 2
     GraphCache(tmp_path / "here").store(FACTS, tmp_path, [])
     GraphCache(tmp_path / "here").export(tmp_path / "x")
-    assert main(["compile", "--import", "x", "--cache-dir", "file/below"]) == 2
-    assert "compile.cache_dir (file/below) cannot be written" in capsys.readouterr().err
+    for arguments in (["--import", "x"], ["llama2-tiny"]):
+        assert main(["compile", *arguments, "--cache-dir", "file/below"]) == 2
+        captured = capsys.readouterr()
+        assert "compile.cache_dir (file/below) cannot be written" in captured.err
+        assert "compiled in" not in captured.out, "it is told after all the work"
+
+
+def test_threads_are_those_that_train_would_give_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("shardwise.cli.compile.cpu_count", lambda: 16)
+    assert [_threads(Layout(world, 2), "cpu") for world in (2, 8, 64)] == [8, 2, 1]
 
 
 def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 """What decides which graph a run takes from the cache."""
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise.compilation.facts import graph_facts
+from shardwise.compilation.facts import _own_sources, graph_facts
 from shardwise.compilation.units import BLOCK
 from shardwise.config import check_layout, load_config
 from shardwise.graph_cache import Facts
@@ -29,6 +31,7 @@ def differing(a: Facts, b: Facts) -> set[str]:
         ["optimizer.lr=1e-5", "train.seed=5", "train.steps=7", "optimizer.warmup_steps=1"],
         ["parallel.pipeline=2", "parallel.schedule=gpipe"],
         ["optimizer.zero=0", "train.global_batch=16"],
+        ["model.initializer_range=0.01"],
         ["compile.enabled=true", "compile.require_cached=true", "compile.cache_dir=elsewhere"],
     ],
     ids=lambda overrides: overrides[0],
@@ -46,8 +49,12 @@ def test_runs_that_share_graphs(overrides: list[str]) -> None:
         ("precision.mode=bfloat16", {"precision.mode"}),
         ("model.rope_theta=500000.0", {"model.rope_theta"}),
         ("compile.options={max_autotune: true}", {"compile.options"}),
-        ("compile.backend=aot_eager", {"compile.backend", "compiler"}),
+        ("compile.backend=aot_eager", {"compile.backend", "compiler", "processor"}),
         ("data.reset_attention_mask=true", {"data.reset_attention_mask"}),
+        ("data.reset_position_ids=true", {"data.reset_position_ids"}),
+        ("train.sequence_length=32", {"train.sequence_length"}),
+        ("train.dropout_mode=invariant", {"train.dropout_mode"}),
+        ("parallel.vocab_multiple=256", {"parallel.vocab_multiple"}),
     ],
 )
 def test_runs_that_do_not(override: str, keys: set[str]) -> None:
@@ -63,6 +70,24 @@ def test_threads_and_sources_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     monkeypatch.setattr("shardwise.compilation.facts._SOURCES", ("models/llama.py",))
     assert differing(before, facts()) == {"threads", "code"}
+
+
+def test_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is compiled for the very processor, and calls other matmuls on those that are not Intel's."""
+    before = facts()
+    monkeypatch.setattr("shardwise.device.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
+    monkeypatch.setattr("shardwise.compilation.facts._processor", lambda: "without AVX512")
+    assert differing(before, facts()) == {"matmuls", "processor"}
+
+
+def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/__init__.py").touch()
+    (tmp_path / "mine/parts.py").write_text("WIDTH = 8\n")
+    (tmp_path / "mine/model.py").write_text("from mine.parts import WIDTH\n\n\nclass Model:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module("mine.model").Model
+    assert {path.name for path in _own_sources(model)} == {"__init__.py", "parts.py", "model.py"}
 
 
 def test_facts_are_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
