@@ -58,15 +58,25 @@ class Shardwise:
     """Our model and optimizer.
 
     `mkl`: matmuls by torch's own operators, as the alternatives have them. `compiled`: as with compile.enabled=true.
+    `mixed`: bfloat16 with float32 gradients and masters, as with precision.mode=mixed.
     """
 
-    def __init__(self, *, tensor: int = 1, sequence: bool = False, mkl: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        tensor: int = 1,
+        sequence: bool = False,
+        mkl: bool = False,
+        compiled: bool = False,
+        mixed: bool = False,
+    ) -> None:
         if mkl:
             devices.cpu_prefers_onednn = lambda: False  # type: ignore[assignment]
         join()
         self.mesh = Mesh(tensor=tensor)
         self.whole_batch = tensor > 1
-        self.model = Llama(MODEL, self.mesh.tp, sequence_parallel=sequence, seed=SEED)
+        dtype = torch.bfloat16 if mixed else torch.float32
+        self.model = Llama(MODEL, self.mesh.tp, sequence_parallel=sequence, seed=SEED, dtype=dtype)
         if compiled:
             from shardwise.compilation import compile_units
 
@@ -75,7 +85,13 @@ class Shardwise:
 
     def prepare(self) -> None:
         self.optimizer = ZeroRedundancyOptimizer(
-            self.model.parameters(), torch.optim.AdamW, mesh=self.mesh, grad_clipping=False, **ADAMW
+            self.model.parameters(),
+            torch.optim.AdamW,
+            mesh=self.mesh,
+            grad_clipping=False,
+            gradient_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            **ADAMW,
         )
         for group in self.mesh.groups:
             group.meter.timed = True
@@ -157,6 +173,18 @@ class CompiledDataParallel(Transformers):
         self.model = torch.nn.parallel.DistributedDataParallel(torch.compile(self.model))
 
 
+class Autocast(DistributedDataParallel):
+    """In bfloat16 by torch.autocast, with float32 weights."""
+
+    def step(self, ids_BS: Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().step(ids_BS)
+
+
+class CompiledAutocast(CompiledDataParallel, Autocast):
+    """The same, compiled whole."""
+
+
 class FullyShard(Transformers):
     """Under torch FSDP2, one unit a layer and one for the rest."""
 
@@ -195,6 +223,10 @@ CONTESTANTS: dict[str, tuple[str, Callable[[str], Contestant]]] = {
     "zero1_compiled": ("shardwise DP 2, ZeRO-1, compiled", lambda folder: Shardwise(compiled=True)),
     "ddp": ("HF, torch DDP", DistributedDataParallel),
     "ddp_compiled": ("HF, torch DDP, compiled", CompiledDataParallel),
+    "zero1_mixed": ("shardwise DP 2, ZeRO-1, mixed", lambda folder: Shardwise(mixed=True)),
+    "zero1_mixed_compiled": ("shardwise DP 2, ZeRO-1, mixed, compiled", lambda _: Shardwise(mixed=True, compiled=True)),
+    "ddp_autocast": ("HF, torch DDP, bfloat16 autocast", Autocast),
+    "ddp_autocast_compiled": ("HF, torch DDP, bfloat16 autocast, compiled", CompiledAutocast),
     "fsdp2": ("HF, torch FSDP2", FullyShard),
     "tp": ("shardwise TP 2", lambda folder: Shardwise(tensor=2)),
     "tp_mkl": ("shardwise TP 2, MKL matmuls", lambda folder: Shardwise(tensor=2, mkl=True)),

@@ -17,6 +17,8 @@ from report import Report, Table, target
 WORLD = 2
 REFERENCE = {"zero1": "ddp", "zero1_mkl": "ddp", "ddp": "ddp", "fsdp2": "ddp"}
 REFERENCE |= {"zero1_compiled": "ddp", "ddp_compiled": "ddp", "tp_compiled": "tp_plan"}
+MIXED = ("zero1_mixed", "zero1_mixed_compiled", "ddp_autocast", "ddp_autocast_compiled")
+REFERENCE |= dict.fromkeys(MIXED, "ddp")
 REFERENCE |= {"tp": "tp_plan", "tp_mkl": "tp_plan", "tp_sp": "tp_plan", "tp_plan": "tp_plan"}
 WARMUP, STEPS = 2, 4
 PEAK_SIZE = 2048
@@ -62,7 +64,7 @@ def train(name: str, folder: str) -> Iterator[dict[str, Any]]:
 
 
 def matmul_peak(rounds: int) -> dict[str, float]:
-    """On one rank, while the others do the same: best float32 FLOP/s of a large matmul, by each routine."""
+    """On one rank, while the others do the same: best FLOP/s of a large matmul, by each routine."""
     import torch
     import torch.distributed as dist
     from measure import interleaved
@@ -72,7 +74,8 @@ def matmul_peak(rounds: int) -> dict[str, float]:
 
     join()
     a, b = torch.randn(PEAK_SIZE, PEAK_SIZE), torch.randn(PEAK_SIZE, PEAK_SIZE)
-    calls = {"mkl": lambda: a @ b.t(), "shardwise": lambda: linear(a, b)}
+    low, lower = a.bfloat16(), b.bfloat16()
+    calls = {"mkl": lambda: a @ b.t(), "shardwise": lambda: linear(a, b), "bfloat16": lambda: low @ lower.t()}
     seconds = interleaved(calls, rounds, before=dist.barrier)
     return {name: 2 * PEAK_SIZE**3 / min(times) for name, times in seconds.items()}
 
@@ -161,7 +164,13 @@ def _figures(
     memory, other = (median([one["memory"] for one in steps[STEPS - 1 :: STEPS]]) for steps in (mine, reference))
     seconds = median([one["seconds"] for one in mine])
     shares = [one["collective_share"] for one in mine if one["collective_share"] is not None]
-    by = "shardwise" if name in ("zero1", "zero1_compiled", "tp", "tp_compiled", "tp_sp") else "mkl"
+    by = (
+        "bfloat16"
+        if name in MIXED
+        else "shardwise"
+        if name in ("zero1", "zero1_compiled", "tp", "tp_compiled", "tp_sp")
+        else "mkl"
+    )
     rate = tokens / seconds * flops / WORLD
     return {
         "step_seconds": seconds,
@@ -198,6 +207,8 @@ def _targets(figures: dict[str, Any]) -> list[str]:
     zero, tp = figures["zero1"], figures["tp"]
     zero_compiled, ddp_compiled, tp_compiled = (figures[f"{name}_compiled"] for name in ("zero1", "ddp", "tp"))
 
+    mixed, mixed_compiled, autocast, autocast_compiled = (figures[name] for name in MIXED)
+
     def speed(mine: dict[str, Any], other: dict[str, Any]) -> float:
         pairs = zip(mine["steps"], other["steps"], strict=True)
         return median([theirs["seconds"] / ours["seconds"] for ours, theirs in pairs])
@@ -211,14 +222,19 @@ def _targets(figures: dict[str, Any]) -> list[str]:
         target("compiled ZeRO-1's tokens/s over DDP's", zero_compiled["speed_ratio"], 1.3, at_least=True),
         target("the same over compiled DDP's", speed(zero_compiled, ddp_compiled), 1.1, at_least=True),
         target("compiled TP 2's tokens/s over its own eager", speed(tp_compiled, tp), 1.0, at_least=True),
+        target("compiled and mixed ZeRO-1's tokens/s over float32's", speed(mixed_compiled, zero), 2.5, at_least=True),
+        target("mixed ZeRO-1's tokens/s over autocast DDP's", speed(mixed, autocast), 1.3, at_least=True),
+        target("the same, both compiled", speed(mixed_compiled, autocast_compiled), 1.3, at_least=True),
     ]
 
 
 def _notes(rounds: int, tokens: int, parameters: int, peak: dict[str, float], figures: dict[str, Any]) -> list[str]:
-    final = [f["last_loss"] for f in figures.values()]
-    spread = max(final) / min(final) - 1
+    spread, mixed_spread = (
+        _spread([f for name, f in figures.items() if (name in MIXED) == low]) for low in (False, True)
+    )
     return [
-        f"Llama of 4 layers × 256, 8 heads, intermediate 688, vocabulary 4,096: {parameters:,} parameters, float32. "
+        f"Llama of 4 layers × 256, 8 heads, intermediate 688, vocabulary 4,096: {parameters:,} parameters, float32 "
+        "unless said. "
         f"Sequences of 256; {tokens:,} tokens a step over both ranks, cut by sequences under data parallelism and all "
         "on both ranks under tensor parallelism. SDPA and fused AdamW with the same options everywhere, no clipping; "
         "one thread a rank; gloo.",
@@ -230,11 +246,17 @@ def _notes(rounds: int, tokens: int, parameters: int, peak: dict[str, float], fi
         "with most, as the process is; and of live tensors, in a run of its own whose allocator keeps no heap of "
         "freed ones. The compiler, which a process loads, is part of the memory of compiled contestants.",
         "All start from the same weights and see the same tokens: their losses after "
-        f"{WARMUP + STEPS} steps differ by at most {spread:.1e} relative.",
+        f"{WARMUP + STEPS} steps differ by at most {spread:.1e} relative, in bfloat16 by {mixed_spread:.1e}.",
         "Collectives: share of the step that a rank spends in them, waiting for the other rank included (ours only, "
         "and of compiled blocks none: the others do not tell). Of matmul peak: model FLOPs, the causal half of "
         "attention counted, over the measured peak of the routine that the contestant's matmuls run by.",
         f"Matmul peak, measured on both ranks at once with matrices of {PEAK_SIZE:,}: MKL {peak['mkl'] / 1e9:.0f}, "
-        f"shardwise's choice {peak['shardwise'] / 1e9:.0f} GFLOP/s a rank. On CPUs that are not Intel's shardwise "
+        f"shardwise's choice {peak['shardwise'] / 1e9:.0f}, bfloat16 "
+        f"{peak['bfloat16'] / 1e9:.0f} GFLOP/s a rank. On CPUs that are not Intel's shardwise "
         "gives float32 matmuls to oneDNN; the rows with MKL matmuls show what it gains without that.",
     ]
+
+
+def _spread(figures: Sequence[dict[str, Any]]) -> float:
+    final = [f["last_loss"] for f in figures]
+    return max(final) / min(final) - 1

@@ -97,6 +97,22 @@ def cpu_count() -> int:
     return os.cpu_count() or 1
 
 
+def bfloat16_unit(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """What this x86 processor multiplies bfloat16 by: `AMX`, `AVX512-BF16`, or nothing (empty); None: it is not known.
+
+    On one with either, mixed precision trains faster than float32; on others bfloat16 is emulated, and slower
+    (docs/precision.md has figures).
+    """
+    try:
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), None)
+    if flags is None:
+        return None
+    return "AMX" if "amx_bf16" in flags else "AVX512-BF16" if "avx512_bf16" in flags else ""
+
+
 def _build_of_torch() -> str:
     """What the installed torch is built for, as its version says after "+": "cpu", "cu130", "rocm6.4", "xpu" or ""."""
     try:

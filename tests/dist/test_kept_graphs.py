@@ -50,6 +50,6 @@ def test_code_that_does_not_fit_is_removed_so_that_it_can_be_compiled_again(rank
     ranks(2).run(keep, tmp_path / "cache", False)
     found = ranks(2).run(keep, tmp_path / "cache", True)
     for work, problem in found:
-        assert "the cache's code did not fit and was removed: block (training), loss of the head (training)" in problem
+        assert "the cached code did not fit and was removed: block (training), loss of the head (training)" in problem
         assert not work.exists(), "a refusal leaves the compiler's folder"
     assert content(tmp_path / "cache") == {}

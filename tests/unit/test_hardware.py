@@ -167,3 +167,19 @@ def test_torch_counts_in_a_process_of_its_own(
     hardware._counted_by_torch.cache_clear()
     assert hardware._counted_by_torch() == counted
     hardware._counted_by_torch.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_bf16 amx_tile\n", "AMX"),
+        ("flags\t\t: fpu avx2 avx512_bf16\n", "AVX512-BF16"),
+        ("flags\t\t: fpu avx2 avx512f\n", ""),
+        ("Features\t: fp asimd bf16\n", None),
+        (None, None),
+    ],
+)
+def test_what_multiplies_bfloat16(text: str | None, expected: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert hardware.bfloat16_unit(tmp_path / "cpuinfo") == expected

@@ -155,7 +155,7 @@ class Keeper:
                     self._cache.remove(self._facts[key])
             listed = ", ".join(sorted(name_of(*key) for key in keys))
             raise ConfigError(
-                "compile.require_cached (true) allows no compilation, and the cache's code did not fit and was removed: "
+                "compile.require_cached (true) allows no compilation, and the cached code did not fit and was removed: "
                 f"{listed}; run shardwise compile again, on a machine like this one"
             )
         if self._folder is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from shardwise import cost, units
 from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
 from shardwise.errors import listing
+from shardwise.hardware import bfloat16_unit
 from shardwise.plan import (
     Stage,
     canonical_tensor_count,
@@ -73,6 +74,16 @@ def _work(config: Config, layout: Layout, device: str, accelerator: bool) -> _Ro
         ),
         ("optimizer", _optimizer(config)),
     ]
+
+
+def _advice(precision: Precision, accelerator: bool) -> str:
+    """Whether this processor would train faster in another precision."""
+    unit = None if accelerator else bfloat16_unit()
+    if unit and precision.parameter == "float32":
+        return f"; this processor has {unit}: precision.mode=mixed is faster"
+    if unit == "" and precision.parameter == "bfloat16":
+        return "; this processor does not multiply bfloat16: precision.mode=float32 is faster"
+    return ""
 
 
 def _rounding(precision: Precision) -> str:
@@ -284,7 +295,10 @@ def start_rows(
             f"TP {layout.tensor}{sequence} × PP {layout.pipeline} × DP {layout.data} = "
             f"{units.counted(layout.world, 'rank')}, ZeRO-{config.optimizer.zero}",
         ),
-        ("device", f"{device_name}, {precision.parameter}{others}{_rounding(precision)}"),
+        (
+            "device",
+            f"{device_name}, {precision.parameter}{others}{_rounding(precision)}{_advice(precision, accelerator)}",
+        ),
         ("memory", known),
     ]
     masks = cost.invariant_dropout(config, layout, accelerator, pipeline_rank=rank)

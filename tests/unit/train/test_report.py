@@ -115,6 +115,26 @@ def test_summary_names_every_quantity(tmp_path: Path) -> None:
         assert expected in text
 
 
+@pytest.mark.parametrize(
+    ("unit", "mode", "text"),
+    [
+        ("AMX", "float32", "cpu, float32; this processor has AMX: precision.mode=mixed is faster\n"),
+        ("", "mixed", "this processor does not multiply bfloat16: precision.mode=float32 is faster\n"),
+        ("", "float32", "cpu, float32\n"),
+        (None, "float32", "cpu, float32\n"),
+    ],
+)
+def test_the_start_names_the_faster_precision(
+    unit: str | None, mode: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.train.summary.bfloat16_unit", lambda: unit)
+    values = config().model_dump(mode="json") | {"precision": {"mode": mode}}
+    made, stream = reporter(tmp_path, config_from(values))
+    with made:
+        made.start()
+    assert text in stream.getvalue().replace("\n         ", " ")
+
+
 def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path: Path) -> None:
     """The last one, which with gpipe holds the head's gradients of all micro-batches; told as the dry run does."""
     values = config().model_dump(mode="json")
