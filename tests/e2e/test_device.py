@@ -33,3 +33,21 @@ def test_layouts_train_like_one_process_there_and_on_the_cpu(pytestconfig: pytes
     options = ("--devices", "cpu", "accelerator", "--nproc", nproc, "--steps", "2")
     done = shardwise("verify", "llama2-tiny", *options, at=tmp_path)
     assert done.code == 0, done.out + done.err
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents, by FlexAttention"])
+def test_training_finds_the_graphs_of_shardwise_compile(
+    documents: bool, pytestconfig: pytest.Config, tmp_path: Path
+) -> None:
+    if pytestconfig.getoption("--device") == "strict":
+        pytest.skip("torch compiles nothing for the strict device")
+    kept = ("compile.cache_dir=graphs", f"data.reset_attention_mask={str(documents).lower()}")
+    recipe = miniature(tmp_path)
+    shardwise("compile", recipe, *kept, "--nproc", "1", at=tmp_path).succeeded()
+    required = ("compile.enabled=true", "compile.require_cached=true")
+    shardwise("train", recipe, *kept, *required, *ONE, at=tmp_path).succeeded()
+    (event,) = metrics(tmp_path / "run", "compile")
+    assert event["misses"] == 0
+    shardwise("train", recipe, kept[1], "--nproc", "1", "--run-dir", "eager", at=tmp_path).succeeded()
+    compiled, eager = ([each["loss"] for each in metrics(tmp_path / run, "step")] for run in ("run", "eager"))
+    assert compiled == pytest.approx(eager, rel=1e-3), "in mixed precision a compiler rounds less often"

@@ -29,6 +29,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str,
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     monkeypatch.setattr("shardwise.compilation.units.backend_of", lambda *_: collecting)
+    monkeypatch.setattr("shardwise.compilation.units.check_backend", lambda *_: None)
 
     def capture(config: Config, unit: str, rank: int) -> list[str]:
         torch._dynamo.reset()

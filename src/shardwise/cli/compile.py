@@ -159,6 +159,8 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
     output.line(f"Total graphs: {len(wanted)}")
     output.line(f"Total successful compilations: {0 if only_capture else len(wanted) - failed}")
     output.line(f"Total failed compilations: {failed}")
+    if failed and device != "cpu" and not accelerators()[1]:
+        problems.append(f"without a {device} device torch cannot capture each backward pass; one device is enough")
     for problem in problems:
         output.line(problem)
     return 1 if failed else 0
