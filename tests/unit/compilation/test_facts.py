@@ -1,6 +1,7 @@
 """What decides which graph a run takes from the cache."""
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,15 @@ def test_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/__init__.py").touch()
-    (tmp_path / "mine/parts.py").write_text("WIDTH = 8\n")
-    (tmp_path / "mine/model.py").write_text("from mine.parts import WIDTH\n\n\nclass Model:\n    pass\n")
+    (tmp_path / "owned").mkdir()
+    (tmp_path / "owned/__init__.py").touch()
+    (tmp_path / "owned/parts.py").write_text("WIDTH = 8\n")
+    (tmp_path / "owned/model.py").write_text("from owned.parts import WIDTH\n\n\nclass Model:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    model = importlib.import_module("mine.model").Model
+    model = importlib.import_module("owned.model").Model
     assert {path.name for path in _own_sources(model)} == {"__init__.py", "parts.py", "model.py"}
+    for name in ("owned", "owned.parts", "owned.model"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_facts_are_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
