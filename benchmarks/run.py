@@ -26,9 +26,13 @@ SECTIONS = {
     "documents": "documents kept apart within a sample, by document and by a dense mask: time and memory (slow: only "
     "when named)",
     "checkpoint": "saving and loading against plain writes and copies",
+    "memory_copies": "copies of the state in memory: their cost, and how soon a killed training goes on (slow: only "
+    "when named)",
     "data_prepare": "data prepare of 100 MB beside the bare batch encoder (slow: only when named)",
     "data_reading": "opening, indexing and reading data, and what the quickstart waits for them",
     "start_up": "what commands take before they do what they are for",
+    "startup": "what a start, a save and a resume cost as ranks grow to 4,096, without the ranks (slow: "
+    "only when named)",
     "memory": "optimizer state and peak memory against their formulas",
     "rounding": "bfloat16 by stochastic rounding beside rounding to nearest and mixed precision: loss and time",
     "overlap": "reductions and gathers behind computation, beside torch DDP, on an accelerator in software (slow: only "
@@ -41,7 +45,17 @@ SECTIONS = {
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "precision": "the quickstart in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
-ONLY_WHEN_NAMED = ("overlap", "compiling", "documents", "tensor_overlap", "parity", "precision", "data_prepare")
+ONLY_WHEN_NAMED = (
+    "overlap",
+    "compiling",
+    "documents",
+    "tensor_overlap",
+    "parity",
+    "precision",
+    "data_prepare",
+    "memory_copies",
+    "startup",
+)
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # Where the environment forbids bytecode, each worker would rewrite the asserts of all tests in every run: for 5 s.
 sys.dont_write_bytecode = False
 
-_LONGEST_FIRST = ("dist", "golden", "e2e", "fake")
+_LONGEST_FIRST = ("dist", "golden", "cluster", "e2e", "fake")
 
 
 class PoolsOnce(LoadFileScheduling):

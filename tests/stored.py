@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from shardwise.boxes import Box
 from shardwise.checkpoint_format.folders import step_name
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, TensorEntry
+from shardwise.checkpoint_format.pieces import PieceEntry
 from shardwise.checkpoint_format.safetensors import DTYPES, header
 from shardwise.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.storage.root import Root

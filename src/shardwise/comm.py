@@ -189,11 +189,36 @@ def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     return tensor
 
 
+def reduce_numbers(values: Sequence[int], group: Group, *, op: str = "max") -> list[int]:
+    """The largest of the ranks' whole numbers, one by one, or with `op` sum their sums; the host waits for them.
+
+    For agreements, most of which find that all is well: what each rank sends and receives does not grow with the ranks,
+    as all their objects do.
+    """
+    if group.size == 1:
+        return list(values)
+    numbers = torch.tensor(values, dtype=torch.int64, device=group.message_device)
+    group.note("reduce_numbers")
+    reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
+    dist.all_reduce(numbers, op=reduce_op, group=group.process_group)
+    reduced: list[int] = numbers.tolist()
+    return reduced
+
+
+def any_rank(flag: bool, group: Group) -> bool:
+    """Whether a flag is set on any rank, the same on every rank."""
+    return reduce_numbers([flag], group) == [1]
+
+
 def all_gather_objects(value: _R, group: Group) -> list[_R]:
-    """Every rank's picklable value, in group order. For reports and agreements, never on the hot path."""
+    """Every rank's picklable value, in group order: for reports, never on the hot path.
+
+    Over the world, only where ranks are known to have something to tell: each of them unpacks what all of them sent.
+    """
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
+    group.note("all_gather_objects")
     dist.all_gather_object(values, value, group=group.process_group)
     return values
 
@@ -203,6 +228,7 @@ def gather_objects(value: _R, group: Group) -> list[_R] | None:
     if group.size == 1:
         return [value]
     values: list[Any] | None = [None] * group.size if group.rank == 0 else None
+    group.note("gather_objects")
     dist.gather_object(value, values, dst=group.ranks[0], group=group.process_group)
     return values
 
@@ -212,6 +238,7 @@ def broadcast_object(value: _R, group: Group) -> _R:
     if group.size == 1:
         return value
     values = [value]
+    group.note("broadcast_object")
     dist.broadcast_object_list(values, src=group.ranks[0], group=group.process_group)
     return values[0]
 
@@ -268,7 +295,7 @@ def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tupl
 
 def barrier(group: Group) -> None:
     """Wait until every rank of the group is here. Torch's own barrier warns where it has to guess the device."""
-    all_gather_objects(None, group)
+    any_rank(False, group)
 
 
 # ---- collectives with a gradient (the f and g of Megatron-LM, arXiv:1909.08053 §3 and arXiv:2205.05198 §4.2.2)

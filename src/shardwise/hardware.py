@@ -81,6 +81,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     return None
 
 
+def device_memory(kind: str) -> int | None:
+    """Bytes of an accelerator by SLURM's name of its type, such as `h100`; None where several sizes were sold."""
+    gigabytes = {"h100": 80, "h200": 141, "b200": 180, "gh200": 96, "l4": 24, "l40s": 48, "a10": 24, "t4": 16}
+    size = gigabytes.get(kind.lower())
+    return None if size is None else size * 10**9
+
+
 def available_memory() -> int | None:
     """Bytes of this machine's memory that processes may still allocate; None where the system does not report it."""
     try:

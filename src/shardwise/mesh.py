@@ -61,6 +61,8 @@ class Group:
         rank: this process's index among them.
         size: the number of ranks.
         meter: bytes and seconds of this group's collectives.
+        called: the number of collectives that this rank has called, and the kind of the last one.
+        message_device: where numbers must lie that the host sends; without an index, this process's current device.
         graph_name: what compiled graphs call the process group; that of torch until `share_graphs`.
     """
 
@@ -71,6 +73,7 @@ class Group:
         self.rank: int = dist.get_rank(process_group) if process_group else 0
         self.size: int = len(self.ranks)
         self.meter = Meter()
+        self.called: tuple[int, str] = (0, "")
         self.graph_name: str = process_group.group_name if process_group else ""
         self._shares_graphs = process_group is None
         self._subgroups: dict[int | tuple[int, ...], Group] = {}
@@ -80,6 +83,8 @@ class Group:
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
         backends = dist.get_backend_config(process_group).split(",") if process_group else ["none"]
         self.scatter_by_all_to_all = all(backend.endswith(":gloo") for backend in backends)
+        served = [backend.split(":")[0] for backend in backends] if process_group else ["cpu"]
+        self.message_device = torch.device("cpu" if "cpu" in served else served[0])
 
     def __repr__(self) -> str:
         return f"Group({self.name or 'ranks'} {self.rank}/{self.size})"
@@ -170,7 +175,13 @@ class Group:
         """This group's meter and those of its subgroups, by group name."""
         return {self.name: self.meter} | {g.name: g.meter for g in self._subgroups.values()}
 
+    def note(self, kind: str) -> None:
+        """Note that this rank calls a collective: where it hangs, the rank that has called fewer is the missing one."""
+        self.called = (self.called[0] + 1, kind)
+
     def count(self, kind: str, whole_bytes: int) -> None:
+        if kind != "send":  # which its receiver does not count
+            self.note(kind)
         factor = 2 if kind == "all_reduce" else 1
         whole = kind == "send"
         self.meter.bytes[kind] += whole_bytes if whole else factor * whole_bytes * (self.size - 1) // self.size
@@ -211,6 +222,14 @@ Ranks = Group | dist.ProcessGroup | DeviceMesh
 
 _alive: weakref.WeakSet[Group | Mesh] = weakref.WeakSet()
 _by_process_group: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+
+
+def calls_of_groups() -> dict[str, tuple[int, str]]:
+    """`Group.called` of each group in use, named by its axis and its first rank: `tp@0`. Any thread may call it."""
+    groups: list[Group] = []
+    with suppress(RuntimeError):  # the main thread has just made a group
+        groups = [holder for holder in list(_alive) if isinstance(holder, Group)]
+    return {f"{group.name}@{group.ranks[0]}": group.called for group in groups if group.called[0]}
 
 
 @atexit.register

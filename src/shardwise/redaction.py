@@ -94,8 +94,13 @@ def recorded_variables(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: redacted(value)
         for name, value in sorted(variables.items())
-        if name in _VARIABLES or (name.startswith(_FAMILIES) and not re.search(_SECRET_VARIABLE, name))
+        if name in _VARIABLES or (name.startswith(_FAMILIES) and not is_secret_variable(name))
     }
+
+
+def is_secret_variable(name: str) -> bool:
+    """Whether the name of an environment variable says that its value is a secret."""
+    return re.search(_SECRET_VARIABLE, name) is not None
 
 
 def unsigned(url: str) -> str:

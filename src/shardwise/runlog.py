@@ -12,6 +12,9 @@
         logs/rank-0000.log
         results.json         of a run that reached its end; results-0001.json is that before it was continued
         stop.json            a request to stop
+        restarts.jsonl       how each start of a submitted job ended
+        jobs.jsonl           the jobs that were submitted for it
+        recipe.yaml, job.sh  what was submitted
         .lock                held by the one process that runs here
     runs/latest -> NAME
 
@@ -235,7 +238,7 @@ class RunDirectory:
             "platform": platform.platform(),
             "python": platform.python_version(),
             "versions": dict(versions),
-            "git": _git_state(Path.cwd()),
+            "git": git_state(Path.cwd()),
             "cpus": cpus,
             "devices": list(devices),
             "variables": recorded_variables(os.environ),
@@ -353,7 +356,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _git_state(folder: Path) -> dict[str, Any] | None:
+def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the repository that holds `folder` and whether tracked files differ from it; None outside of one."""
     import subprocess  # costly to import, for the start of a run alone
 

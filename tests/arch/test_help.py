@@ -23,7 +23,7 @@ def help_of(*command: str) -> str:
 def current(*command: str) -> dict[str, str]:
     """The help of a command and, where it lists commands or actions as {one,two}, of each of these."""
     text = help_of(*command)
-    listed = re.search(r"\{([a-z,]+)\} \.\.\.", text)
+    listed = re.search(r"\{([a-z,]+)\}\s+\.\.\.", text)
     assert listed or command, "shardwise --help lists its commands"
     found = {"-".join(["shardwise", *command]): text}
     for name in listed[1].split(",") if listed else ():

@@ -46,6 +46,20 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_a_stopped_rank_is_named_with_what_the_others_waited_for(tmp_path: Path) -> None:
+    """As one whose machine swaps, or that a debugger holds: its connections stay open."""
+    job = started(tmp_path, "launch.timeout=6.5")
+    ranks = processes.ranks(job.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    err = outcome(job, timeout=SECONDS).failed(1)
+    who = rf"rank 1 \(node .+, cpu, pipeline stage 0, process {ranks[1]}\)"
+    doing = r"[a-z ]+(of step [\d,]+)?"
+    told = rf"shardwise: {who} does not answer since \d+ s: it last was in {doing}; rank 0 waited in {doing}\n"
+    assert re.fullmatch(told, err), err
+    assert not any(map(processes.alive, ranks.values())), "a rank goes on"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tmp_path: Path) -> None:
     job = started(tmp_path, "parallel.tensor=1", "parallel.pipeline=2", "--nproc", "2")
     ranks = processes.ranks(job.pid)

@@ -14,7 +14,7 @@ Strict = Callable[..., RankPool]
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(FAMILIES["llama"], SEQUENCE),
+        pytest.param(Cell(FAMILIES["llama"], SEQUENCE), marks=pytest.mark.slow),
         Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant", recompute="full"),
     ],
     ids=["llama", "gpt, invariant dropout, full recompute"],

@@ -21,8 +21,14 @@ _Item = TypeVar("_Item")
 
 
 def union(items: Iterable[_Item], group: Group) -> list[_Item]:
-    """The items of all ranks of a group, each once, in the same order on every rank."""
-    return list(dict.fromkeys(item for of_rank in comm.all_gather_objects(list(items), group) for item in of_rank))
+    """The items of all ranks of a group, each once, in the same order on every rank.
+
+    Where no rank has one, as in a healthy job, the ranks exchange a flag and no more.
+    """
+    mine = list(items)
+    if not comm.any_rank(bool(mine), group):
+        return []
+    return list(dict.fromkeys(item for of_rank in comm.all_gather_objects(mine, group) for item in of_rank))
 
 
 def agree(problems: list[str], group: Group) -> None:

@@ -101,14 +101,15 @@ def require_finite(model: nn.Module, mesh: Mesh, folder: Path | Root) -> None:
         for _, piece, values in held_pieces(model)
         if (count := int((~torch.isfinite(values)).sum()))
     }
+    if not comm.any_rank(bool(here), mesh.world):
+        return
     everywhere = comm.all_gather_objects((str(folder), here), mesh.world)
     not_finite: Counter[str] = Counter()
     for (name, _), count in {box: count for _, counts in everywhere for box, count in counts.items()}.items():
         not_finite[name] += count
-    if not_finite:
-        where = next(where for where, counts in everywhere if counts)  # machines may have folders of their own
-        text = non_finite_text(not_finite)
-        raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {text}")
+    where = next(where for where, counts in everywhere if counts)  # machines may have folders of their own
+    text = non_finite_text(not_finite)
+    raise ConfigError(f"checkpoint.load ({where}) must have finite weights, and it has {text}")
 
 
 def _shapes(model: nn.Module, pipeline: Group) -> dict[str, tuple[int, ...]]:

@@ -21,9 +21,9 @@ from shardwise import comm
 from shardwise.boxes import Box
 from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.dtypes import TORCH_DTYPES
-from shardwise.checkpoint.pieces import Pieces
 from shardwise.checkpoint_format.folders import is_damage
-from shardwise.checkpoint_format.manifest import Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.manifest import Manifest, TensorEntry
+from shardwise.checkpoint_format.pieces import PieceEntry, Pieces
 from shardwise.checkpoint_format.tensors import StoredTensors
 from shardwise.checkpoint_format.verify import consecutive
 from shardwise.mesh import Group, Mesh
@@ -242,8 +242,7 @@ def _segments(
     for rank, boxes in enumerate(everyone):
         for number, (state, name, box) in enumerate(boxes):
             if (state, name) not in tables:
-                entry = tensors[state][name]
-                tables[state, name] = Pieces.of(entry.pieces, len(entry.shape))
+                tables[state, name] = tensors[state][name].table
             for at, part in tables[state, name].meeting(box):
                 common.setdefault((state, name, at), []).append((rank, number, part))
     for (state, name, at), wanted in common.items():

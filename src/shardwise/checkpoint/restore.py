@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from shardwise import comm
 from shardwise.checkpoint.agreement import agree
-from shardwise.checkpoint.pieces import compact
 from shardwise.checkpoint.reading import CheckpointReader, Want, other_ends, read, verify_rest
 from shardwise.checkpoint_format.comparison import mismatches
 from shardwise.checkpoint_format.manifest import MODEL, Manifest
@@ -41,9 +40,9 @@ class Restored:
 
 
 def read_manifest(folder: Root, world: Group) -> Manifest:
-    """The manifest of a checkpoint, read by the first rank for all, its pieces as `pieces.py` has them.
+    """The manifest of a checkpoint, read by the first rank for all.
 
-    That of a 20 B-parameter model by 1,024 ranks is about 100 MB of JSON: 4 s to parse and check, and 95 MB to send.
+    That of a 20 B-parameter model by 1,024 ranks is about 100 MB of JSON (benchmarks/startup.py: what that takes).
 
     Raises:
         ShardwiseError: on every rank, where it is missing, damaged, or of a later version.
@@ -52,16 +51,25 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
     problem: ShardwiseError | None = None
     if world.rank == 0:
         try:
-            manifest = Manifest.read(folder)
-            if gaps := untiled(manifest.tensors):
-                raise DamageError(f"{folder} is damaged: {'; '.join(gaps[:_SHOWN])}")
-            manifest = compact(manifest)
+            manifest = intact_manifest(folder)
         except ShardwiseError as error:
             problem = error
     manifest, problem = comm.broadcast_object((manifest, problem), world)
     if problem is not None:
         raise problem
     assert manifest is not None
+    return manifest
+
+
+def intact_manifest(folder: Root) -> Manifest:
+    """The manifest of a checkpoint, whose pieces tile its tensors.
+
+    Raises:
+        ShardwiseError: as `read_manifest`, on this rank alone.
+    """
+    manifest = Manifest.read(folder)
+    if gaps := untiled(manifest.tensors):
+        raise DamageError(f"{folder} is damaged: {'; '.join(gaps[:_SHOWN])}")
     return manifest
 
 

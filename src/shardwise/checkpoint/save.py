@@ -32,6 +32,7 @@ from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, too_
 from shardwise.checkpoint_format.verify import untiled
 from shardwise.checkpoint_format.writing import (
     MAX_SHARD_BYTES,
+    Places,
     PlannedFile,
     PlannedPiece,
     require_room,
@@ -276,7 +277,7 @@ class Saver:
         entries, problem = self._write_files(staging, job, problem)
         problem = self._agreed(problem)
         if problem is None:
-            gathered = comm.gather_objects((entries, job.files), self._group)
+            gathered = comm.gather_objects((entries, [file.places for file in job.files]), self._group)
             total = sum(entry.bytes for of_rank, _ in gathered or [] for entry in of_rank)
             problem = self._together(lambda: self._commit(staging, final, job, gathered))
         seconds = time.perf_counter() - job.started
@@ -314,7 +315,7 @@ class Saver:
         return "; ".join(union([problem] if problem else [], self._group)) or None
 
     def _prepare(self, staging: Root, job: _Job) -> None:
-        needed = sum(comm.all_gather_objects(sum(file.size for file in job.files), self._group))
+        (needed,) = comm.reduce_numbers([sum(file.size for file in job.files)], self._group, op="sum")
         if self._group.rank == 0:
             remove_checkpoint(staging)
             staging.make()
@@ -347,7 +348,7 @@ class Saver:
         staging: Root,
         final: Root,
         job: _Job,
-        gathered: list[tuple[list[FileEntry], tuple[PlannedFile, ...]]] | None,
+        gathered: list[tuple[list[FileEntry], list[tuple[str, Places]]]] | None,
     ) -> None:
         """On rank 0: the small files, the manifest, and the folder's name."""
         if gathered is None:

@@ -133,19 +133,19 @@ def _values(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:
 
 def _config(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
     if a.manifest is not None and b.manifest is not None:
-        ours, theirs = _flat(a.manifest.config), _flat(b.manifest.config)
+        ours, theirs = by_dotted_key(a.manifest.config), by_dotted_key(b.manifest.config)
     else:
-        ours, theirs = _flat(a.config()), _flat(b.config())
+        ours, theirs = by_dotted_key(a.config()), by_dotted_key(b.config())
     for key in {**ours, **theirs}:
         value, other = ours.get(key, ABSENT), theirs.get(key, ABSENT)
         if value != other:
             yield key, value, other
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def by_dotted_key(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested configuration by dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         is_section = isinstance(value, Mapping) and prefix.count(".") < _DEEPEST
-        flat |= _flat(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+        flat |= by_dotted_key(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return flat

@@ -10,16 +10,17 @@ from __future__ import annotations
 import base64
 import binascii
 import gc
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import xxhash
 
 from shardwise.boxes import Box
+from shardwise.checkpoint_format.pieces import Numbers, PieceEntry, Pieces
 from shardwise.checkpoint_format.safetensors import DTYPES, is_counts, tensor_fields
 from shardwise.names import name_problem
 from shardwise.storage.chunks import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileEntry
@@ -43,15 +44,6 @@ class ManifestError(StoreError):
 
 
 @dataclass(frozen=True)
-class PieceEntry:
-    """A box of a tensor, contiguous and row-major from byte `offset` of file number `file`."""
-
-    file: int
-    offset: int
-    box: Box
-
-
-@dataclass(frozen=True)
 class TensorEntry:
     """A canonical tensor in canonical orientation; its pieces tile it."""
 
@@ -61,6 +53,11 @@ class TensorEntry:
 
     def nbytes(self, piece: PieceEntry) -> int:
         return piece.box.numel * DTYPES[self.dtype].itemsize
+
+    @property
+    def table(self) -> Pieces:
+        """The pieces as a table, which they are where they were read."""
+        return Pieces.of(self.pieces, len(self.shape))
 
 
 @dataclass(frozen=True)
@@ -102,19 +99,28 @@ class Manifest:
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
 
     def to_json(self) -> str:
-        """Canonical JSON with its digest; floats in the mappings must be finite."""
+        """Canonical JSON with its digest; floats in the mappings must be finite.
+
+        Rank 0 writes it alone, and a large model by many ranks has a million pieces and hundreds of megabytes of
+        checksums: each text is made once, and they are joined once, at the end.
+        """
         plain = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
             **{field_.name: getattr(self, field_.name) for field_ in fields(self)[:-2]},
-            "files": [{**vars(file), "checksums": base64.b64encode(file.checksums).decode()} for file in self.files],
-            "tensors": {
-                state: {name: _plain(tensor) for name, tensor in tensors.items()}
-                for state, tensors in self.tensors.items()
-            },
         }
-        digest = xxhash.xxh3_128_hexdigest(_canonical(plain).encode())
-        return _canonical({**plain, "digest": f"xxh3_128:{digest}"}) + "\n"
+        states = {
+            state: _object({name: [_tensor_text(tensor)] for name, tensor in tensors.items()})
+            for state, tensors in self.tensors.items()
+        }
+        members = {key: [_canonical(value)] for key, value in plain.items()} | {
+            "files": ["[", *(f"{',' * (i > 0)}{_file_text(file)}" for i, file in enumerate(self.files)), "]"],
+            "tensors": _object(states),
+        }
+        digest = xxhash.xxh3_128()
+        for text in _object(members):
+            digest.update(text.encode())
+        return "".join([*_object({**members, "digest": [_canonical(f"xxh3_128:{digest.hexdigest()}")]}), "\n"])
 
     @staticmethod
     def from_json(text: str, where: str) -> Manifest:
@@ -197,9 +203,25 @@ def _too_long(length: int) -> str | None:
     return f"its length ({size_text(length)}) must be at most {size_text(MAX_MANIFEST_BYTES)}"
 
 
-def _plain(tensor: TensorEntry) -> dict[str, Any]:
-    pieces = [[piece.file, piece.offset, list(piece.box.start), list(piece.box.size)] for piece in tensor.pieces]
-    return {"shape": list(tensor.shape), "dtype": tensor.dtype, "pieces": pieces}
+def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
+    """The canonical object of members whose values are texts in parts already; in parts too."""
+    texts = ["{"]
+    for number, name in enumerate(sorted(members)):
+        texts += [f"{',' if number else ''}{_canonical(name)}:", *members[name]]
+    return [*texts, "}"]
+
+
+def _file_text(file: FileEntry) -> str:
+    checksums = base64.b64encode(file.checksums).decode()  # no character of which JSON has to escape
+    path = _canonical(file.path)
+    return f'{{"bytes":{file.bytes},"checksums":"{checksums}","chunk_bytes":{file.chunk_bytes},"path":{path}}}'
+
+
+def _tensor_text(tensor: TensorEntry) -> str:
+    box = ",".join(["%d"] * len(tensor.shape))
+    rows = ",".join([f"[%d,%d,[{box}],[{box}]]"] * len(tensor.pieces))
+    numbers = f"[{rows % tuple(tensor.table.table.ravel().tolist())}]"
+    return f'{{"dtype":{_canonical(tensor.dtype)},"pieces":{numbers},"shape":{_canonical(tensor.shape)}}}'
 
 
 def _require_version(plain: Mapping[str, Any], where: str) -> None:
@@ -225,13 +247,14 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
     if optimizer is not None and not isinstance(optimizer, dict):
         raise ValueError("optimizer must be an object or null")
     files = tuple(_file(entry) for entry in _of(plain, "files", list))
+    totals = np.array([file.bytes for file in files], dtype=np.int64)
     paths = [file.path for file in files]
     if len(set(paths)) < len(paths):
         raise ValueError("files must name each file once")
     tensors: dict[str, dict[str, TensorEntry]] = {}
     for state in (stored := _of(plain, "tensors", dict)):
         named = _of(stored, state, dict)
-        tensors[state] = {name: _tensor(f"{state}/{name}", named[name], files) for name in named}
+        tensors[state] = {name: _tensor(f"{state}/{name}", named[name], files, totals) for name in named}
     _require_disjoint(tensors)
     counts: dict[str, Any] = {key: _count(plain, key) for key in ("step", "samples", "position", "tokens")}
     objects = {key: _of(plain, key, dict) for key in ("config", "layout", "schedule", "data", "rng", "versions")}
@@ -271,12 +294,32 @@ def _file(plain: object) -> FileEntry:
     return file
 
 
-def _tensor(name: str, plain: object, files: tuple[FileEntry, ...]) -> TensorEntry:
+def _tensor(name: str, plain: object, files: tuple[FileEntry, ...], totals: Numbers) -> TensorEntry:
+    """`totals`: the length of each file."""
     fields, dtype, shape = tensor_fields(name, plain)
-    tensor = TensorEntry(shape, dtype, [])
-    pieces = []
-    # A large model has a million pieces: no text is made before something is wrong.
-    for entry in _of(fields, "pieces", list):
+    entries = _of(fields, "pieces", list)
+    pieces, tensor = Pieces.of_json(entries, len(shape)), TensorEntry(shape, dtype, ())
+    if pieces is None or not _fit(pieces, tensor, totals):
+        _refuse(name, entries, tensor, files)
+    return replace(tensor, pieces=pieces)
+
+
+def _fit(pieces: Pieces, tensor: TensorEntry, totals: Numbers) -> bool:
+    """Whether each piece lies in the tensor, and in a file that is listed. No sum or product here can overflow."""
+    if (
+        not (pieces.files < len(totals)).all()
+        or not (pieces.starts <= np.array(tensor.shape, dtype=np.int64) - pieces.sizes).all()
+    ):
+        return False
+    # No file is as long as a product that is not exact: its checksums would not fit in a manifest.
+    nbytes = pieces.sizes.prod(axis=1, dtype=np.float64) * DTYPES[tensor.dtype].itemsize
+    return bool((pieces.offsets <= totals[pieces.files] - nbytes).all())
+
+
+def _refuse(name: str, entries: list[Any], tensor: TensorEntry, files: tuple[FileEntry, ...]) -> NoReturn:
+    """Raise ValueError with what is wrong with the first piece that does not fit."""
+    shape = tensor.shape
+    for entry in entries:
         right = isinstance(entry, list) and len(entry) == 4 and is_counts(entry[:2])
         if not (right and is_counts(entry[2]) and is_counts(entry[3])) or not (
             len(entry[2]) == len(entry[3]) == len(shape)
@@ -286,27 +329,32 @@ def _tensor(name: str, plain: object, files: tuple[FileEntry, ...]) -> TensorEnt
         file, offset, start, size = entry
         if not all(a + n <= whole for a, n, whole in zip(start, size, shape, strict=True)):
             raise ValueError(f"a piece of {name} (start {start}, size {size}) must lie in its shape ({list(shape)})")
-        piece = PieceEntry(file, offset, Box(tuple(start), tuple(size)))
         if file >= len(files):
             raise ValueError(f"a piece of {name} must be in a file that is listed")
+        piece = PieceEntry(file, offset, Box(tuple(start), tuple(size)))
         end, total = offset + tensor.nbytes(piece), files[file].bytes
         if end > total:
             raise ValueError(f"a piece of {name} (to byte {end}) must lie in its file ({total} bytes)")
-        pieces.append(piece)
-    return replace(tensor, pieces=tuple(pieces))
+    raise AssertionError("one of the pieces does not fit")
 
 
 def _require_disjoint(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> None:
     """No two tensors share a byte: to read all tensors is to read no more than the files hold."""
-    spans = sorted(
-        (piece.file, piece.offset, piece.offset + tensor.nbytes(piece), f"{state}/{name}")
-        for state, named in tensors.items()
-        for name, tensor in named.items()
-        for piece in tensor.pieces
-    )
-    for (file, _, stop, name), (next_file, start, _, next_name) in itertools.pairwise(spans):
-        if file == next_file and stop > start:
-            raise ValueError(f"{name} and {next_name} must not share bytes of a file")
+    labelled = [(f"{state}/{name}", tensor) for state, named in tensors.items() for name, tensor in named.items()]
+    entries = sorted(labelled, key=lambda item: item[0])
+    if not entries:
+        return
+    tables = [tensor.table for _, tensor in entries]
+    owners = np.repeat(np.arange(len(entries)), [len(table) for table in tables])
+    files, starts = (np.concatenate(columns) for columns in zip(*((t.files, t.offsets) for t in tables), strict=True))
+    widths = [DTYPES[tensor.dtype].itemsize for _, tensor in entries]
+    stops = starts + np.concatenate([t.sizes.prod(axis=1) * width for t, width in zip(tables, widths, strict=True)])
+    order = np.lexsort((stops, starts, files))
+    files, starts, stops, owners = files[order], starts[order], stops[order], owners[order]
+    shared = np.flatnonzero((files[:-1] == files[1:]) & (stops[:-1] > starts[1:]))
+    if len(shared):
+        one, other = (entries[owners[at]][0] for at in (shared[0], shared[0] + 1))
+        raise ValueError(f"{one} and {other} must not share bytes of a file")
 
 
 def _of(plain: Mapping[str, Any], key: str, kind: type) -> Any:

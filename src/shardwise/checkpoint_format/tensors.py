@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, TensorEntry
+from shardwise.checkpoint_format.pieces import PieceEntry
 from shardwise.checkpoint_format.safetensors import DTYPES, parse_header
 from shardwise.errors import ConfigError, listing
 from shardwise.hub import INDEX, SINGLE, indexed

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from shardwise.boxes import Box
 from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, TensorEntry, label
+from shardwise.checkpoint_format.pieces import Numbers, Pieces
 from shardwise.checkpoint_format.safetensors import DTYPES, StoredTensor, parse_header
 from shardwise.errors import listing
 from shardwise.storage.chunks import READ_BYTES, FileEntry, require_size, verify_chunk
@@ -31,6 +32,7 @@ _NOT_FINITE = {
 }
 """dtype → (numpy's integer of its bits, the exponent's bits): they are all set in NaN and infinity, and only there."""
 _COUNTED_AT_ONCE = 2**18
+_PAIRS_AT_ONCE = 2**20
 _SHOWN = 5
 
 
@@ -109,27 +111,42 @@ def untiled(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
         f"the pieces of {state}/{name} {problem}"
         for state, named in tensors.items()
         for name, tensor in named.items()
-        if (problem := tiling_problem(tensor.shape, [piece.box for piece in tensor.pieces]))
+        if (problem := tiling_problem(tensor.shape, tensor.table))
     ]
 
 
-def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
-    """Why boxes, each inside the shape, do not tile it; None where every element is in exactly one of them."""
-    boxes = [box for box in boxes if box.numel]
-    if shape and len(boxes) > 1:
-        # A sweep along the dim with the most different starts: only boxes that overlap in it are compared.
-        dim = max(range(len(shape)), key=lambda i: len({box.start[i] for box in boxes}))
-        open_: list[Box] = []
-        for box in sorted(boxes, key=lambda box: box.start[dim]):
-            open_ = [earlier for earlier in open_ if earlier.stop[dim] > box.start[dim]]
-            for earlier in open_:
-                if earlier.intersect(box):
-                    return f"overlap: {_shown(earlier)} and {_shown(box)}"
-            open_.append(box)
-    elif len(boxes) > 1:
-        return "overlap: it has one element"
-    covered, whole = sum(box.numel for box in boxes), math.prod(shape)
+def tiling_problem(shape: tuple[int, ...], pieces: Pieces) -> str | None:
+    """Why pieces, each inside the shape, do not tile it; None where every element is in exactly one of them."""
+    numels = pieces.sizes.prod(axis=1)
+    starts, sizes = pieces.starts[numels > 0], pieces.sizes[numels > 0]
+    if len(starts) > 1:
+        if not shape:
+            return "overlap: it has one element"
+        if pair := _overlap(starts, starts + sizes):
+            first, second = (Box(tuple(starts[at].tolist()), tuple(sizes[at].tolist())) for at in pair)
+            return f"overlap: {_shown(first)} and {_shown(second)}"
+    covered, whole = int(numels.sum()), math.prod(shape)
     return None if covered == whole else f"leave a gap: they cover {covered:,} of its {whole:,} elements"
+
+
+def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
+    """Two boxes with elements that share one, by their numbers; `starts`, `stops`: `[boxes, dims]`.
+
+    Along the dim with the most different starts, only boxes that overlap in it are compared, a million pairs at a time.
+    """
+    dim = max(range(starts.shape[1]), key=lambda i: len(np.unique(starts[:, i])))
+    order = np.argsort(starts[:, dim], kind="stable")
+    starts, stops = starts[order], stops[order]
+    boxes = np.arange(len(starts))
+    after = np.searchsorted(starts[:, dim], stops[:, dim]) - boxes - 1  # how many begin in the dim before a box ends
+    for block in np.split(boxes, np.flatnonzero(np.diff(np.cumsum(after) // _PAIRS_AT_ONCE)) + 1):
+        first, count = np.repeat(block, after[block]), after[block]
+        second = first + 1 + np.arange(len(first)) - np.repeat(np.cumsum(count) - count, count)
+        shared = np.flatnonzero(((starts[second] < stops[first]) & (starts[first] < stops[second])).all(axis=1))
+        if len(shared):
+            pair = shared[np.lexsort((first[shared], second[shared]))[0]]
+            return int(order[first[pair]]), int(order[second[pair]])
+    return None
 
 
 def non_finite(data: memoryview, dtype: str) -> int:

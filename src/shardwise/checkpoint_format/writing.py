@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry, label
+from shardwise.checkpoint_format.manifest import MANIFEST, MODEL, Manifest, TensorEntry, label
+from shardwise.checkpoint_format.pieces import Pieces
 from shardwise.checkpoint_format.safetensors import DTYPES, header
 from shardwise.errors import ConfigError
 from shardwise.hub import INDEX
@@ -47,6 +48,12 @@ class PlannedPiece:
         return PlannedPiece(MODEL, name, shape, dtype, Box.whole(shape))
 
 
+StoredName: TypeAlias = tuple[str, str, tuple[int, ...], str]
+"""Of a tensor: state, name, shape, dtype."""
+Places: TypeAlias = Mapping[StoredName, Sequence[tuple[int, ...]]]
+"""Of each tensor in a file, its pieces there: offset, where the box starts, its size, as one tuple of numbers."""
+
+
 @dataclass(frozen=True)
 class PlannedFile:
     """A safetensors file that is to be written: its header, its length and its pieces in order."""
@@ -65,18 +72,29 @@ class PlannedFile:
         placed = tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=True))
         return PlannedFile(path, head, total, placed)
 
+    @property
+    def places(self) -> tuple[str, Places]:
+        """What a manifest needs to know of the file, in the form that takes least time to send and to merge."""
+        places: dict[StoredName, list[tuple[int, ...]]] = {}
+        for piece in self.pieces:
+            row = (piece.offset, *piece.box.start, *piece.box.size)
+            places.setdefault((piece.state, piece.name, piece.shape, piece.dtype), []).append(row)
+        return self.path, places
 
-def tensor_entries(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> dict[str, dict[str, TensorEntry]]:
-    """What a manifest says of the tensors in `files`; `entries`: its files, in its order."""
+
+def tensor_entries(
+    entries: Sequence[FileEntry], places: Iterable[tuple[str, Places]]
+) -> dict[str, dict[str, TensorEntry]]:
+    """What a manifest says of the tensors in files; `entries`: its files, in its order; `places`: by a file's path."""
     index = {entry.path: number for number, entry in enumerate(entries)}
-    tiles: dict[tuple[str, str, tuple[int, ...], str], list[PieceEntry]] = {}
-    for file in files:
-        for piece in file.pieces:
-            key = piece.state, piece.name, piece.shape, piece.dtype
-            tiles.setdefault(key, []).append(PieceEntry(index[file.path], piece.offset, piece.box))
+    rows: dict[StoredName, list[tuple[int, ...]]] = {}
+    for path, of_file in places:
+        number = index[path]
+        for key, placed in of_file.items():
+            rows.setdefault(key, []).extend((number, *row) for row in placed)
     tensors: dict[str, dict[str, TensorEntry]] = {}
-    for (state, name, shape, dtype), pieces in tiles.items():
-        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, tuple(pieces))
+    for (state, name, shape, dtype), pieces in rows.items():
+        tensors.setdefault(state, {})[name] = TensorEntry(shape, dtype, Pieces.of_rows(pieces, len(shape)))
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -63,15 +64,7 @@ def prepare_run(held: ExitStack, config: Config, recipe: str, run_path: Path | N
     Raises:
         ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
     """
-    announce = output.progress if place is None or place.local_rank == 0 else None
-    if config.checkpoint.load is not None:
-        load = newest_of(config.checkpoint.load, announce)
-        if not hub.is_url(load):
-            hub.resolve(load, config.checkpoint.revision, announce=announce)
-    if config.data.tokenizer is not None:
-        hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
-    data.fetch_dataset(config.data, announce)
-    data.prepare(config, announce=announce)
+    fetch_inputs(config, output.progress if place is None or place.local_rank == 0 else None)
     if place is not None and place.rank != 0:
         return run_path
     is_new = run_path is None or not run_path.is_dir()
@@ -80,3 +73,19 @@ def prepare_run(held: ExitStack, config: Config, recipe: str, run_path: Path | N
     if is_new:
         claim(held, run_path)
     return run_path
+
+
+def fetch_inputs(config: Config, announce: Callable[[str], None] | None) -> None:
+    """Fetch what keys name by a hub id and tokenize the data; of processes that share a cache, one does the work.
+
+    Raises:
+        ConfigError: there are no such weights, tokenizer or data, or they cannot be read.
+    """
+    if config.checkpoint.load is not None:
+        load = newest_of(config.checkpoint.load, announce)
+        if not hub.is_url(load):
+            hub.resolve(load, config.checkpoint.revision, announce=announce)
+    if config.data.tokenizer is not None:
+        hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
+    data.fetch_dataset(config.data, announce)
+    data.prepare(config, announce=announce)

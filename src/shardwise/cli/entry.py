@@ -15,11 +15,13 @@ from typing import NoReturn
 
 from shardwise import __version__
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.launch.environment import joined, keep_own
+from shardwise.launch.environment import is_one_of_several_tasks, joined, keep_own
 
 COMMANDS = {
     "train": "pretrain a model from a recipe",
     "compile": "compile all graphs of a training before it starts",
+    "submit": "submit a training to SLURM, and follow it",
+    "jobs": "list submitted jobs, show one, or print its log",
     "stop": "stop a run after the step under way, with a checkpoint",
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",
@@ -31,6 +33,10 @@ COMMANDS = {
 }
 
 
+_INTERNAL = ("supervise",)
+"""Commands that only a job's script calls."""
+_JOINING = (["train"], ["evaluate"], ["generate"])
+"""Commands whose ranks srun or mpirun can start."""
 _VALUE_OF_A_FLAG = r"(?s)argument (\S+): ignored explicit argument (.+)"
 """What argparse says of `--flag=value`; compiled only for a message."""
 
@@ -51,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     keep_own()
     try:
+        if is_one_of_several_tasks() and arguments[:1] in _JOINING:
+            from shardwise.launch.tasks import adopt_task  # costly to import, for a few starts alone
+
+            adopt_task()
         code = _dispatch(arguments)
         sys.stdout.flush()
         return code
@@ -69,13 +79,18 @@ def _fail(error: ShardwiseError) -> int:
     from shardwise.launch.failure import Failure, error_text, show_failure  # costly to import, for a failure alone
 
     place = joined()
-    show_failure(Failure(place.rank if place is not None else 0, error_text(error), error.exit_code), place)
+    failure = Failure(place.rank if place is not None else 0, error_text(error), error.exit_code)
+    show_failure(failure, place)
+    if place is not None:
+        from shardwise.launch.tasks import end_step
+
+        end_step(failure)
     return error.exit_code
 
 
 def _dispatch(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
-    if name not in COMMANDS:
+    if name not in COMMANDS and name not in _INTERNAL:
         _main_parser().parse_args(arguments)
         raise AssertionError(f"argparse accepted {arguments}, which names no command")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # they are looked for in every installed package

@@ -1,4 +1,4 @@
-"""Stop a run after the step under way, with a checkpoint.
+"""Stop a run after the step under way, with a checkpoint; a job that waits in SLURM's queue is cancelled.
 
 The run ends with exit code 75; the same `shardwise train` command with --run-dir RUN continues it.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shutil
 import time
 from pathlib import Path
 
 from shardwise.cli import output
+from shardwise.cluster import slurm
+from shardwise.cluster.submission import submitted
 from shardwise.errors import ConfigError, RunError
 from shardwise.files import reason_of
 from shardwise.launch import stopping
@@ -33,6 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not path.is_dir():
         raise ConfigError(f"there is no run {path}: name its folder")
     is_here, holder = RunLock.is_held(path), RunLock.holder(path)
+    waiting = None if is_here else _waiting_job(path)
+    if waiting is not None:
+        slurm.cancel(waiting)
+        output.line(f"job {waiting}, which waited in SLURM's queue, is cancelled{how_it_ended(path)}")
+        return 0
     # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
     is_elsewhere = holder is not None and holder["host"] != platform.node()
     if not is_here and not is_elsewhere:
@@ -51,3 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(_POLL_SECONDS)
         output.line(f"{shown} ended{how_it_ended(path)}")
     return 0
+
+
+def _waiting_job(run_path: Path) -> str | None:
+    """The job of this run that waits in SLURM's queue; None where none does."""
+    ids = {job.id for job in submitted(run_path)}
+    if not ids or shutil.which("squeue") is None:
+        return None
+    return next((job.id for job in slurm.jobs() if job.id in ids and job.state == "PENDING"), None)

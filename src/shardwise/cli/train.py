@@ -11,6 +11,7 @@ Ctrl-C, SIGTERM, SIGUSR1 or `shardwise stop` end a run after the step under way,
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,7 +32,7 @@ from shardwise.config import (
 from shardwise.errors import ConfigError
 from shardwise.hardware import accelerators
 from shardwise.launch import stdio
-from shardwise.launch.environment import is_launched, joined
+from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runlog import RunDirectory
 
 _ANY_TOKENIZER = 512
@@ -59,17 +60,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if launches_node():
+        return _on_node(arguments)
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     config = load_config(recipe, arguments.overrides)
     if arguments.dry_run:
         place = joined()
     else:
-        from shardwise.launch.rank import as_rank, check_accelerators, enter_job
+        from shardwise.launch.rank import as_rank, enter_job
 
         place = enter_job(arguments.nproc)
     world = place.world if place is not None else _number_of_ranks(config, arguments.nproc)
-    config = _with_batch(config, world, run_path)
+    config = with_batch(config, world, run_path)
     layout = check_layout(config, world, is_new=run_path is None)
     if not arguments.dry_run:
         require_data(config, recipe)
@@ -80,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return _show(recipe, config, layout)
     if place is None:
+        from shardwise.launch.rank import check_accelerators
+
         check_accelerators(world, accelerators()[1])
     if place is None or place.rank == 0:
         stdio.survive_hangup()
@@ -91,8 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
                 return 0
             run_path = prepare_run(held, config, recipe, run_path, place)
         if place is None and world > 1:
-            assert run_path is not None
-            return _launch(recipe, arguments.overrides, world, run_path)
+            arguments.run_dir = run_path
+            return _launch(arguments, world)
         with as_rank(place, run_path) as ending:
             from shardwise.train.run import run as train
 
@@ -153,7 +158,7 @@ def _number_of_ranks(config: Config, nproc: int | None) -> int:
     return count // degree * degree
 
 
-def _with_batch(config: Config, world: int, run_path: Path | None) -> Config:
+def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     """`config` with a number where its batch is a rule: that of a run in the folder that began by this rule."""
     if config.train.rule is None:
         return config
@@ -166,14 +171,39 @@ def _with_batch(config: Config, world: int, run_path: Path | None) -> Config:
     return config.with_batch(kept)
 
 
-def _launch(recipe: str, overrides: list[str], world: int, run_path: Path) -> int:
+def _on_node(arguments: argparse.Namespace) -> int:
+    """Train on the ranks of this node of a job; --nproc is their number on each of its nodes."""
+    from shardwise.launch.node import this_node
+    from shardwise.launch.on_node import launch_on_node
+
+    node = this_node()
+    nproc, run_path, world = arguments.nproc, arguments.run_dir, arguments.nproc * node.attempt.nodes
+
+    def prepare() -> None:
+        from shardwise.cli.claim import fetch_inputs
+        from shardwise.launch.rank import check_accelerators
+
+        config = load_config(arguments.recipe, arguments.overrides)
+        check_layout(with_batch(config, world, run_path), world, is_new=False)
+        check_accelerators(nproc, accelerators()[1])
+        fetch_inputs(config, output.progress if node.number == 0 else None)
+
+    return launch_on_node(node, _command_of_rank(arguments, world), nproc, os.environ, prepare)
+
+
+def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
+    """The command of one rank of `world`."""
+    named = [arguments.recipe, *arguments.overrides, "--nproc", str(world), "--run-dir", str(arguments.run_dir)]
+    return [sys.executable, "-P", "-m", "shardwise", "train", *named]
+
+
+def _launch(arguments: argparse.Namespace, world: int) -> int:
     """Train on several local ranks."""
     from shardwise.launch.ending import what_is_saved
     from shardwise.launch.local import EndedError, launch
 
-    command = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
     try:
-        launch([*command, "--nproc", str(world), "--run-dir", str(run_path)], world, run_path)
+        launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {what_is_saved(run_path)}") from None
+        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}") from None
     return 0

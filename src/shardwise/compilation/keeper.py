@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from shardwise import comm
-from shardwise.checkpoint.agreement import agree
+from shardwise.checkpoint.agreement import agree, union
 from shardwise.compilation.facts import graph_facts, planned_graphs
 from shardwise.compilation.folders import WorkFolder, compiled_files, remove_left_over
 from shardwise.compilation.units import Compilation, Graph
@@ -160,7 +160,7 @@ class Keeper:
             )
         if self._folder is not None:
             problem = self._keep({key for machine, key in compiled if machine == self._machine})
-        problems = [each for each in comm.all_gather_objects(problem, self._mesh.world) if each is not None]
+        problems = union([] if problem is None else [problem], self._mesh.world)
         return Settled([graph for _, those in everywhere for graph in those], problems[0] if problems else None)
 
     def _keep(self, compiled: set[tuple[str, bool]]) -> str | None:

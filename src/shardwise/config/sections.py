@@ -14,6 +14,7 @@ from shardwise import units
 from shardwise.config.base import Section, reject
 from shardwise.config.compilation import CompileConfig
 from shardwise.config.data import DataConfig
+from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel
 from shardwise.errors import ConfigError
 from shardwise.redaction import has_query, redacted
@@ -284,6 +285,18 @@ class CheckpointConfig(Section):
     keep_every: int | None = Field(
         default=None, gt=0, description="checkpoints whose step is a multiple of this are kept too; null = none"
     )
+    memory_every: int | None = Field(
+        default=None,
+        ge=0,
+        description="steps between copies of the state in the memory of its nodes, from which ranks that start again "
+        "continue; 0 = none; null = checkpoint.every in a submitted job, else none",
+    )
+    memory_share: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="the most of a node's memory that these copies may take; where they need more there are none",
+    )
     resume: Literal["auto"] | int = Field(
         default="auto",
         description="where a run resumes when its folder is given again: auto = its newest intact checkpoint, or the "
@@ -334,17 +347,6 @@ class CheckpointConfig(Section):
             problems.append(f"checkpoint.revision ({self.revision!r}) needs checkpoint.load, the hub id")
         reject(problems)
         return self
-
-
-class LaunchConfig(Section):
-    """How the ranks of a run work together."""
-
-    timeout: float = Field(
-        default=600.0,
-        gt=0,
-        description="seconds after which a rank gives up a collective that another rank does not call; the preparation "
-        "of data is not bounded",
-    )
 
 
 class LogConfig(Section):

@@ -1,8 +1,9 @@
 """The process between the launcher and its ranks: torchrun's elastic agent, without torchrun's wall of text.
 
-`python -m shardwise.launch.agent N DIR COMMAND …` runs COMMAND on N local ranks. The only module of
-this package that imports torch, and only inside `main`. What torch prints about ranks that failed goes to
-DIR/launcher.log; the cause goes to the run's error file, which `local.launch` reads. Ranks inherit this process's own
+`python -m shardwise.launch.agent N DIR COMMAND …` runs COMMAND on N local ranks, beside those of the other nodes of the
+job where the environment describes one (`node.py`). The only module of this package that imports torch, and only inside
+`main`. What torch prints about ranks that failed goes to DIR/launcher.log; how they ended goes to DIR/exit-codes.json,
+which the launcher reads. Ranks inherit this process's own
 standard output and error, so rank 0 still writes to the terminal. This process ignores signals, which the launcher
 handles: SLURM sends a signal to every process of a job, and torch's agent would then kill the ranks after 30 s, though
 a checkpoint may take longer. Only SIGKILL ends this process before its ranks.
@@ -15,13 +16,14 @@ import os
 import signal
 import sys
 import uuid
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from shardwise.files import write_atomic
 from shardwise.launch import guard, stopping
-from shardwise.launch.environment import ERROR_FILE, PARENT_PID
-from shardwise.launch.failure import read_failure, root_cause
+from shardwise.launch.environment import PARENT_PID, launches_node
+from shardwise.launch.failure import exit_codes_file
+from shardwise.launch.node import Node, this_node
 
 _NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
@@ -57,26 +59,40 @@ def _run(command: list[str], nproc: int, logs: Path) -> int:
     leave_events_without_names()
     os.environ[PARENT_PID] = str(os.getpid())
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
         nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         signals_to_handle="SIGQUIT",
+        **_meeting(this_node() if launches_node() else None),
     )
-    error_file = Path(os.environ[ERROR_FILE])
     try:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        failure = root_cause(read_failure(error_file), exit_codes, logs)
-        write_atomic(error_file, json.dumps(asdict(failure)))
-        return failure.exit_code
+        write_atomic(exit_codes_file(logs), json.dumps(exit_codes))
+        return 1
     return 0
+
+
+def _meeting(node: Node | None) -> dict[str, Any]:
+    """How the agents of a job meet.
+
+    The ranks follow the order of SLURM's nodes, whose neighbours are near in the network. torch's rendezvous "c10d"
+    would order the nodes by their addresses as texts; "static" is the same store of c10d with given numbers.
+    """
+    if node is None:
+        alone = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        return {"min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, **alone}
+    attempt = node.attempt
+    return {
+        "min_nodes": attempt.nodes,
+        "max_nodes": attempt.nodes,
+        "run_id": attempt.id,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{attempt.address}:{attempt.port}",
+        "rdzv_configs": {"rank": node.number},
+        "local_addr": node.own_address,
+    }
 
 
 if __name__ == "__main__":

@@ -28,6 +28,29 @@ def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> s
     return nothing if event is None else f"its newest checkpoint is of step {event.get('step', 0):,}"
 
 
+def newest_checkpoint(run_path: Path) -> int:
+    """The step of the newest checkpoint that a run has recorded; 0 where there is none."""
+    event = _last(RunDirectory(run_path).metrics, "checkpoint", "resume")
+    return 0 if event is None else int(event.get("step", 0))
+
+
+def last_step_event(run_path: Path) -> dict[str, Any] | None:
+    """The last "step" event that a run has recorded."""
+    return _last(RunDirectory(run_path).metrics, "step")
+
+
+def last_step(run_path: Path) -> int:
+    """The last step that a run has recorded; 0 where there is none."""
+    event = _last(RunDirectory(run_path).metrics, "step", "checkpoint", "resume")
+    return 0 if event is None else int(event.get("step", 0))
+
+
+def first_step(run_path: Path) -> int:
+    """Steps that were done when the run was started last."""
+    event = _last(RunDirectory(run_path).metrics, "start", "resume") or {}
+    return int(event.get("step", 0)) if event.get("event") == "resume" else 0
+
+
 def _last(metrics: Path, *kinds: str) -> dict[str, Any] | None:
     """The last event of these kinds. The file is searched from its end, because it may have gigabytes."""
     try:

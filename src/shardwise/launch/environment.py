@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 ERROR_FILE = "SHARDWISE_ERROR_FILE"
 PARENT_PID = "SHARDWISE_PARENT_PID"
+HEARTBEATS = "SHARDWISE_HEARTBEATS"
+"""The folder of the heartbeats of a node's ranks (`heartbeat.py`)."""
+NODE = "SHARDWISE_NODE"
+"""What the supervisor of a job tells the launcher of a node (`node.py`)."""
 _RANK_PROCESS = "SHARDWISE_RANK_PROCESS"
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
@@ -16,7 +20,8 @@ _OF_TORCHRUN = (
     "LOCAL_WORLD_SIZE",
     *(f"{unit}_{fact}" for unit in ("GROUP", "ROLE") for fact in ("RANK", "WORLD_SIZE")),
 )
-_OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}
+_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+"""What srun and mpirun say of the number of their tasks (`tasks.py`)."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,9 @@ def keep_own(variables: MutableMapping[str, str] = os.environ) -> None:
     job = ":".join(variables.get(name, "") for name in _RENDEZVOUS)
     process, _, inherited = variables.get(_RANK_PROCESS, "").partition(" ")
     if process not in ("", str(os.getpid())):
-        foreign = [_RANK_PROCESS, ERROR_FILE, PARENT_PID]
+        foreign = [_RANK_PROCESS, ERROR_FILE, PARENT_PID, HEARTBEATS, NODE]
         if inherited == job:
-            foreign += [*_PLACE, *_RENDEZVOUS, *_OF_TORCHRUN, *_OTHER_LAUNCHERS.values()]
+            foreign += [*_PLACE, *_RENDEZVOUS, *_OF_TORCHRUN, *_OTHER_LAUNCHERS]
             foreign += [name for name in variables if name.startswith("TORCHELASTIC_")]
         for name in foreign:
             variables.pop(name, None)
@@ -63,14 +68,19 @@ def unjoined(variables: Mapping[str, str] = os.environ) -> str | None:
     missing = [name for name in names if name not in variables]
     if "RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
         return f"{' and '.join(missing)} must be set beside RANK or WORLD_SIZE, as torchrun does" if missing else None
-    for launcher, variable in _OTHER_LAUNCHERS.items():
-        processes = variables.get(variable, "1")
-        if processes != "1":
-            return (
-                f"{launcher} started {processes} processes ({variable}), and each would train by itself: "
-                f"let {launcher} start torchrun once on each node, or set {', '.join(names)} in each process"
-            )
     return None
+
+
+def is_one_of_several_tasks(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun or mpirun started this process as a rank beside others, and no torchrun in between did."""
+    if NODE in variables:
+        return False  # the launcher of a node's ranks
+    return "RANK" not in variables and any(variables.get(name, "1") != "1" for name in _OTHER_LAUNCHERS)
+
+
+def launches_node(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is the launcher of a node, which a job's supervisor has started."""
+    return NODE in variables and "RANK" not in variables
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:

@@ -8,12 +8,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.files import write_atomic
+from shardwise.launch import stdio
 from shardwise.launch.environment import ERROR_FILE, Rank
 from shardwise.redaction import redacted
 
@@ -70,11 +71,13 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
     if place is not None:
         if report_failure(replace(failure, text=redacted(text))):
             return
-        if failure.exit_code == ConfigError.exit_code and place.rank != 0:
-            # torchrun ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks have;
-            # then the first rank of a node, for an error of that node; then the others.
+        if place.rank != 0 and not failure.waited:
+            # The launcher ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks
+            # have; then the first rank of a node, for an error of that node; then the others.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(failure.exit_code))
             time.sleep(_TURN_SECONDS * (2 if place.local_rank else 1))
-            text = f"rank {place.rank}: {text}"
+            text = f"rank {place.rank}: {text.removeprefix(f'rank {place.rank} ')}"
+            stdio.tell_past_log(f"shardwise: {redacted(text)}\n")
     complain(text)
 
 
@@ -114,11 +117,33 @@ def stop_record(logs: Path) -> Path:
     return logs / "stopped.json"
 
 
-def root_cause(reported: Failure | None, exit_codes: Mapping[int, int], logs: Path) -> Failure:
-    """The failure to show, from what a rank reported and how the failed ranks ended (exit code, or minus the signal).
+def exit_codes_file(logs: Path) -> Path:
+    """Where the agent writes how the failed ranks of its node ended: rank → exit code, or minus the signal."""
+    return logs / "exit-codes.json"
+
+
+def read_exit_codes(logs: Path) -> dict[int, int]:
+    """Of the failed ranks of this node; empty where their agent could not write them."""
+    try:
+        codes = json.loads(exit_codes_file(logs).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return {int(rank): code for rank, code in codes.items()}
+
+
+def root_cause(
+    reported: Failure | None, exit_codes: Mapping[int, int], logs: Path, awaited: Callable[[], str | None] | None = None
+) -> Failure | None:
+    """The failure to show; None where nothing tells it.
 
     The connections of a rank that was killed close, so another rank may have reported the consequence before the cause
     was seen. The launcher ends ranks by SIGTERM only, so a death by SIGKILL or a crash is a cause.
+
+    Args:
+        reported: by a rank.
+        exit_codes: of the failed ranks (exit code, or minus the signal).
+        logs: the folder of the ranks' logs.
+        awaited: names the ranks for which the others waited, where no rank has died and none says why it failed.
     """
     own_deaths = [rank for rank, code in exit_codes.items() if -code in _OWN_DEATHS]
     suspects = own_deaths
@@ -126,7 +151,10 @@ def root_cause(reported: Failure | None, exit_codes: Mapping[int, int], logs: Pa
         suspects = own_deaths or list(exit_codes)
     elif reported.waited:  # others that lost a rank end with 1, and those that the launcher ends by SIGTERM
         suspects = own_deaths or [rank for rank, code in exit_codes.items() if code not in (1, -signal.SIGTERM)]
-    if reported is not None and (not suspects or reported.rank in suspects):
+    if reported is not None and reported.waited and not suspects:
+        missing = None if awaited is None else awaited()
+        return reported if missing is None else replace(reported, text=missing, waited=False)
+    if not suspects or (reported is not None and reported.rank in suspects):
         return reported
     rank = suspects[0]
     then = f"; {reported.text}" if reported is not None and reported.waited else ""

@@ -11,16 +11,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import RunError, StoppedError
 from shardwise.files import reason_of
 from shardwise.hardware import cpu_count
-from shardwise.launch import guard, stopping
-from shardwise.launch.environment import ERROR_FILE, PARENT_PID
-from shardwise.launch.failure import read_failure, signal_name, stop_record
+from shardwise.launch import guard, heartbeat, stopping
+from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, PARENT_PID
+from shardwise.launch.failure import (
+    Failure,
+    exit_codes_file,
+    read_exit_codes,
+    read_failure,
+    root_cause,
+    signal_name,
+    stop_record,
+)
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -60,38 +69,81 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     """
     logs = run_path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    error_file = (logs / "error.json").resolve()
-    for left_over in (error_file, stop_record(logs), stopping.training_mark(logs)):
-        left_over.unlink(missing_ok=True)
-    environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
-    environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid())}
-    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
     stop = _Stop(run_path, logs)
     handlers = stopping.handle_signals(stop.handle)
     try:
-        agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        stop.watch(agent)
-        code = _wait(agent, error_file.exists)
+        ended = run_ranks(command, nproc, logs, stop.watch)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    stopping.training_mark(logs).unlink(missing_ok=True)
-    record = stop_record(logs)
-    if record.exists():
-        text = json.loads(record.read_text(encoding="utf-8"))["text"]
-        record.unlink()  # of no use once the user has read the text
-        raise StoppedError(text)
-    if code == 0:
+    if ended.stopped is not None:
+        raise StoppedError(ended.stopped)
+    if ended.code == 0:
         return
     if stop.ended_by is not None:
         if sys.stdout.isatty():
             sys.stdout.write(_SHOW_CURSOR)  # a rank that is killed leaves it hidden by its progress line
         raise EndedError(f"the run was stopped by {stop.ended_by}")
-    failure = read_failure(error_file)
+    failure = root_cause(ended.reported, ended.exit_codes, logs, lambda: heartbeat.missing(ended.beats))
     if failure is not None:
         raise LaunchError(failure.text, failure.exit_code)
+    code = ended.code
     ending = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     raise LaunchError(f"the process that starts the ranks {ending}; its log: {logs / 'launcher.log'}")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of this machine ended.
+
+    Attributes:
+        code: the agent's exit code, or minus the signal that killed it.
+        stopped: the text of ranks that stopped as they were asked to.
+        reported: the first failure that a rank reported.
+        exit_codes: of the failed ranks (exit code, or minus the signal).
+        beats: the last heartbeats of the ranks.
+    """
+
+    code: int
+    stopped: str | None
+    reported: Failure | None
+    exit_codes: Mapping[int, int]
+    beats: Sequence[heartbeat.Beat]
+
+
+def run_ranks(
+    command: Sequence[str],
+    nproc: int,
+    logs: Path,
+    watch: Callable[[subprocess.Popen[bytes]], None],
+    beats: Path | None = None,
+) -> Ended:
+    """Run `command` on `nproc` local ranks through torchrun's agent.
+
+    Args:
+        logs: a folder for what ranks, agent and this process tell one another; former files of that kind are removed.
+        watch: gets the agent's process.
+        beats: an empty folder for the heartbeats of the ranks; None: a temporary one.
+    """
+    error_file = (logs / "error.json").resolve()
+    for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stopping.training_mark(logs)):
+        left_over.unlink(missing_ok=True)
+    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
+        beats = beats or Path(temporary)
+        environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
+        environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid()), HEARTBEATS: str(beats)}
+        agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        watch(agent)
+        # Read when the first rank has failed: the others end soon after, and then have no heartbeat either.
+        last_beats: list[heartbeat.Beat] = []
+        code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
+    stopping.training_mark(logs).unlink(missing_ok=True)
+    record, text = stop_record(logs), None
+    if record.exists():
+        text = json.loads(record.read_text(encoding="utf-8"))["text"]
+        record.unlink()  # of no use once the user has read the text
+    return Ended(code, text, read_failure(error_file), read_exit_codes(logs), last_beats)
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
@@ -112,15 +164,23 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool]) -> int:
-    """The agent's exit code. To kill the agent kills its ranks: each has asked the kernel to end it with its parent."""
+def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed: Callable[[], object]) -> int:
+    """The agent's exit code. To kill the agent kills its ranks: each has asked the kernel to end it with its parent.
+
+    Args:
+        failed: called once `has_failed`, or the agent has ended.
+    """
     deadline = math.inf
     while True:
         try:
-            return agent.wait(_POLL_SECONDS)
+            code = agent.wait(_POLL_SECONDS)
+            if deadline == math.inf:
+                failed()
+            return code
         except subprocess.TimeoutExpired:
-            if has_failed():
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if deadline == math.inf and has_failed():
+                deadline = time.monotonic() + _GRACE_SECONDS
+                failed()
             if time.monotonic() >= deadline:
                 guard.kill_with_children(agent)
 

@@ -17,6 +17,7 @@ from shardwise.launch import guard, stdio, stopping
 from shardwise.launch.ending import what_is_saved
 from shardwise.launch.environment import ERROR_FILE, Rank, is_launched, joined, may_restart, unjoined
 from shardwise.launch.failure import Failure, complain, error_text, report_stop, show_failure, signal_name
+from shardwise.launch.tasks import end_step
 from shardwise.redaction import redacted
 from shardwise.runlog import RunDirectory
 
@@ -47,7 +48,7 @@ def enter_job(nproc: int | None) -> Rank | None:
     if place is None:
         return None
     if nproc is not None and nproc != place.world:
-        raise ConfigError(f"--nproc ({nproc}) must be left out inside torchrun: the world size is {place.world}")
+        raise ConfigError(f"--nproc ({nproc}) must be left out inside a job: its world size is {place.world}")
     guard.die_with_parent()
     return place
 
@@ -96,6 +97,7 @@ def as_rank(place: Rank | None, run_path: Path | None = None) -> Iterator[Ending
         failure = _failure(error, rank, run_path, log)
         show_failure(failure, place)
         ending.code = failure.exit_code
+        end_step(failure)
         if place is not None or isinstance(error, KeyboardInterrupt):
             _leave(ending.code)  # without waiting for threads that still write
     else:

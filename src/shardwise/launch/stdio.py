@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -13,10 +14,17 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
+_terminal: int | None = None
+"""A descriptor of the standard error from before `redirect`."""
+
+
 def redirect(rank: int, log_path: Path) -> None:
     """Send stdout and stderr of every rank but 0 to `log_path`, native libraries' output included."""
+    global _terminal
     if rank == 0:
         return
+    if _terminal is None:
+        _terminal = os.dup(2)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
     for stream, target in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -25,6 +33,13 @@ def redirect(rank: int, log_path: Path) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     os.close(descriptor)
+
+
+def tell_past_log(text: str) -> None:
+    """Write where standard error went before `redirect`; nothing if it goes there still."""
+    if _terminal is not None:
+        with contextlib.suppress(OSError):
+            os.write(_terminal, text.encode())
 
 
 def survive_hangup() -> None:

@@ -31,6 +31,7 @@ from shardwise.placement import of_or_whole, placements
 from shardwise.plan.parameters import parameter_count
 from shardwise.plan.partition import stage_plan
 from shardwise.storage.root import Root, StoreError
+from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.opening import Run, raised_on_every_rank, versions
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
@@ -141,7 +142,9 @@ def build_reporter(run: Run) -> Reporter:
     )
 
 
-def build_checkpoints(run: Run, trainer: Trainer, reporter: Reporter, resumed: Resumed | None) -> Checkpoints:
+def build_checkpoints(
+    run: Run, trainer: Trainer, reporter: Reporter, resumed: Resumed | None, copies: MemoryCopies | None
+) -> Checkpoints:
     """The checkpoints of a run. Collective over the mesh."""
     config, mesh, data, settings = run.config, run.mesh, run.data, run.config.checkpoint
     saver = Saver(
@@ -151,18 +154,27 @@ def build_checkpoints(run: Run, trainer: Trainer, reporter: Reporter, resumed: R
         config,
         mesh,
         mesh.host_group("checkpoint"),
-        described={
-            "layout": _layout_facts(run.layout, config),
-            "data": {"fingerprint": data.fingerprint, "summary": data.summary, "run": run.folder.id},
-            "versions": versions(),
-        },
+        described={**_described(run), "versions": versions()},
         tokenizer=data.tokenizer_path,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
         keeping=Keeping(settings.keep, settings.keep_every),
     )
     how = went_back(config, None if resumed is None else resumed.manifest)
     stream = trainer.batches if isinstance(trainer.batches, StreamBatches) else None
-    return Checkpoints(saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream)
+    return Checkpoints(saver, config, reporter, mesh, make_stop_check(run.folder.directory), how, stream, copies)
+
+
+def build_memory_copies(run: Run, trainer: Trainer) -> MemoryCopies | None:
+    """The copies of the state in memory; None where none are wanted. Collective over the mesh."""
+    if not steps_between(run.config):
+        return None
+    return MemoryCopies(run.folder.id, _described(run), trainer.model, trainer.optimizer, run.config, run.mesh)
+
+
+def _described(run: Run) -> dict[str, Any]:
+    """What a manifest says of layout and data."""
+    identity = {"fingerprint": run.data.fingerprint, "summary": run.data.summary, "run": run.folder.id}
+    return {"layout": _layout_facts(run.layout, run.config), "data": identity}
 
 
 def _layout_facts(layout: Layout, config: Config) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import comm
+from shardwise.checkpoint.agreement import union
 from shardwise.errors import RunError
 from shardwise.mesh import Group, Mesh
 from shardwise.placement import placements
@@ -39,8 +40,7 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int) -> None:
             usual = int((held[:, None] == held).all(dim=-1).sum(dim=1).argmax())
             ranks = [rank for rank, digest in zip(group.ranks, held, strict=True) if not digest.equal(held[usual])]
             problems.append(f"{entries[column][0]} on ranks {ranks} differs from rank {group.ranks[usual]}")
-    every_problem = [text for texts in comm.all_gather_objects(problems, mesh.world) for text in texts]
-    if every_problem:
+    if every_problem := union(problems, mesh.world):
         raise RunError(f"step {step}: replicated parameters have drifted apart: {every_problem[0]}")
 
 

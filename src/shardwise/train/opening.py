@@ -98,8 +98,8 @@ def while_others_wait(work: Callable[[], _R], group: Group) -> _R:
     thread.shutdown(wait=False)  # after this work; a user who interrupts the run does not wait for it
     while True:
         failed = doing.done() and doing.exception() is not None
-        states = comm.all_gather_objects((doing.done(), failed), group)
-        if all(done for done, _ in states) or any(failed for _, failed in states):
+        someone_works, someone_failed = comm.reduce_numbers((not doing.done(), failed), group)
+        if not someone_works or someone_failed:
             return doing.result()
         wait([doing], timeout=seconds)
         seconds = min(2 * seconds, 5.0)
@@ -120,8 +120,8 @@ def _find_weights(config: Config, mesh: Mesh) -> Root | None:
         return Root.of(load)
     with raised_on_every_rank(mesh.world):
         folder = hub.resolve(load, config.checkpoint.revision, cached=True)
-    commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
-    if len(commits) > 1:
+    if comm.any_rank(folder.name != comm.broadcast_object(folder.name, mesh.world), mesh.world):
+        commits = sorted(set(comm.all_gather_objects(folder.name, mesh.world)))
         raise ConfigError(
             f"checkpoint.load ({load}) must be one commit on every machine: set checkpoint.revision={commits[0]}"
         )

@@ -142,9 +142,10 @@ class Reporter:
             end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
             self.message(f"no trace: log.trace ({self.config.log.trace}) has no step of this run, which takes {end}")
 
-    def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str]) -> None:
+    def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str], load_seconds: float) -> None:
         """Record that the training continues from a checkpoint, with changes of its configuration."""
-        self._event("resume", step=manifest.step, checkpoint=folder, written_by=manifest.layout, changes=list(changes))
+        loaded = {"checkpoint": folder, "written_by": manifest.layout, "load_seconds": load_seconds}
+        self._event("resume", step=manifest.step, **loaded, changes=list(changes))
         self.message(f"resumed after step {manifest.step:,} from {folder}")
         self.changed(changes)
 

@@ -205,7 +205,7 @@ def restore_first(
                         f"the checkpoint of step {step:,} is damaged, but all that its training needs is intact: "
                         f"it is used, and saved again ({'; '.join(damage)})"
                     )
-                _continue_from(manifest, progress, config)
+                continue_from(manifest, progress, config)
                 return Resumed(replace(manifest, files=(), tensors={}), candidate.folder, damage)
         if unreadable:
             raise RunError(
@@ -274,7 +274,8 @@ def _request(config: Config) -> Mapping[str, Any]:
     return {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}
 
 
-def _continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:
+def continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:
+    """Set the progress to that of a checkpoint."""
     progress.step, progress.samples, progress.tokens = manifest.step, manifest.samples, manifest.tokens
     progress.before, progress.position = manifest.step, manifest.position
     progress.losses.extend(manifest.losses)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from shardwise import comm
+from shardwise import comm, units
 from shardwise import device as devices
 from shardwise.checkpoint.agreement import differ_in_tokens
 from shardwise.checkpoint_format.folders import step_name
@@ -15,14 +16,17 @@ from shardwise.compilation import Keeper
 from shardwise.config import Config, Layout, check_layout
 from shardwise.data import StreamBatches
 from shardwise.errors import ConfigError, LostPeerError, RunError, StoppedError
-from shardwise.launch import stopping
-from shardwise.mesh import Mesh, join, leave
-from shardwise.train.build import build_checkpoints, build_reporter, build_run_trainer
+from shardwise.launch import heartbeat, stopping
+from shardwise.mesh import Mesh, calls_of_groups, join, leave
+from shardwise.storage.root import Root
+from shardwise.train.build import build_checkpoints, build_memory_copies, build_reporter, build_run_trainer
 from shardwise.train.memory import out_of_memory_text, require_accelerator
+from shardwise.train.memory_copies import MemoryCopies
 from shardwise.train.opening import Run, open_run
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
-from shardwise.train.resume import Resumed, goes_back, require_same_data, restore_first, set_later_aside
+from shardwise.train.resume import Resumed, continue_from, goes_back, require_same_data, restore_first, set_later_aside
+from shardwise.train.same import require_same
 from shardwise.train.sample import draw_sample
 from shardwise.train.saving import STREAM, make_stop_check
 from shardwise.train.trainer import Trainer
@@ -42,7 +46,9 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
     join(timeout=config.launch.timeout)
     mesh = Mesh(tensor=config.parallel.tensor, pipeline=config.parallel.pipeline)
     config = _with_one_batch(config, mesh)
+    require_same(config, mesh)
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
+    heartbeat.start(lambda: _doing(mesh, progress))
     with _explained(config, layout, mesh, progress):
         shortage = require_accelerator(config, layout, mesh.world.rank, mesh.device)
         here = open_run(config, layout, mesh, progress, run_path, recipe)
@@ -50,23 +56,33 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
         with build_reporter(here) as reporter, _explained(config, layout, mesh, progress), ExitStack() as held:
             progress.phase = "construction of the model"
             trainer = build_run_trainer(here, reporter)
-            resumed = _begin(here, trainer, reporter)
+            copies = build_memory_copies(here, trainer)
+            resumed = _begin(here, trainer, reporter, copies)
             if shortage is not None:
                 reporter.warning(shortage)
             if trainer.compilation is not None:
                 keeper = Keeper(config, layout, mesh, trainer.compilation, reporter.message)
                 trainer.keeper = held.enter_context(keeper)
-            with build_checkpoints(here, trainer, reporter, resumed) as checkpoints:
+            with build_checkpoints(here, trainer, reporter, resumed, copies) as checkpoints:
                 if resumed is not None and resumed.damage:
                     checkpoints.save_again(resumed.manifest)
                 stopping.install()
                 stopped_by = trainer.run(checkpoints)
                 progress.phase = "wait for the checkpoint"
                 checkpoints.finish()
+            if copies is not None:
+                _end_copies(copies, reporter)
             if stopped_by is not None:
                 _stop(here, stopped_by, reporter)
             _finish(here, trainer, reporter)
     leave()
+
+
+def _doing(mesh: Mesh, progress: Progress) -> dict[str, Any]:
+    """What a heartbeat tells. Another thread calls it."""
+    doing = f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
+    place = {"device": str(mesh.device), "stage": mesh.pp.rank}
+    return {**place, "step": progress.step, "doing": doing, "called": calls_of_groups()}
 
 
 def _with_one_batch(config: Config, mesh: Mesh) -> Config:
@@ -106,10 +122,19 @@ def _explained(config: Config, layout: Layout, mesh: Mesh, progress: Progress) -
         raise RunError(text) from error
 
 
-def _begin(run: Run, trainer: Trainer, reporter: Reporter) -> Resumed | None:
-    """Restore the checkpoint that the run continues from, if any, and report the start."""
-    candidates = run.folder.checkpoints.candidates
-    resumed = restore_first(candidates, run.config, trainer.model, trainer.optimizer, run.mesh, run.progress, reporter)
+def _begin(run: Run, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
+    """Restore the state that the run continues from, if any, and report the start."""
+    candidates, began = run.folder.checkpoints.candidates, time.perf_counter()
+    newest = max((candidate.step for candidate in candidates), default=0)
+    loaded = copies.restore(newest) if copies is not None and run.config.checkpoint.resume == "auto" else None
+    if loaded is not None:
+        continue_from(loaded.manifest, run.progress, run.config)
+        resumed: Resumed | None = Resumed(loaded.manifest, Root.of(loaded.folder), ())
+    else:
+        resumed = restore_first(
+            candidates, run.config, trainer.model, trainer.optimizer, run.mesh, run.progress, reporter
+        )
+    load_seconds = time.perf_counter() - began
     if resumed is not None:
         require_same_data(resumed.manifest, run.data)
         if isinstance(trainer.batches, StreamBatches):
@@ -124,15 +149,28 @@ def _begin(run: Run, trainer: Trainer, reporter: Reporter) -> Resumed | None:
         reporter.message(run.folder.batch)
     for note in run.folder.notes:
         reporter.warning(note)
+    if copies is not None:
+        reporter.message(copies.summary)
     if resumed is not None:
-        _report_resumption(run, resumed, reporter)
+        _report_resumption(run, resumed, reporter, load_seconds)
+        if loaded is not None:
+            sent = f"; that of {units.counted(loaded.received, 'rank')} from another node" if loaded.received else ""
+            reporter.message(f"the state was in the memory of the nodes{sent}, and loaded in {load_seconds:.2f} s")
     else:
         reporter.changed(run.folder.changes)
         _report_weights(run, reporter)
     return resumed
 
 
-def _report_resumption(run: Run, resumed: Resumed, reporter: Reporter) -> None:
+def _end_copies(copies: MemoryCopies, reporter: Reporter) -> None:
+    """Forget the copies of a run whose state the disk has, and tell what they cost."""
+    copies.remove()
+    if copies.count:
+        each = f"{1000 * copies.seconds / copies.count:.1f} ms"
+        reporter.message(f"copies in memory: {copies.count:,}, for each of which training waited {each}")
+
+
+def _report_resumption(run: Run, resumed: Resumed, reporter: Reporter, load_seconds: float) -> None:
     """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints, manifest = run.folder.checkpoints, resumed.manifest
     back = goes_back(run.config, manifest)
@@ -143,7 +181,7 @@ def _report_resumption(run: Run, resumed: Resumed, reporter: Reporter) -> None:
             f"the run went back to step {run.config.checkpoint.resume:,} before, and continues from there; to go "
             "back once more, move the later checkpoints away"
         )
-    reporter.resumed(manifest, str(resumed.folder), run.folder.changes)
+    reporter.resumed(manifest, str(resumed.folder), run.folder.changes, load_seconds)
 
 
 def _report_weights(run: Run, reporter: Reporter) -> None:

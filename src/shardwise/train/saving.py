@@ -22,6 +22,7 @@ from shardwise.launch.environment import joined
 from shardwise.mesh import Mesh
 from shardwise.optim import learning_rate
 from shardwise.runlog import RunDirectory
+from shardwise.train.memory_copies import MemoryCopies, steps_between
 from shardwise.train.record import Progress
 from shardwise.train.report import Reporter
 
@@ -68,6 +69,7 @@ class Checkpoints:
         asked_to_stop: returns this rank's reason to stop, or None; all ranks obey the reason of one.
         went_back: how the run last went back, for the manifests' `schedule`.
         stream: the batches, if they are a stream: its state is saved too.
+        copies: in the memory of the nodes.
     """
 
     saver: Saver
@@ -77,6 +79,7 @@ class Checkpoints:
     asked_to_stop: Callable[[], str | None]
     went_back: Mapping[str, Any]
     stream: StreamBatches | None = None
+    copies: MemoryCopies | None = None
     _saved_at: float = field(default_factory=time.monotonic, init=False)
 
     def ask(self) -> Tensor:
@@ -101,6 +104,9 @@ class Checkpoints:
         if stopped_by is not None or old or last or (every and progress.step % every == 0):
             self.saver.save(progress.step, self._described(progress))
             self._saved_at = time.monotonic()
+        between = steps_between(self.config)
+        if self.copies is not None and between and progress.step % between == 0 and not (last or stopped_by):
+            self.copies.copy(progress.step, self._described(progress))
         return stopped_by
 
     def save_again(self, manifest: Manifest) -> None:

@@ -41,6 +41,12 @@ def test_what_is_written_is_read_back(folder: Root) -> None:
     assert manifest.tensors["model"]["embed.weight"].shape == (11, 6)
 
 
+def test_the_text_is_canonical_json(folder: Root) -> None:
+    """It is put together from parts, and is what a plain writer of JSON makes of the same values."""
+    text = Manifest.read(folder).to_json()
+    assert text == signed(json.loads(text))
+
+
 def test_last_losses_have_a_field_of_their_own(folder: Root) -> None:
     """Older manifests have them in `schedule`, and still older ones not at all."""
     plain = json.loads(text_of(folder))
@@ -134,6 +140,19 @@ CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "fractions": (change_tensor(shape=[1.5]), "whole numbers"),
     "dtype": (change_tensor(dtype="pickle"), r"dtype of model/embed.weight \('pickle'\)"),
     "shared bytes": (change_tensor(pieces=[[0, 0, [0, 0], [1, 6]]] * 2), "must not share bytes"),
+    "partly shared bytes": (
+        change_tensor(pieces=[[0, 0, [0, 0], [1, 6]], [0, 8, [1, 0], [1, 6]]]),
+        "must not share bytes",
+    ),
+    "offset of truth": (change_tensor(pieces=[[0, True, [0, 0], [11, 6]]]), "must be \\[file, offset, start, size\\]"),
+    "fraction of an offset": (change_tensor(pieces=[[0, 0.5, [0, 0], [11, 6]]]), "must be \\[file, offset"),
+    "no list": (change_tensor(pieces=["0000"]), "must be \\[file, offset"),
+    "below zero": (change_tensor(pieces=[[0, 0, [-1, 0], [11, 6]]]), "must be \\[file, offset"),
+    "beyond any number": (change_tensor(pieces=[[0, 2**64, [0, 0], [11, 6]]]), "must be \\[file, offset"),
+    "a product beyond any number": (
+        change_tensor(shape=[2**40, 2**40], pieces=[[0, 0, [0, 0], [2**40, 2**40]]]),
+        "in its file",
+    ),
     "escape sequence": (lambda plain: plain["tensors"].update(x={"\x1b[2J": {}}), "must be printable"),
     "no mapping": (lambda plain: plain.update(tensors=[]), "tensors must be a JSON object"),
     "no step": (lambda plain: plain.pop("step"), r"step \(None\) must be a whole number"),

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.boxes import Box
-from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from shardwise.checkpoint_format.manifest import MANIFEST, Manifest, TensorEntry
+from shardwise.checkpoint_format.pieces import PieceEntry, Pieces
 from shardwise.checkpoint_format.verify import non_finite, tiling_problem, verify
 from shardwise.storage.chunks import MIN_CHUNK_BYTES
 from shardwise.storage.root import Root, StoreError
@@ -168,15 +169,20 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
+def table(boxes: list[Box], dims: int) -> Pieces:
+    return Pieces.of([PieceEntry(0, 0, box) for box in boxes], dims)
+
+
 @given(tilings(), st.data())
 @settings(deadline=None)
 def test_tilings(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, boxes = case
-    assert tiling_problem(shape, boxes) is None
+    assert tiling_problem(shape, table(boxes, len(shape))) is None
     chosen = data.draw(st.sampled_from([box for box in boxes if box.numel]))
-    assert "leave a gap" in str(tiling_problem(shape, [box for box in boxes if box != chosen]))
-    assert "overlap" in str(tiling_problem(shape, [*boxes, chosen]))
+    assert "leave a gap" in str(tiling_problem(shape, table([box for box in boxes if box != chosen], len(shape))))
+    assert "overlap" in str(tiling_problem(shape, table([*boxes, chosen], len(shape))))
 
 
 def test_boxes_that_overlap_and_leave_a_gap_of_equal_size_do_not_tile() -> None:
-    assert tiling_problem((4, 2), [Box((0, 0), (2, 2)), Box((1, 0), (2, 2))]) == "overlap: [0:2, 0:2] and [1:3, 0:2]"
+    boxes = table([Box((0, 0), (2, 2)), Box((1, 0), (2, 2))], dims=2)
+    assert tiling_problem((4, 2), boxes) == "overlap: [0:2, 0:2] and [1:3, 0:2]"

@@ -349,4 +349,4 @@ def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     ):
         monkeypatch.setenv(name, value)
     assert main(["train", "quickstart", "--nproc", "4"]) == 2
-    assert "--nproc (4) must be left out inside torchrun: the world size is 2" in capsys.readouterr().err
+    assert "--nproc (4) must be left out inside a job: its world size is 2" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.
     model = importlib.import_module("owned.model").Model
     assert {path.name for path in _own_sources(model)} == {"__init__.py", "parts.py", "model.py"}
     for name in ("owned", "owned.parts", "owned.model"):
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
 
 
 def test_facts_are_of_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,7 +233,7 @@ def test_a_launcher_that_cannot_start_its_ranks_names_the_log(tmp_path: Path) ->
 
 
 def test_a_launcher_that_is_killed_is_told_with_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_wait", lambda agent, _: agent.kill() or agent.wait())
+    monkeypatch.setattr(local, "_wait", lambda agent, *_: agent.kill() or agent.wait())
     with pytest.raises(LaunchError, match=r"starts the ranks was killed by SIGKILL; its log: .*launcher\.log$"):
         launch([sys.executable, "-c", "pass"], 1, tmp_path)
 

@@ -14,27 +14,27 @@ PAIR: Any = SimpleNamespace(size=2)
 def test_ranks_ask_one_another_until_the_slowest_has_done_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """No collective lasts as long as the work: a time-out of collectives does not bound it."""
     end = threading.Event()
-    others, asked = [(False, False), (False, False), (True, False), (True, False)], []
+    others, asked = [(True, False), (True, False), (False, False), (False, False)], []
 
-    def exchanged(mine: tuple[bool, bool], group: object) -> list[tuple[bool, bool]]:
+    def exchanged(mine: tuple[bool, bool], group: object) -> list[bool]:
         asked.append(mine)
         if len(asked) == 3:
             end.set()
-        return [mine, others[min(len(asked), len(others)) - 1]]
+        return [max(pair) for pair in zip(mine, others[min(len(asked), len(others)) - 1], strict=True)]
 
-    monkeypatch.setattr(opening.comm, "all_gather_objects", exchanged)
+    monkeypatch.setattr(opening.comm, "reduce_numbers", exchanged)
     assert opening.while_others_wait(lambda: end.wait(10), PAIR)
-    assert asked[:3] == [(False, False)] * 3
-    assert asked[-1] == (True, False)
+    assert asked[:3] == [(True, False)] * 3
+    assert asked[-1] == (False, False)
 
 
 def test_a_failure_on_another_rank_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening.comm, "all_gather_objects", lambda mine, group: [mine, (True, True)])
+    monkeypatch.setattr(opening.comm, "reduce_numbers", lambda mine, group: [mine[0], True])
     assert opening.while_others_wait(lambda: "done", PAIR) == "done"
 
 
 def test_a_failure_on_this_rank_is_raised_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening.comm, "all_gather_objects", lambda mine, group: [mine, (False, False)])
+    monkeypatch.setattr(opening.comm, "reduce_numbers", lambda mine, group: [True, mine[1]])
 
     def fail() -> None:
         raise OSError("no such file")

@@ -116,7 +116,7 @@ def write_checkpoint(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizer=None,
             files=tuple(entries),
-            tensors=tensor_entries(entries, files),
+            tensors=tensor_entries(entries, [file.places for file in files]),
         )
 
     return write_folder(

@@ -1,0 +1,47 @@
+"""Follow the log of a job, until the job has ended or the user presses Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from shardwise.cli import output
+from shardwise.cluster import slurm
+from shardwise.launch.ending import how_it_ended
+
+_POLL_SECONDS = 0.5
+_ASK_SLURM_SECONDS = 5.0
+
+
+def follow(log: Path, job: str, run_path: Path) -> None:
+    """Print what a job's log has and gets. While the job waits, print why."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(log, job, run_path)
+        return
+    again = f"follow it by `shardwise jobs log {job} --follow`, end it by `shardwise stop {run_path}`"
+    output.progress(f"job {job} goes on: {again}")
+
+
+def _follow(log: Path, job: str, run_path: Path) -> None:
+    position, said, asked, present = 0, "", 0.0, True
+    while True:
+        if log.exists():
+            with log.open("rb") as file:
+                file.seek(position)
+                new = file.read()
+                position = file.tell()
+            sys.stdout.buffer.write(new)
+            sys.stdout.flush()
+        if not present:
+            break
+        if time.monotonic() - asked > _ASK_SLURM_SECONDS:
+            asked, found = time.monotonic(), slurm.jobs(user=False, ids=[job])
+            present = bool(found)
+            waits = f"job {job} waits: {found[0].reason}" if found and found[0].reason else ""
+            if waits and waits != said:
+                output.progress(waits)
+            said = waits
+        time.sleep(_POLL_SECONDS if present else 0)
+    output.line(f"job {job} has ended{how_it_ended(run_path)}")

@@ -1,0 +1,150 @@
+"""Submit a training to SLURM: check it, show what it needs and the job's script, ask, submit, and follow its log.
+
+Partition, account, time limit and what else SLURM wants to know are options here, or keys of the recipe's `launch:`
+block. The job saves before its time limit and is queued again until the training is done; ranks that die are started
+again in place (docs/cluster.md). Ctrl-C ends the following of the log, never the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from shardwise.cli import output
+from shardwise.cli.following import follow
+from shardwise.cli.train import with_batch
+from shardwise.cluster import slurm, submission
+from shardwise.cluster.script import JobPlan, compile_script, job_log, job_script, job_set
+from shardwise.config import OwnConfig, load_config, recipe_name, recipe_text, require_data
+from shardwise.errors import ConfigError
+from shardwise.redaction import redacted
+from shardwise.runlog import RUNS, RunDirectory, new_run_path
+
+_KEYS = ("partition", "account", "time", "constraint", "gres")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped recipe's name, or a YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe")
+    parser.add_argument("--nodes", metavar="N", help="machines, or the fewest and the most of them: 2-4 (launch.nodes)")
+    for key in _KEYS:
+        parser.add_argument(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the run's folder, on a file system of all nodes")
+    parser.add_argument("--dry-run", action="store_true", help="print all, and submit nothing")
+    parser.add_argument("-y", "--yes", action="store_true", help="submit without asking")
+    parser.add_argument("--detach", action="store_true", help="do not follow the log")
+    parser.add_argument(
+        "--precompile", action="store_true", help="first submit a job of one node that compiles all graphs"
+    )
+    parser.add_argument(
+        "--rehearse-preemption",
+        action="store_true",
+        help="interrupt the job after its first steps as a preemption does, show that it resumes, and end it",
+    )
+    parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit there, in the same folder or in DIR")
+    parser.add_argument(
+        "--kubernetes", metavar="IMAGE", help="print a JobSet manifest for Kubernetes, and submit nothing"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.ssh is not None:
+        return _by_ssh(arguments.ssh)
+    recipe: str = arguments.recipe
+    config = load_config(recipe, _overrides(arguments))
+    require_data(config, recipe)
+    nodes = config.launch.node_range
+    if nodes is None:
+        raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
+    is_shown_only = arguments.dry_run or arguments.kubernetes is not None
+    if not is_shown_only:
+        slurm.require()
+        if not arguments.yes and not sys.stdin.isatty():
+            raise ConfigError("-y must be given where no terminal can ask whether to submit")
+    run_path: Path | None = arguments.run_dir
+    gres = submission.reserved(config)
+    ranks = submission.ranks_per_node(config, nodes, gres)
+    layout, notes = submission.check_counts(config, nodes, ranks, lambda one, world: with_batch(one, world, run_path))
+    if isinstance(config.model, OwnConfig):
+        from shardwise.models import check_own
+
+        check_own(config)
+    submission.check_run_folder((run_path or RUNS / recipe_name(recipe)).absolute(), config)
+    name = run_path or (RUNS / recipe_name(recipe) if is_shown_only else new_run_path(recipe))
+    job = JobPlan(config, recipe, tuple(_overrides(arguments)), name.absolute(), Path.cwd(), nodes, ranks, gres)
+    if arguments.kubernetes is not None:
+        output.raw(job_set(job, arguments.kubernetes))
+        return 0
+    output.table(submission.rows(job, layout, notes))
+    output.line()
+    output.raw(redacted(job_script(job)))
+    if arguments.dry_run:
+        return 0
+    if not arguments.yes and input("submit? [y/n] ").strip().lower() not in ("y", "yes"):
+        if run_path is None:
+            name.rmdir()
+        output.line("nothing was submitted")
+        return 0
+    return _submit(job, arguments)
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """The user's, then those that options stand for."""
+    options = {key: getattr(arguments, key) for key in ("nodes", *_KEYS)}
+    return [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items() if value is not None)]
+
+
+def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
+    """Write the run's folder and submit what it holds."""
+    text = recipe_text(job.recipe)
+    kept = JobPlan(**{**vars(job), "recipe": str(job.run_path / "recipe.yaml")})
+    script = submission.write_inputs(kept, job_script(kept), text)
+    options = []
+    try:
+        if arguments.precompile:
+            compiling = slurm.submit(compile_script(kept))
+            submission.record(job.run_path, compiling, "compile")
+            output.line(
+                f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"
+            )
+            options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
+        number = slurm.submit(script.read_text(), options)
+    except ConfigError:
+        if arguments.run_dir is None:
+            _forget(job.run_path)
+        raise
+    submission.record(job.run_path, number, "train")
+    RunDirectory(job.run_path).mark_latest()
+    log = job_log(job.run_path, number)
+    output.line(f"job {number}; its log: {log}")
+    if arguments.rehearse_preemption:
+        from shardwise.cli.rehearsal import rehearse
+
+        return rehearse(number, job.run_path)
+    if not arguments.detach:
+        follow(log, number, job.run_path)
+    return 0
+
+
+def _forget(run_path: Path) -> None:
+    """Remove the folder of a run that SLURM refused: nothing else is in it."""
+    for path in (run_path / "recipe.yaml", run_path / "job.sh"):
+        path.unlink(missing_ok=True)
+    for folder in (run_path / "logs", run_path / "ranks", run_path):
+        folder.rmdir()
+
+
+def _by_ssh(where: str) -> int:
+    """Run this command on another machine, in this folder's path there or in that of HOST:DIR."""
+    host, _, folder = where.partition(":")
+    given = sys.argv[sys.argv.index("submit") + 1 :]
+    kept = [one for number, one in enumerate(given) if one != "--ssh" and (number == 0 or given[number - 1] != "--ssh")]
+    kept = [one for one in kept if not one.startswith("--ssh=")]
+    command = submission.ssh_command(host, kept, Path(folder) if folder else Path.cwd())
+    try:
+        return subprocess.run(command, check=False, env=os.environ).returncode
+    except FileNotFoundError:
+        raise ConfigError("ssh must be on the PATH for --ssh") from None

@@ -1,0 +1,59 @@
+"""Supervise a job of SLURM; only the script that `shardwise submit` makes calls this, on the job's first node."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from shardwise.cli import output
+from shardwise.cli.claim import is_finished
+from shardwise.cli.train import with_batch
+from shardwise.cluster import slurm
+from shardwise.cluster.supervisor import Place, Supervisor, usable_nodes
+from shardwise.config import check_layout, load_config
+from shardwise.errors import ConfigError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, required=True)
+    parser.add_argument("--ranks-per-node", metavar="N", type=int, required=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    recipe, overrides, ranks = arguments.recipe, arguments.overrides, arguments.ranks_per_node
+    run_path: Path = arguments.run_dir
+    allocation = slurm.allocation(os.environ)
+    if not run_path.is_dir():
+        raise ConfigError(
+            f"--run-dir ({run_path}) is gone, with all that this job has trained: put it back and submit again with "
+            "that --run-dir, or submit a new run"
+        )
+    config = load_config(recipe, overrides)
+
+    def refusal(world: int) -> str | None:
+        try:
+            check_layout(with_batch(config, world, run_path), world)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    with ExitStack() as held:
+        if is_finished(held, config, run_path, None):
+            return 0
+        nodes = usable_nodes(allocation.nodes, ranks, refusal)
+        if nodes < allocation.nodes:
+            output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
+        launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
+        launcher += ["--nproc", str(ranks), "--run-dir", str(run_path)]
+        Supervisor(config, run_path, Place(allocation, nodes, ranks), launcher, _say).run()
+    return 0
+
+
+def _say(text: str) -> None:
+    for line in text.splitlines():
+        output.progress(f"shardwise: {line}")

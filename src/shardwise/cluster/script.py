@@ -1,0 +1,182 @@
+"""The script of a job, for `sbatch`; each setting stands with its reason."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.cluster.slurm import MARK, gpus_of
+from shardwise.config import Config
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What is submitted.
+
+    Attributes:
+        recipe: a shipped recipe's name, or the path of a file that stays as it is.
+        overrides: `key=value`, beside it.
+        run_path: the run's folder, absolute.
+        directory: where the job runs.
+        nodes: the fewest and the most.
+        gres: what SLURM reserves on each of them.
+    """
+
+    config: Config
+    recipe: str
+    overrides: tuple[str, ...]
+    run_path: Path
+    directory: Path
+    nodes: tuple[int, int]
+    ranks_per_node: int
+    gres: str | None
+
+    @property
+    def node_range(self) -> str:
+        fewest, most = self.nodes
+        return str(most) if fewest == most else f"{fewest}-{most}"
+
+    @property
+    def where(self) -> str:
+        """Nodes and ranks, as the user reads them."""
+        nodes, ranks = ("" if count == 1 else "s" for count in (self.nodes[1], self.ranks_per_node))
+        return f"{self.node_range} node{nodes} × {self.ranks_per_node} rank{ranks}"
+
+
+def job_script(job: JobPlan) -> str:
+    """The script that trains."""
+    launch = job.config.launch
+    supervise = [*_PROGRAM, "supervise", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
+    supervise += ["--ranks-per-node", str(job.ranks_per_node)]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Trains {job.run_path.name} on {job.where}.",
+        "# `shardwise submit` made this file; `sbatch` submits it again, and the run goes on from its last checkpoint.",
+        *_options(job, log=job_log(job.run_path)),
+        f"#SBATCH --nodes={job.node_range}",
+        *([] if launch.exclusive else _shared(job)),
+        "# SLURM queues the job again when a node fails or the job is preempted, and the log goes on.",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"# {launch.warning_seconds} s before the time limit SLURM sends SIGUSR1: the run saves, and is queued again.",
+        f"#SBATCH --signal=B:USR1@{launch.warning_seconds}",
+        *(f"#SBATCH {option}" for option in launch.sbatch),
+        "",
+        "# Network: ranks take the interface of the route to the job's first node. To choose another one:",
+        "#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0",
+        "# NCCL finds InfiniBand by itself, and EFA through the plugin aws-ofi-nccl, which these make it take:",
+        "#   export FI_PROVIDER=efa NCCL_NET=ofi",
+        "# Threads: each rank has its share of the node's processors (OMP_NUM_THREADS), and none is bound to some of",
+        "# them, unless you set this. Devices: a rank takes that of its number on the node (LOCAL_RANK).",
+        "#   export OMP_NUM_THREADS=8",
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(launch.environment.items())),
+        f"exec {shlex.join(supervise)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def compile_script(job: JobPlan) -> str:
+    """The script of the job that compiles all graphs on one node, before the training starts."""
+    fewest, _ = job.nodes
+    world = fewest * job.ranks_per_node
+    command = [*_PROGRAM, "compile", job.recipe, *job.overrides, "--nproc", str(world)]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Compiles the graphs of {job.run_path.name} for {world} ranks; `shardwise submit --precompile` made it.",
+        *_options(job, log=job.run_path / "logs" / "compile-%j.log"),
+        "#SBATCH --nodes=1",
+        *(f"#SBATCH {option}" for option in job.config.launch.sbatch),
+        *(f"export {name}={shlex.quote(value)}" for name, value in sorted(job.config.launch.environment.items())),
+        f"exec {shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def job_log(run_path: Path, job: str = "%j") -> Path:
+    """The log of a job; SLURM puts its number for `%j`."""
+    return run_path / "logs" / f"job-{job}.log"
+
+
+_PROGRAM = (sys.executable, "-P", "-m", "shardwise")
+
+
+def _options(job: JobPlan, log: Path) -> list[str]:
+    launch = job.config.launch
+    options = [
+        ("job-name", job.run_path.name),
+        ("comment", f"{MARK}{job.run_path}"),
+        ("chdir", str(job.directory)),
+        ("output", str(log)),
+        ("partition", launch.partition),
+        ("account", launch.account),
+        ("time", launch.time),
+        ("constraint", launch.constraint),
+        ("gres", job.gres),
+    ]
+    lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in options if value is not None]
+    # SLURM gives a job with whole machines all processors, and of the memory only what it asks for.
+    return [*lines, "#SBATCH --exclusive --mem=0"] if launch.exclusive else lines
+
+
+def _shared(job: JobPlan) -> list[str]:
+    """What a job without whole machines asks for. With it, SLURM gives the fewest nodes of a range."""
+    return [
+        "# One launcher starts all ranks of its node, so a node is one task; it has a processor for each rank.",
+        f"#SBATCH --ntasks-per-node=1 --cpus-per-task={job.ranks_per_node}",
+    ]
+
+
+def _quoted(value: str) -> str:
+    """As sbatch reads its lines: in quotes where there are spaces."""
+    return f'"{value}"' if any(c.isspace() for c in value) else value
+
+
+def job_set(job: JobPlan, image: str) -> str:
+    """A JobSet of Kubernetes (jobset.x-k8s.io/v1alpha2) with one pod a node, which torchrun joins to one job."""
+    import yaml
+
+    launch, name, nodes = job.config.launch, _dns_name(job.run_path.name), job.nodes[1]
+    gpus = job.ranks_per_node if gpus_of(job.gres or "") else 0
+    train = ["train", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
+    torchrun = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={job.ranks_per_node}", "--rdzv-backend=c10d"]
+    torchrun += [f"--rdzv-endpoint={name}-ranks-0-0.{name}:29500", f"--rdzv-id={name}-$(RESTART)", "-m", "shardwise"]
+    attempt = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
+    container: dict[str, Any] = {
+        "name": "ranks",
+        "image": image,
+        "workingDir": str(job.directory),
+        "command": [*torchrun, *train],
+        "env": [
+            {"name": "RESTART", "valueFrom": attempt},
+            *({"name": key, "value": value} for key, value in sorted(launch.environment.items())),
+        ],
+        "volumeMounts": [{"name": "shared", "mountPath": str(job.directory)}],
+    }
+    if gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+    volume = {"name": "shared", "persistentVolumeClaim": {"claimName": "shardwise"}}
+    pod = {"restartPolicy": "Never", "containers": [container], "volumes": [volume]}
+    # Exit code 2 is wrong input, which another start would meet again.
+    policy = {"rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]}
+    work = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0}
+    spec = {**work, "podFailurePolicy": policy, "template": {"spec": pod}}
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": launch.max_restarts},
+            "replicatedJobs": [{"name": "ranks", "replicas": 1, "template": {"spec": spec}}],
+        },
+    }
+    text: str = yaml.safe_dump(manifest, sort_keys=False, width=120)
+    return text
+
+
+def _dns_name(name: str) -> str:
+    """A name as Kubernetes takes it: lower case letters, digits and hyphens, at most 40 of them here."""
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in name.lower())
+    return plain[-40:].strip("-")

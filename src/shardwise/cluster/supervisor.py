@@ -1,0 +1,237 @@
+"""The supervisor of a job: makes attempts on its machines until the training has ended, or cannot.
+
+It runs on the job's first node, where `srun` starts the launchers of all nodes. Where a rank or a launcher dies and the
+machines live, the next attempt begins at once in the same allocation. A time limit is warned of by SIGUSR1: the run
+saves, and SLURM queues the job again. Where a machine is lost, SLURM ends the job and queues it again by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from shardwise.cluster import slurm
+from shardwise.cluster.attempt import Outcome, Watch
+from shardwise.config import Config
+from shardwise.errors import ConfigError, RunError, StoppedError
+from shardwise.files import reason_of
+from shardwise.launch import stopping
+from shardwise.launch.ending import first_step, last_step, newest_checkpoint
+from shardwise.launch.failure import signal_name
+from shardwise.launch.local import LaunchError
+from shardwise.launch.node import BEAT_SECONDS, Attempt
+from shardwise.launch.restarts import Ending, How, decide, history, record
+from shardwise.launch.tasks import address_of
+
+_PAUSE_SECONDS = 1.0
+"""Before the next attempt: what caused the failure may go on for a moment."""
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+_SRUN = ("srun", "--ntasks-per-node=1", "--whole", "--kill-on-bad-exit=0", "--wait=0")
+"""One launcher on each node, with all processors of the allocation there. It is this process that ends them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job runs.
+
+    Attributes:
+        nodes: of the allocation, those that are used.
+        ranks_per_node: on each of them.
+    """
+
+    allocation: slurm.Allocation
+    nodes: int
+    ranks_per_node: int
+
+
+class Supervisor:
+    """Supervises one start of a job by SLURM.
+
+    Args:
+        run_path: the run's folder, which is locked by this process.
+        command: of a node's launcher.
+        say: prints a line for the user.
+    """
+
+    def __init__(
+        self, config: Config, run_path: Path, place: Place, command: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        self._config, self._run_path, self._place, self._command, self._say = config, run_path, place, command, say
+        self._asked: str | None = None
+        self._watch: Watch | None = None
+        self._number = 0
+
+    def run(self) -> None:
+        """Make attempts until the training has ended, or cannot.
+
+        Raises:
+            StoppedError: the run stopped with a checkpoint, or is queued again.
+            LaunchError: the run failed, and is not started again; the text says why.
+        """
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._ask, signal_name(number))
+        address, logs = address_of(self._place.allocation.first), self._run_path / "logs"
+        self._record_lost_start()
+        again = True
+        while again:
+            began = time.time()
+            nodes, ranks, silence = self._place.nodes, self._place.ranks_per_node, self._config.launch.timeout
+            self._watch = Watch(address, nodes, ranks, logs, id=self._id(), silence=silence, heard=self._ask)
+            outcome = await self._watch.run(self._program)
+            for name, text in outcome.logs.items():
+                (logs / f"launcher-{name}.log").write_text(text)
+            ending = self._ending(outcome, began)
+            record(self._run_path, ending)
+            again = self._goes_on(ending, outcome)
+            self._number += 1
+            if again:
+                await asyncio.sleep(_PAUSE_SECONDS)
+            if again and self._asked is not None:  # a signal during the pause
+                self._leave(f"the job was stopped by {self._asked}; {_saved(ending)}", ending)
+
+    def _id(self) -> str:
+        """The name of an attempt: what is left of an earlier one has another."""
+        allocation = self._place.allocation
+        return f"{allocation.job}.{allocation.requeues}.{self._number}"
+
+    def _program(self, attempt: Attempt) -> tuple[list[str], dict[str, str]]:
+        nodes = str(self._place.nodes)
+        # A launcher that was bound to some processors would bind all ranks of its node to them.
+        unbound = [] if slurm.binds_nothing() else ["--cpu-bind=none"]
+        return [*_SRUN, *unbound, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
+
+    def _ask(self, by: str) -> None:
+        """Stop: with a checkpoint where steps are taken, else at once.
+
+        Further requests are ignored: SLURM sends one signal to this process and to all launchers.
+        """
+        if self._asked is not None:
+            return
+        self._asked = by
+        try:
+            stopping.request(self._run_path, by)
+            self._say(f"{by}: {stopping.NOTICE.partition(' (')[0]}")
+        except OSError as error:
+            self._say(f"{by}: the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
+        # Heartbeats are late: the first step may have been taken just now.
+        asyncio.get_running_loop().call_later(2 * BEAT_SECONDS, self._end_unless_training, by)
+
+    def _end_unless_training(self, by: str) -> None:
+        """End an attempt that has nothing to save."""
+        if self._watch is not None and not self._watch.is_training:
+            self._watch.end(f"the job was stopped by {by} before it trained")
+
+    def _ending(self, outcome: Outcome, began: float) -> Ending:
+        failure, how = outcome.failure, self._how(outcome)
+        return Ending(
+            how=how,
+            job=self._place.allocation.job,
+            requeues=self._place.allocation.requeues,
+            nodes=self._place.nodes,
+            began=began,
+            seconds=time.time() - began,
+            until_joined=outcome.until_joined,
+            until_training=outcome.until_training,
+            after_last_step=outcome.after_last_step,
+            first_step=None if outcome.until_training is None else first_step(self._run_path),
+            step=max(outcome.step, last_step(self._run_path)),
+            checkpoint=newest_checkpoint(self._run_path),
+            rank=None if failure is None else failure.rank,
+            text="" if failure is None else failure.text,
+            exit_code=0 if failure is None else failure.exit_code,
+        )
+
+    def _how(self, outcome: Outcome) -> How:
+        if self._asked == signal_name(signal.SIGUSR1):
+            ends, warning = self._place.allocation.ends, self._config.launch.warning_seconds
+            is_near = ends is not None and ends - time.time() < warning + 120  # SLURM's signals may be a minute early
+            return "time limit" if is_near else "preempted"
+        if self._asked is not None:
+            return "ended by SLURM"
+        if outcome.stopped is not None:
+            return "stopped"
+        if outcome.failure is None:
+            return "finished"
+        return "lost node" if outcome.lost else "failed"
+
+    def _goes_on(self, ending: Ending, outcome: Outcome) -> bool:
+        """Whether another attempt is to be made in this allocation. Raises where the job ends without success."""
+        if ending.how == "finished":
+            return False
+        if ending.how == "stopped":
+            raise StoppedError(outcome.stopped or "")
+        if self._asked is not None:
+            told = outcome.stopped or f"the job was stopped by {self._asked}; {_saved(ending)}"
+            self._leave(told, ending)
+        decision = decide(history(self._run_path), self._config.launch.max_restarts)
+        text = f"{ending.text}; {_saved(ending)}"
+        if not decision.again:
+            raise LaunchError(f"{text}\n{decision.why}", ending.exit_code or RunError.exit_code)
+        self._say(f"{text}\n{decision.why}, in the same allocation")
+        return True
+
+    def _leave(self, told: str, ending: Ending) -> NoReturn:
+        """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
+        if ending.how == "time limit" or self._asked == signal_name(signal.SIGUSR1):
+            decision = decide(history(self._run_path), self._config.launch.max_restarts)
+            if not decision.again:
+                raise StoppedError(f"{told}\n{decision.why}")
+            problem = slurm.requeue(self._place.allocation.job)
+            again = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
+            raise StoppedError(f"{told}\n{again} ({decision.why})")
+        raise StoppedError(told)
+
+    def _record_lost_start(self) -> None:
+        """SLURM has started the job again, and the start before left no record: it lost a machine, or was killed."""
+        allocation, endings = self._place.allocation, history(self._run_path)
+        known = [ending.requeues for ending in endings if ending.job == allocation.job]
+        if allocation.requeues == 0 or allocation.requeues - 1 in known:
+            return
+        checkpoint = newest_checkpoint(self._run_path)
+        lost = Ending(
+            how="lost node",
+            job=allocation.job,
+            requeues=allocation.requeues - 1,
+            nodes=self._place.nodes,
+            began=time.time(),
+            seconds=0.0,
+            until_joined=None,
+            until_training=None,
+            first_step=None,
+            after_last_step=0.0,
+            step=checkpoint,
+            checkpoint=checkpoint,
+            text="a machine was lost, or the job was preempted without a warning",
+        )
+        record(self._run_path, lost)
+        self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
+
+
+def _saved(ending: Ending) -> str:
+    if not ending.checkpoint:
+        return "no checkpoint was saved"
+    return f"its newest checkpoint is of step {ending.checkpoint:,}"
+
+
+def usable_nodes(present: int, ranks_per_node: int, refusal: Callable[[int], str | None]) -> int:
+    """The most of the present machines that the layout can fill.
+
+    Args:
+        refusal: why so many ranks cannot train, or None.
+
+    Raises:
+        ConfigError: no number of machines can be filled.
+    """
+    for nodes in range(present, 0, -1):
+        if refusal(nodes * ranks_per_node) is None:
+            return nodes
+    raise ConfigError(refusal(present * ranks_per_node) or "")

@@ -1,0 +1,137 @@
+"""The section `launch`: how the ranks of a run are started on machines, and wait for one another."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from shardwise.config.base import LARGEST, Section, reject
+from shardwise.redaction import is_secret_variable
+
+_TIME = r"\d+-\d+(?::\d\d){0,2}|\d+(?::\d\d){1,2}"
+"""SLURM's forms of a time, but for whole minutes: D-HH:MM:SS, HH:MM:SS, MM:SS."""
+
+
+class LaunchConfig(Section):
+    """How the ranks of a run are started and work together; all keys but `timeout` are for `shardwise submit`."""
+
+    timeout: float = Field(
+        default=600.0,
+        gt=0,
+        description="seconds after which a rank gives up a collective that another rank does not call; the preparation "
+        "of data is not bounded",
+    )
+    nodes: int | str | None = Field(
+        default=None,
+        examples=["2-4"],
+        description="machines of a submitted job, or the fewest and the most of them; null = --nodes must be given",
+    )
+    ranks_per_node: int | None = Field(
+        default=None,
+        gt=0,
+        description="ranks on each machine; null = one for each GPU of launch.gres, or of the partition's machines; "
+        "where there are none, one copy of the model over all machines",
+    )
+    max_restarts: int = Field(
+        default=100,
+        ge=0,
+        description="how often a submitted job starts again after a crash or a time limit while its newest checkpoint "
+        "stays the same; preemptions and lost machines are not counted",
+    )
+    partition: str | None = Field(default=None, description="SLURM's partition; null = the cluster's default")
+    account: str | None = Field(default=None, description="SLURM's account; null = the user's default")
+    time: str | None = Field(
+        default=None,
+        examples=["24:00:00", "2-00:00:00"],
+        description="SLURM's time limit of each start of the job; null = that of the partition",
+    )
+    constraint: str | None = Field(default=None, description="features that the machines must have")
+    gres: str | None = Field(
+        default=None, examples=["gpu:8", "gpu:h100:8"], description="what SLURM reserves on each machine"
+    )
+    exclusive: bool = Field(default=True, description="give the job whole machines")
+    warning_seconds: int = Field(
+        default=300,
+        ge=1,
+        le=65535,
+        description="seconds before the time limit at which the job saves a checkpoint and is queued again; it must be "
+        "enough for one step and one checkpoint",
+    )
+    sbatch: tuple[str, ...] = Field(
+        default=(), examples=[["--qos=high", "--mail-type=END"]], description="further options of sbatch"
+    )
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        examples=[{"NCCL_DEBUG": "WARN"}],
+        description="environment variables of the job, which its script shows; it also inherits those of your shell, "
+        "where secrets belong",
+    )
+
+    @field_validator("partition", "account", "constraint", "gres", mode="after")
+    @classmethod
+    def _is_one_word(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """These become one line of a script each."""
+        if value is not None and (not value or any(not c.isprintable() or c.isspace() for c in value)):
+            reject([f"launch.{info.field_name} ({value!r}) must be one word; null leaves it unset"])
+        return value
+
+    @field_validator("nodes", mode="before")
+    @classmethod
+    def _nodes_is_a_number_or_a_range(cls, value: object) -> object:
+        """Refuse every other value with one message; pydantic would give two."""
+        if value is not None and _range(value) is None:
+            shown = repr(value) if isinstance(value, str) else str(value).lower()
+            reject([f"launch.nodes ({shown}) must be a number of machines, such as 4, or the fewest and the most, 2-4"])
+        return value
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _time_is_a_duration(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return f"{value // 60:02d}:{value % 60:02d}:00"  # a bare number is minutes to SLURM
+        if value is not None and not (isinstance(value, str) and re.fullmatch(_TIME, value)):
+            reject([f"launch.time ({value!r}) must be minutes, HH:MM:SS or D-HH:MM:SS, such as 24:00:00"])
+        return value
+
+    @field_validator("sbatch", mode="before")
+    @classmethod
+    def _sbatch_is_a_list_of_options(cls, value: object) -> object:
+        if not isinstance(value, list | tuple) or not all(_is_option(one) for one in value):
+            reject([f"launch.sbatch ({value!r}) must be a list of options of sbatch, such as [--qos=high]"])
+            return ()
+        return tuple(value)
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _environment_is_a_mapping_of_names(cls, value: object) -> object:
+        """YAML reads `1` as a number."""
+        if not isinstance(value, dict):
+            return value
+        wrong = [name for name, text in value.items() if not re.fullmatch(r"[A-Za-z_]\w*", name) or not _is_plain(text)]
+        reject([f"launch.environment.{name} must be a variable's name with a text or a number" for name in wrong])
+        secret = [name for name in value if is_secret_variable(name)]
+        where = "must be set in your shell, which the job inherits: the script and config.yaml show what is here"
+        reject([f"launch.environment.{name} {where}" for name in secret])
+        return {name: str(text) for name, text in value.items()}
+
+    @property
+    def node_range(self) -> tuple[int, int] | None:
+        """The fewest and the most machines; None where the recipe names none."""
+        return None if self.nodes is None else _range(self.nodes)
+
+
+def _range(value: object) -> tuple[int, int] | None:
+    found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", str(value)) if type(value) in (int, str) else None
+    if found is None:
+        return None
+    fewest, most = int(found[1]), int(found[2] or found[1])
+    return (fewest, most) if 1 <= fewest <= most <= LARGEST else None
+
+
+def _is_option(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("-") and value.isprintable()
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).isprintable()

@@ -1,0 +1,176 @@
+"""Heartbeats: what each rank does, written once a second, so that the missing rank of a job that hangs can be named.
+
+A thread of each rank replaces a small file in a folder of its node, which the node's launcher reads. It tells step and
+phase of the run, and of each group of ranks how many collectives this rank has called. Of the ranks of a group those
+with the smaller number are awaited by the others. No stack is dumped: that can deadlock with a rank that waits in a
+native library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import listing
+from shardwise.launch.environment import HEARTBEATS, joined
+
+SECONDS = 1.0
+_SILENT_SECONDS = 5.0
+"""After so long without a heartbeat a process is stopped, or gone."""
+_SHOWN = 4
+"""Ranks that a text describes one by one."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What one rank did when its heartbeat was read.
+
+    Attributes:
+        host: the name of its node.
+        device: that it computes on.
+        stage: of the pipeline, which it has.
+        age: seconds since the heartbeat.
+        step: steps done.
+        doing: step and phase, as the user reads them.
+        since: seconds for which it has done this.
+        called: by group, the collectives that it has called and the kind of the last one.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    device: str
+    stage: int
+    age: float
+    step: int
+    doing: str
+    since: float
+    called: Mapping[str, tuple[int, str]]
+
+    @property
+    def is_silent(self) -> bool:
+        return self.age > _SILENT_SECONDS
+
+
+def start(describe: Callable[[], Mapping[str, Any]]) -> None:
+    """Have a thread of this rank write heartbeats, if its launcher reads them. `describe`: `Beat`'s facts of now."""
+    folder, place = os.environ.get(HEARTBEATS), joined()
+    if folder is None or place is None:
+        return
+    path = Path(folder) / f"rank-{place.rank:04d}"
+    fixed = {"rank": place.rank, "pid": os.getpid(), "host": platform.node()}
+
+    def beat() -> None:
+        doing, began = None, time.monotonic()
+        temporary = path.with_suffix(".new")
+        with contextlib.suppress(FileNotFoundError):  # the launcher has ended, and its folder with it
+            while True:
+                facts = dict(describe())
+                if facts["doing"] != doing:
+                    doing, began = facts["doing"], time.monotonic()
+                temporary.write_text(json.dumps({**fixed, **facts, "since": time.monotonic() - began}))
+                temporary.replace(path)
+                time.sleep(SECONDS)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+
+
+def read(folder: Path, host: str | None = None) -> list[Beat]:
+    """The last heartbeats of the ranks of a node. `host`: the node's name, where it is another than the host's."""
+    found = []
+    for path in sorted(folder.glob("rank-????")):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            age = max(0.0, time.time() - path.stat().st_mtime)
+            beat = from_plain({**json.loads(path.read_text()), "age": age})
+            found.append(beat if host is None else replace(beat, host=host))
+    return found
+
+
+def plain(beat: Beat) -> dict[str, Any]:
+    return asdict(beat)
+
+
+def from_plain(facts: Mapping[str, Any]) -> Beat:
+    called = {name: (int(count), str(kind)) for name, (count, kind) in facts["called"].items()}
+    return Beat(**{**facts, "called": called})
+
+
+def missing(beats: Iterable[Beat], lost: Mapping[str, Iterable[int]] | None = None) -> str | None:
+    """Which ranks the others waited for, where the heartbeats tell; None where they do not.
+
+    Args:
+        lost: by node, the ranks of nodes that no longer answer.
+    """
+    beats = sorted(beats, key=lambda beat: beat.rank)
+    gone = {rank for ranks in (lost or {}).values() for rank in ranks}
+    answering = [beat for beat in beats if beat.rank not in gone]
+    texts = [f"node {name} ({_ranks(ranks)}) does not answer" for name, ranks in (lost or {}).items()]
+    silent = [beat for beat in answering if beat.is_silent]
+    texts += [f"{_who(beat)} does not answer since {beat.age:.0f} s: it last was in {beat.doing}" for beat in silent]
+    awaited = {} if texts else _awaited(answering)
+    for beat in answering:
+        if beat.rank in awaited:
+            texts.append(
+                f"{_who(beat)} is in {beat.doing} since {beat.since:.0f} s, and has not called {awaited[beat.rank]}"
+            )
+    if not texts:
+        return None
+    named = {beat.rank for beat in silent} | set(awaited) | gone
+    waiting = [beat for beat in beats if beat.rank not in named]
+    shown = "; ".join(texts[:_SHOWN]) + (f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else "")
+    return shown + (f"; {_waited(waiting)}" if waiting else "")
+
+
+def _awaited(beats: Iterable[Beat]) -> dict[int, str]:
+    """The ranks that have called fewer collectives of a group than its other ranks, each with the one that it lacks."""
+    groups: dict[str, dict[int, tuple[int, str]]] = {}
+    for beat in beats:
+        for name, called in beat.called.items():
+            groups.setdefault(name, {})[beat.rank] = called
+    behind: dict[int, str] = {}
+    for name, calls in groups.items():
+        most, kind = max(calls.values())
+        for rank, (count, _) in calls.items():
+            if count < most:
+                axis = name.partition("@")[0]
+                behind.setdefault(
+                    rank, f"{kind} {count + 1:,} of its {axis} group, which {_ranks(_at(calls, most))} called"
+                )
+    # A rank that waits in one group is late in the next one. The cause waits for nobody.
+    waits = {rank for calls in groups.values() for rank in calls if calls[rank][0] > min(calls.values())[0]}
+    return {rank: text for rank, text in behind.items() if rank not in waits}
+
+
+def _at(calls: Mapping[int, tuple[int, str]], count: int) -> list[int]:
+    return [rank for rank, (number, _) in calls.items() if number == count]
+
+
+def _who(beat: Beat) -> str:
+    return f"rank {beat.rank} (node {beat.host}, {beat.device}, pipeline stage {beat.stage}, process {beat.pid})"
+
+
+def _waited(beats: list[Beat]) -> str:
+    doing: dict[str, list[int]] = {}
+    for beat in beats:
+        doing.setdefault(beat.doing, []).append(beat.rank)
+    return "; ".join(f"{_ranks(ranks)} waited in {what}" for what, ranks in doing.items())
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    shown = ["-".join(map(str, dict.fromkeys(run))) for run in runs]
+    return f"rank{'' if len(runs) == 1 and len(set(runs[0])) == 1 else 's'} {listing(shown, most=8)}"

@@ -1,0 +1,124 @@
+"""Whether a job that ended is started again: the history of its attempts, and the rule.
+
+A preempted job, and one that lost a node, continues without bound. A crash or a time limit counts against
+`launch.max_restarts`; a newer checkpoint clears the count. What cannot get better is not tried again: wrong input, a
+loss that is not finite, and the same root failure twice at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardwise.errors import ConfigError
+from shardwise.runlog import JsonLines
+
+How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
+_NOT_FINITE = "must be finite"
+"""What the trainer says of a loss or gradient (`Trainer._stop_non_finite`)."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one attempt at a job ended.
+
+    Attributes:
+        how: "stopped" by the user; "preempted" with a warning; "ended by SLURM" without one, or cancelled; "lost node"
+            has taken ranks with it.
+        job: SLURM's number.
+        requeues: how often SLURM had started the job again.
+        nodes: their number.
+        began: seconds since the epoch.
+        seconds: of the whole attempt.
+        until_joined: seconds until the launchers of all nodes were there; None where they never were.
+        until_training: seconds until the first step began; None where none did.
+        after_last_step: seconds from the last step, as heartbeats tell of it, to the end.
+        first_step: steps that were done when the attempt began to train; None where it did not.
+        step: steps done at the end.
+        checkpoint: the step of the newest checkpoint on the disk, 0 without one.
+        rank: the one at fault, where one was.
+        text: the failure, as the user reads it.
+        exit_code: that the failure has by itself.
+    """
+
+    how: How
+    job: str
+    requeues: int
+    nodes: int
+    began: float
+    seconds: float
+    until_joined: float | None
+    until_training: float | None
+    after_last_step: float
+    first_step: int | None
+    step: int
+    checkpoint: int
+    rank: int | None = None
+    text: str = ""
+    exit_code: int = 0
+
+    @property
+    def root(self) -> tuple[int, int | None, str]:
+        """What two failures that are the same have in common. Numbers of processes and seconds differ."""
+        return self.step, self.rank, re.sub(r"\d+", "N", self.text.partition("\n")[0].partition("; its log")[0])
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether the job is started again, and why, as the user reads it."""
+
+    again: bool
+    why: str
+
+
+def decide(endings: Sequence[Ending], max_restarts: int) -> Decision:
+    """What follows from the last of the endings of a job; they are in the order of time."""
+    last = endings[-1]
+    if last.how in ("finished", "stopped"):
+        return Decision(again=False, why="")
+    if last.how in ("preempted", "ended by SLURM", "lost node"):
+        return Decision(again=True, why="preemptions and lost nodes are not counted")
+    if last.exit_code == ConfigError.exit_code:
+        return Decision(again=False, why="the job is not started again: its input must be corrected first")
+    if last.how == "failed" and _NOT_FINITE in last.text:
+        return Decision(again=False, why="the job is not started again: it would meet the same loss")
+    former = [ending for ending in endings[:-1] if ending.how == "failed"]
+    if last.how == "failed" and former and former[-1].root == last.root:
+        again = f"the job is not started again: the same failure came twice at step {last.step:,}"
+        return Decision(again=False, why=again)
+    counted = 0
+    for ending in reversed(endings):
+        if ending.checkpoint < last.checkpoint:
+            break
+        counted += ending.how in ("failed", "time limit")
+    if counted > max_restarts:
+        since = f"since the checkpoint of step {last.checkpoint:,}" if last.checkpoint else "without a checkpoint"
+        bound = f"launch.max_restarts ({max_restarts})"
+        return Decision(again=False, why=f"the job is not started again: {counted} restarts {since} exceed {bound}")
+    return Decision(again=True, why=f"restart {counted} of {max_restarts} (launch.max_restarts)")
+
+
+def history_file(run_path: Path) -> Path:
+    """Where the endings of a run's jobs are."""
+    return run_path / "restarts.jsonl"
+
+
+def history(run_path: Path) -> list[Ending]:
+    """The endings that are recorded; a line that a crash cut short is left out."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in history_file(run_path).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                found.append(Ending(**json.loads(line)))
+    return found
+
+
+def record(run_path: Path, ending: Ending) -> None:
+    """Add an ending to the history of a run."""
+    with JsonLines(history_file(run_path)) as file:
+        file.write(asdict(ending))

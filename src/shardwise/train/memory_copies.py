@@ -1,0 +1,348 @@
+"""Copies of a training's state in the memory of its nodes, from which ranks that start again continue at once.
+
+Every few steps each rank writes its part of the state to a file in its node's memory (`/dev/shm`), and sends it to the
+rank of the same number on the next node, which keeps it too. When a rank or a node is lost, the ranks take the newest
+step of which all parts are there, own or sent; the disk is read only where nobody has them (Gemini, SOSP 2023, keeps
+checkpoints in the memory of neighbours in the same way). The files hold what a rank updates, so they fit only the same
+layout and configuration; anything else continues from a checkpoint on the disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from shardwise import __version__, comm, units
+from shardwise.checkpoint.restore import held_pieces
+from shardwise.checkpoint_format.manifest import Manifest
+from shardwise.config import Config
+from shardwise.files import reason_of
+from shardwise.launch.environment import NODE
+from shardwise.mesh import Group, Mesh
+from shardwise.optim import ZeroRedundancyOptimizer
+from shardwise.optim.buckets import Bucket
+from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_tensors
+
+MEMORY = Path("/dev/shm")
+_KEPT = 2
+"""Steps that are kept: while a rank writes a step, others may still write the one before."""
+_STALE_SECONDS = 3600.0
+_HEADER_BYTES = 8
+_DIGEST_BYTES = 16
+_FREE_SECTIONS = ("launch", "log", "checkpoint", "compile")
+"""What of the configuration may change without that a copy no longer fits."""
+
+
+@dataclass
+class Nodes:
+    """Where ranks are: `per_node` neighbours share a node.
+
+    Attributes:
+        name: of this rank's node.
+        count: of the nodes.
+    """
+
+    name: str
+    per_node: int
+    count: int
+
+    @staticmethod
+    def of_job(world: int) -> Nodes:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        return Nodes(os.environ.get("SLURMD_NODENAME") or os.uname().nodename, per_node, max(1, world // per_node))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was restored.
+
+    Attributes:
+        manifest: of the state, without files and tensors.
+        folder: of this node, that it was read from.
+        received: ranks whose part came from another node.
+    """
+
+    manifest: Manifest
+    folder: Path
+    received: int
+
+
+class MemoryCopies:
+    """Writes and reads the copies of one run; every rank of the mesh makes the same calls.
+
+    Attributes:
+        problem: why no copies are kept, or None.
+        count, seconds: copies that were made, and for how long training waited for them.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        described: Mapping[str, Any],
+        model: nn.Module,
+        optimizer: ZeroRedundancyOptimizer,
+        config: Config,
+        mesh: Mesh,
+        memory: Path = MEMORY,
+    ) -> None:
+        """Args:
+        run: the run's id.
+        described: `Manifest`'s fields on layout and data.
+        memory: a folder in memory.
+        """
+        self.problem: str | None = None
+        self.count, self.seconds = 0, 0.0
+        self._described, self._every = described, steps_between(config)
+        self._model, self._optimizer, self._config, self._mesh = model, optimizer, config, mesh
+        self._nodes = Nodes.of_job(mesh.world.size)
+        self._group: Group = mesh.host_group("memory copies")
+        self._folder = memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}"
+        self._remove_stale(memory)
+        self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * (2 if self._nodes.count > 1 else 1)
+        self.problem = self._agreed(self._lack_of_memory(memory))
+
+    @property
+    def summary(self) -> str:
+        """What the user reads at the start."""
+        if self.problem is not None:
+            return f"copies in memory: none: {self.problem}"
+        return f"copies in memory: every {self._every:,} steps, {units.size(self.node_bytes)} of each node"
+
+    def copy(self, step: int, described: Mapping[str, Any]) -> None:
+        """Keep the state after a step; training waits. `described`: `Manifest`'s fields on the training's progress."""
+        if self.problem is not None:
+            return
+        began, problem = time.perf_counter(), None
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._forget_before(step)
+            self._write(step, described)
+        except OSError as error:
+            problem = f"{self._folder}: {reason_of(error)}"
+        self.problem = self._agreed(problem)
+        if self.problem is None and self._nodes.count > 1:
+            self._send_to_next_node(step)
+        self.count += 1
+        self.seconds += time.perf_counter() - began
+
+    def restore(self, not_before: int) -> Loaded | None:
+        """Set the state to that of the newest step from `not_before` on of which all parts are there; None without one.
+
+        Parts that are damaged, or of another layout or configuration, count as missing.
+        """
+        mine = (self._nodes.name, [] if self.problem is not None else self._valid())
+        everywhere = comm.all_gather_objects(mine, self._group)
+        node_of, nodes = [name for name, _ in everywhere], dict[str, set[tuple[int, int]]]()
+        for name, parts in everywhere:
+            nodes.setdefault(name, set()).update(parts)
+        step = newest_complete(nodes, self._mesh.world.size)
+        if step is None or step < not_before:
+            return None
+        received = self._fetch(node_of, nodes, step)
+        header, content = self._opened(self._mesh.world.rank, step)
+        if self._agreed(None if header["shapes"] == self._shapes() else "other buckets") is not None:
+            return None
+        self._read(header, content)
+        finish_restoring(self._optimizer)
+        progress = {**header["described"], "losses": tuple(header["described"]["losses"])}
+        optimizer = {"states": header["states"], "steps": header["steps"]}
+        unknown: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
+        facts = {**unknown, "optimizer": optimizer}
+        return Loaded(Manifest(step=step, **self._described, **progress, **facts), self._folder, received)
+
+    def remove(self) -> None:
+        """Forget the copies of this node: the run has ended, and the disk has its state."""
+        if self._leads_node:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _leads_node(self) -> bool:
+        return self._mesh.world.rank % self._nodes.per_node == 0
+
+    def _agreed(self, problem: str | None) -> str | None:
+        """The first problem that any rank has, on every rank."""
+        if self._mesh.world.size == 1:
+            return problem
+        return next((one for one in comm.all_gather_objects(problem, self._group) if one is not None), None)
+
+    def _lack_of_memory(self, memory: Path) -> str | None:
+        if not memory.is_dir():
+            return f"there is no {memory}"
+        share = self._config.checkpoint.memory_share
+        bound = int(share * psutil.virtual_memory().total)
+        if self.node_bytes > bound:
+            return (
+                f"they take {units.size(self.node_bytes)} of a node, and at most {units.size(bound)} are allowed "
+                f"(checkpoint.memory_share={share:g})"
+            )
+        free = shutil.disk_usage(memory).free
+        return (
+            None if self.node_bytes < free else f"{memory} has {units.size(free)}, {units.size(self.node_bytes)} needed"
+        )
+
+    def _state(self) -> Iterator[tuple[str, Bucket | None, Tensor]]:
+        """What this rank keeps: by bucket its masters and the wrapped optimizer's states, then frozen parameters."""
+        flats = state_tensors(self._optimizer)
+        for bucket in self._optimizer.buckets:
+            yield MASTER, bucket, bucket.master.detach()
+            for name, by_bucket in flats.items():
+                if name != MASTER and bucket in by_bucket:
+                    yield name, bucket, by_bucket[bucket]
+        for parameter, piece, target in held_pieces(self._model):
+            if not parameter.requires_grad:
+                yield piece.name, None, target
+
+    def _state_bytes(self) -> int:
+        """Of this rank's part: masters and, as AdamW and LAMB have them, two states, which the first step makes."""
+        masters = sum(bucket.master.nbytes for bucket in self._optimizer.buckets)
+        frozen = sum(t.nbytes for p, _, t in held_pieces(self._model) if not p.requires_grad)
+        return 3 * masters + frozen
+
+    def _fits(self) -> str:
+        """A digest of what a copy must share with this run: its configuration, but for what may change, and ranks."""
+        sections = self._config.model_dump(mode="json").items()
+        config = {name: section for name, section in sections if name not in _FREE_SECTIONS}
+        facts = [config, __version__, self._mesh.world.size]
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+
+    def _shapes(self) -> list[list[Any]]:
+        return [[len(bucket.master), str(bucket.master.dtype)] for bucket in self._optimizer.buckets]
+
+    def _path(self, rank: int, step: int) -> Path:
+        return self._folder / f"rank-{rank:04d}-step-{step:08d}"
+
+    def _write(self, step: int, described: Mapping[str, Any]) -> None:
+        state = list(self._state())
+        states = list(dict.fromkeys(name for name, bucket, _ in state if bucket is not None and name != MASTER))
+        header = {"fits": self._fits(), "shapes": self._shapes(), "states": states, "steps": self._optimizer.steps}
+        text = json.dumps({**header, "described": dict(described)}).encode()
+        path, digest = self._path(self._mesh.world.rank, step), xxhash.xxh3_128()
+        parts: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
+        with path.with_suffix(".new").open("wb") as file:
+            for part in itertools.chain(parts, (_raw(tensor) for *_, tensor in state)):
+                digest.update(part)
+                file.write(part)
+            file.write(digest.digest())
+        path.with_suffix(".new").replace(path)
+
+    def _forget_before(self, step: int) -> None:
+        """Remove the steps that no rank needs once `step` is written, of this rank's part and of the one it is sent."""
+        for rank in self._ranks_kept():
+            steps = sorted(int(path.name[-8:]) for path in self._folder.glob(f"rank-{rank:04d}-step-????????"))
+            for old in [old for old in steps if old != step][: -_KEPT + 1]:
+                self._path(rank, old).unlink(missing_ok=True)
+
+    def _ranks_kept(self) -> set[int]:
+        """This rank, and the one of the node before that sends its part."""
+        own = self._mesh.world.rank
+        return {own, (own - self._nodes.per_node) % self._mesh.world.size}
+
+    def _send_to_next_node(self, step: int) -> None:
+        """Send this rank's part to the next node, and keep the part of the node before."""
+        rank, size, near = self._mesh.world.rank, self._mesh.world.size, self._nodes.per_node
+        sent = _bytes_of(self._path(rank, step))
+        pending = [comm.send(part, self._group, (rank + near) % size) for part in (_length(sent), sent)]
+        self._receive(step, (rank - near) % size, (rank - near) % size)
+        for one in pending:
+            one.wait()
+
+    def _receive(self, step: int, rank: int, source: int) -> None:
+        """Write the part of `rank`, which `source` sends."""
+        length = int(comm.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
+        part = comm.receive(torch.empty(length, dtype=torch.uint8), self._group, source)
+        temporary = self._path(rank, step).with_suffix(".new")
+        temporary.write_bytes(_raw(part))
+        temporary.replace(self._path(rank, step))
+
+    def _valid(self) -> list[tuple[int, int]]:
+        """The whole parts that this rank keeps, as (rank, step)."""
+        found = []
+        for rank in self._ranks_kept():
+            for path in self._folder.glob(f"rank-{rank:04d}-step-????????"):
+                step = int(path.name[-8:])
+                whole = _raw(_bytes_of(path))
+                if xxhash.xxh3_128(whole[:-_DIGEST_BYTES]).digest() != bytes(whole[-_DIGEST_BYTES:]):
+                    continue
+                if self._opened(rank, step)[0]["fits"] == self._fits():
+                    found.append((rank, step))
+        return found
+
+    def _fetch(self, node_of: Sequence[str], nodes: Mapping[str, Container[tuple[int, int]]], step: int) -> int:
+        """Bring to each node the parts of its ranks that it lacks; returns their number. `node_of`: by rank."""
+        received = 0
+        for rank, name in enumerate(node_of):
+            if (rank, step) in nodes[name]:
+                continue
+            holder = next(other for other, its in enumerate(node_of) if (rank, step) in nodes[its])
+            received += 1
+            if self._mesh.world.rank == holder:
+                part = _bytes_of(self._path(rank, step))
+                for piece in (_length(part), part):
+                    comm.send(piece, self._group, rank).wait()
+            elif self._mesh.world.rank == rank:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                self._receive(step, rank, holder)
+        return received
+
+    def _opened(self, rank: int, step: int) -> tuple[dict[str, Any], Tensor]:
+        """The header of a part, and the bytes of its tensors."""
+        content = _bytes_of(self._path(rank, step))
+        end = _HEADER_BYTES + int.from_bytes(_raw(content[:_HEADER_BYTES]), "little")
+        return json.loads(bytes(_raw(content[_HEADER_BYTES:end]))), content[end:]
+
+    def _read(self, header: Mapping[str, Any], content: Tensor) -> None:
+        """Fill this rank's state from its part."""
+        begin_restoring(self._optimizer, header["states"], header["steps"])
+        start = 0
+        for _, _, tensor in self._state():
+            values = content[start : start + tensor.nbytes].clone()  # a dtype needs an address that is a multiple
+            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+            start += tensor.nbytes
+
+    def _remove_stale(self, memory: Path) -> None:
+        """Remove what a killed rank has half written, and what runs of this user left that ended long ago."""
+        for half in self._folder.glob("*.new") if self._leads_node else ():
+            half.unlink(missing_ok=True)
+        for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._nodes.name}") if self._leads_node else ():
+            if folder != self._folder and time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def steps_between(config: Config) -> int:
+    """Steps between copies, as the configuration says; 0: none. By default they are those of a job's checkpoints."""
+    every = config.checkpoint.memory_every
+    return config.checkpoint.every if every is None and NODE in os.environ else every or 0
+
+
+def newest_complete(nodes: Mapping[str, Iterable[tuple[int, int]]], world: int) -> int | None:
+    """The newest step of which the parts of all ranks are on some node; `nodes`: of each, (rank, step)."""
+    present = {part for parts in nodes.values() for part in parts}
+    steps = sorted({step for _, step in present}, reverse=True)
+    return next((step for step in steps if all((rank, step) in present for rank in range(world))), None)
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, on the host."""
+    plain: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(plain)
+
+
+def _bytes_of(path: Path) -> Tensor:
+    """The content of a file in memory, `[bytes]`; it is not copied."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def _length(part: Tensor) -> Tensor:
+    return torch.tensor([part.numel()])

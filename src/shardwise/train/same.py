@@ -1,0 +1,41 @@
+"""Whether all ranks of a job have the same software and configuration, which several machines may not have."""
+
+from __future__ import annotations
+
+import platform
+
+from shardwise import comm
+from shardwise.checkpoint_format.diff import by_dotted_key
+from shardwise.config import Config
+from shardwise.errors import ConfigError, listing
+from shardwise.mesh import Mesh
+from shardwise.train.opening import versions
+
+_SHOWN = 5
+"""Differences, and ranks of each, that are told."""
+
+
+def require_same(config: Config, mesh: Mesh) -> None:
+    """Compare versions and the configuration of all ranks with rank 0's. Collective.
+
+    Raises:
+        ConfigError: on every rank, with what differs and on which ranks.
+    """
+    software = {"Python": platform.python_version()} | {name: versions()[name] for name in ("torch", "shardwise")}
+    own = software | by_dotted_key(config.model_dump(mode="json"))
+    first = comm.broadcast_object(own, mesh.world)
+    other = [(name, first.get(name), own.get(name)) for name in {**first, **own} if first.get(name) != own.get(name)]
+    if not comm.any_rank(bool(other), mesh.world):
+        return
+    everywhere = comm.all_gather_objects(other, mesh.world)
+    ranks: dict[str, list[int]] = {}
+    for rank, differences in enumerate(everywhere):
+        for name, there, here in differences:
+            ranks.setdefault(f"{name} must be the same on all ranks: {there} on rank 0, and {here}", []).append(rank)
+    told = [f"{text} on {_named(of)}" for text, of in ranks.items()]
+    more = [f"{len(told) - _SHOWN} more differ"] if len(told) > _SHOWN else []
+    raise ConfigError([*told[:_SHOWN], *more])
+
+
+def _named(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listing(ranks, most=_SHOWN)}"

@@ -1,0 +1,122 @@
+"""Copies of the state in the memory of two nodes of two ranks, which are folders of one disk here."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import comm
+from shardwise.config import Config
+from shardwise.train.memory_copies import MemoryCopies, newest_complete
+from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
+from tests.dist.test_checkpoint import config_of, differences
+
+RUN = "3f2a"
+DESCRIBED = {"layout": {"ranks": 4}, "data": {"fingerprint": "f"}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP 2, ZeRO off": {"tensor": 2, "zero": 0},
+    "PP 2, mixed": {"parallel": {"pipeline": 2}, "mode": "mixed"},
+}
+
+
+@dataclass
+class Seen:
+    """Of rank 0: losses of the steps, the state at the copy, what was restored, and why no copies are kept."""
+
+    losses: list[float]
+    state: State
+    step: int | None
+    received: int
+    problem: str | None
+
+
+def train(config: Config, memory: Path, before: int, after: int, damage: str | None = None) -> Seen:
+    """Restore if there is something, train `before` steps with a copy after each one, damage, and train on."""
+    trainer = make_trainer(config)
+    world = trainer.mesh.world
+    os.environ.update(LOCAL_WORLD_SIZE="2", SLURMD_NODENAME=f"n{world.rank // 2}")
+    copies = MemoryCopies(RUN, DESCRIBED, trainer.model, trainer.optimizer, config, trainer.mesh, memory)
+    loaded = copies.restore(0)
+    if loaded is not None:
+        trainer.progress.step, trainer.progress.position = loaded.manifest.step, loaded.manifest.position
+    losses = []
+    for _ in range(before):
+        losses.append(trainer.step().loss)
+        place = {"samples": trainer.progress.samples, "position": trainer.progress.position, "tokens": 0}
+        copies.copy(trainer.progress.step, {**PLACE, **place, "losses": losses})
+    state = canonical_state(trainer)
+    losses += [trainer.step().loss for _ in range(after)]
+    comm.barrier(world)
+    if damage is not None and world.rank == 0:
+        for path in memory.glob(damage):
+            path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    step, received = (None, 0) if loaded is None else (loaded.manifest.step, loaded.received)
+    return Seen(losses, state, step, received, copies.problem)
+
+
+def folder(memory: Path, node: int) -> Path:
+    return memory / f"shardwise-{os.getuid()}-{RUN}-n{node}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_run_goes_on_from_memory_to_the_bit(layout: str, tmp_path: Path, ranks: Any) -> None:
+    config = config_of(**LAYOUTS[layout])
+    first = ranks(4).run(train, config, tmp_path, 3, 2)[0]
+    assert first.step is None
+    assert len(list(folder(tmp_path, 0).iterdir())) == 8, "two steps of two ranks, and of two of the other node"
+    again = ranks(4).run(train, config, tmp_path, 0, 2)[0]
+    assert (again.step, again.received) == (3, 0)
+    assert again.losses == first.losses[3:], "bit by bit"
+    assert not differences(again.state, first.state)
+
+
+def test_a_lost_node_gets_its_parts_from_the_other_one(tmp_path: Path, ranks: Any) -> None:
+    config = config_of(tensor=2)
+    first = ranks(4).run(train, config, tmp_path, 3, 2)[0]
+    for path in folder(tmp_path, 1).iterdir():
+        path.unlink()
+    again = ranks(4).run(train, config, tmp_path, 0, 2)[0]
+    assert (again.step, again.received, again.losses) == (3, 2, first.losses[3:])
+    for part in ("rank-0002-step-00000003", "rank-0003-step-00000003"):
+        assert (folder(tmp_path, 1) / part).exists()
+    for node in range(2):
+        for path in folder(tmp_path, node).iterdir():
+            path.unlink()
+    assert ranks(4).run(train, config, tmp_path, 0, 0)[0].step is None, "nobody has it"
+
+
+def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
+    config = config_of()
+    ranks(4).run(train, config, tmp_path, 3, 0, "*/rank-0001-step-00000003")
+    again = ranks(4).run(train, config, tmp_path, 0, 0)[0]
+    assert (again.step, again.received) == (2, 0), "the step before is whole"
+
+
+def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_path: Path, ranks: Any) -> None:
+    config = config_of()
+    ranks(4).run(train, config, tmp_path, 2, 0)
+    other = replace_section(config, "optimizer", lr=2e-3)
+    assert ranks(4).run(train, other, tmp_path, 0, 0)[0].step is None
+    assert ranks(2).run(train, config, tmp_path, 0, 0)[0].step is None
+    assert ranks(4).run(train, config, tmp_path, 0, 0)[0].step == 2
+
+
+def test_copies_that_take_too_much_memory_are_not_made(tmp_path: Path, ranks: Any) -> None:
+    config = replace_section(config_of(), "checkpoint", memory_share=1e-9)
+    seen = ranks(4).run(train, config, tmp_path, 1, 0)[0]
+    assert seen.problem is not None
+    assert seen.problem.endswith("are allowed (checkpoint.memory_share=1e-09)"), seen.problem
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_newest_step_with_all_parts_is_taken() -> None:
+    a, b = {(0, 4), (1, 4), (0, 5)}, {(2, 4), (3, 4), (2, 5), (3, 5)}
+    assert newest_complete({"a": a, "b": b}, 4) == 4
+    assert newest_complete({"a": a, "b": b | {(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
+    assert newest_complete({"a": a}, 4) is None
+
+
+def replace_section(config: Config, section: str, **keys: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})

@@ -1,0 +1,61 @@
+"""Ranks of several machines may have other software or another configuration: they refuse to train together."""
+
+from typing import Any
+from unittest import mock
+
+from shardwise.checkpoint.agreement import agree
+from shardwise.config import load_config
+from shardwise.errors import ConfigError
+from shardwise.mesh import Group, Mesh
+from shardwise.train import same
+
+
+def compared(overrides: dict[int, list[str]], torches: dict[int, str]) -> list[str]:
+    rank = Group.world().rank
+    config = load_config("llama2-tiny", overrides.get(rank, []))
+    found = {**same.versions(), **({"torch": torches[rank]} if rank in torches else {})}
+    with mock.patch.object(same, "versions", return_value=found):
+        try:
+            same.require_same(config, Mesh())
+        except ConfigError as error:
+            return error.problems
+    return []
+
+
+def test_ranks_that_are_alike_train(ranks: Any) -> None:
+    assert ranks(2).run(compared, {}, {}) == [[], []]
+
+
+def test_what_differs_is_told_on_every_rank_with_the_ranks(ranks: Any) -> None:
+    found = ranks(4).run(compared, {3: ["train.seed=7"]}, {2: "9.9", 3: "9.9"})
+    (torch_, seed) = found[0]
+    assert torch_.startswith("torch must be the same on all ranks: 2.")
+    assert torch_.endswith(" on rank 0, and 9.9 on ranks 2 and 3")
+    assert seed == "train.seed must be the same on all ranks: 1234 on rank 0, and 7 on rank 3"
+    assert all(of_rank == found[0] for of_rank in found)
+
+
+def test_many_differences_are_counted(ranks: Any) -> None:
+    found = ranks(2).run(
+        compared,
+        {
+            1: [f"optimizer.{key}=0.5" for key in ("lr", "min_lr", "eps")]
+            + ["train.seed=3", "train.steps=999", "checkpoint.keep=7", "log.every=7"]
+        },
+        {},
+    )
+    assert len(found[0]) == 6
+    assert found[0][-1] == "2 more differ"
+
+
+def agreed(problems: dict[int, list[str]]) -> list[str]:
+    world = Mesh().world
+    try:
+        agree(problems.get(world.rank, []), world)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_problem_of_one_rank_is_raised_on_all(ranks: Any) -> None:
+    assert ranks(2).run(agreed, {1: ["the disk is full"]}) == [["the disk is full"]] * 2

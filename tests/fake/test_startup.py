@@ -1,0 +1,96 @@
+"""What one rank sends and receives where all is well: as much among 4,096 ranks as among 16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shardwise.checkpoint.agreement import agree
+from shardwise.checkpoint.restore import read_manifest
+from shardwise.config import Config, load_config
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.storage.root import Root
+from shardwise.train.opening import raised_on_every_rank, while_others_wait
+from shardwise.train.same import require_same
+from tests.stored import small_tensors, write_checkpoint
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
+    """Each collective that this rank calls: its kind, and the bytes of all tensors that it is given."""
+    noted: list[tuple[str, int]] = []
+
+    def note(module: Any, kind: str) -> None:
+        real: Callable[..., Any] = getattr(module, kind)
+
+        def noting(*tensors: Any, **options: Any) -> Any:
+            flat = [each for given in tensors for each in (given if isinstance(given, list) else [given])]
+            noted.append((kind, sum(each.nbytes for each in flat if isinstance(each, torch.Tensor))))
+            return real(*tensors, **options)
+
+        monkeypatch.setattr(module, kind, noting)
+
+    note(dist, "all_reduce")
+    for kind in ("broadcast", "all_gather"):  # as torch's own functions that send objects call them
+        note(distributed_c10d, kind)
+    yield noted
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def start(config: Config, world: int, checkpoint: Root) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world)
+    mesh = Mesh(tensor=8, device="cpu")
+    require_same(config, mesh)
+    assert while_others_wait(lambda: "prepared", mesh.world) == "prepared"
+    with raised_on_every_rank(mesh.world):
+        agree([], mesh.world)
+    assert read_manifest(checkpoint, mesh.world).step == 100
+
+
+def test_messages_of_a_healthy_start_do_not_grow_with_the_ranks(
+    messages: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # How often a rank asks the others while they prepare data depends on how long that takes: not at all here.
+    monkeypatch.setattr("shardwise.train.opening.ThreadPoolExecutor", _AtOnce)
+    config, checkpoint = load_config("gpt-neox-tiny"), write_checkpoint(tmp_path, 100, small_tensors(), ranks=3)
+    told = []
+    for world in (16, 4096):
+        messages.clear()
+        start(config, world, checkpoint)
+        told.append(list(messages))
+    assert told[0] == told[1]
+    assert {kind for kind, _ in told[0]} == {"all_reduce", "broadcast"}
+
+
+class _AtOnce:
+    """Does work when it is given, in the thread that gives it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, work: Callable[[], Any]) -> Any:
+        done: Future[Any] = Future()
+        done.set_result(work())
+        return done
+
+    def shutdown(self, *, wait: bool) -> None:
+        pass
+
+
+def test_what_a_rank_has_to_tell_is_sent_to_all(messages: list[tuple[str, int]]) -> None:
+    dist.init_process_group("fake", rank=0, world_size=16)
+    mesh = Mesh(device="cpu")
+    with pytest.raises(ConfigError, match="the disk is full"):
+        agree(["the disk is full"], mesh.world)
+    assert [kind for kind, _ in messages] == ["all_reduce", "all_gather", "all_gather"]

@@ -1,0 +1,80 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.launch.restarts import Ending, decide, history, history_file, record
+
+CRASH = Ending(
+    how="failed",
+    job="7",
+    requeues=0,
+    nodes=2,
+    began=100.0,
+    seconds=60.0,
+    until_joined=1.0,
+    until_training=10.0,
+    after_last_step=2.0,
+    first_step=0,
+    step=5,
+    checkpoint=0,
+    rank=3,
+    text="rank 3 was killed by SIGKILL (often: out of memory); its log: /a/b.log; rank 1 lost the connection",
+    exit_code=1,
+)
+
+
+def crash(step: int, checkpoint: int = 0, text: str = CRASH.text, rank: int = 3) -> Ending:
+    return replace(CRASH, step=step, checkpoint=checkpoint, text=text, rank=rank)
+
+
+def test_a_crash_is_counted_until_a_newer_checkpoint() -> None:
+    assert decide([crash(5)], 2).why == "restart 1 of 2 (launch.max_restarts)"
+    assert decide([crash(5), crash(6)], 2).again
+    refused = decide([crash(5), crash(6), crash(7)], 2)
+    assert not refused.again
+    assert refused.why.endswith("3 restarts without a checkpoint exceed launch.max_restarts (2)")
+    assert decide([crash(5), crash(6), crash(17, checkpoint=10)], 2).why.startswith("restart 1 of 2")
+    assert not decide([crash(5)], 0).again
+
+
+def test_preemptions_and_lost_nodes_are_not_counted() -> None:
+    for how in ("preempted", "ended by SLURM", "lost node"):
+        assert decide([replace(CRASH, how=how)] * 50, 0).again, how
+    assert not decide([replace(CRASH, how="time limit")] * 2, 1).again, "a time limit is counted"
+
+
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        (replace(CRASH, exit_code=2, text="data.path (x) must be there"), "its input must be corrected first"),
+        (
+            crash(5, text="step 6: the loss (nan) and the gradient norm (1) must be finite"),
+            "the same loss",
+        ),
+        (replace(CRASH, how="finished"), ""),
+        (replace(CRASH, how="stopped"), ""),
+    ],
+)
+def test_what_another_start_would_meet_again_is_not_started(ending: Ending, why: str) -> None:
+    decision = decide([ending], 100)
+    assert not decision.again
+    assert why in decision.why
+
+
+def test_the_same_failure_twice_at_the_same_step_ends_the_job() -> None:
+    other_process = CRASH.text.replace("b.log", "c.log").replace("rank 1", "rank 0")
+    assert not decide([crash(5), crash(5, text=other_process)], 100).again
+    for other in (crash(6), crash(5, rank=2), crash(5, text="rank 3 failed: RuntimeError: no such kernel")):
+        assert decide([crash(5), other], 100).again, other
+    between = replace(CRASH, how="preempted", text="", rank=None)
+    assert not decide([crash(5), between, crash(5)], 100).again, "a preemption between the two does not matter"
+
+
+def test_the_history_outlives_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    assert history(tmp_path) == []
+    record(tmp_path, crash(5))
+    with history_file(tmp_path).open("a") as file:
+        file.write('{"how": "fai\n')
+    record(tmp_path, crash(6))
+    assert history(tmp_path) == [crash(5), crash(6)]
