@@ -1,6 +1,7 @@
 """Copies of the state in the memory of two nodes of two ranks, which are folders of one disk here."""
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 
 from shardwise import comm
 from shardwise.config import Config
-from shardwise.train.memory_copies import MemoryCopies, newest_complete
+from shardwise.files import lock, open_lock
+from shardwise.train.memory_copies import MemoryCopies, is_undone, newest_complete
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 
@@ -32,12 +34,14 @@ class Seen:
     problem: str | None
 
 
-def train(config: Config, memory: Path, before: int, after: int, damage: str | None = None) -> Seen:
+def train(
+    config: Config, memory: Path, before: int, after: int, damage: str | None = None, began: tuple[int, ...] = ()
+) -> Seen:
     """Restore if there is something, train `before` steps with a copy after each one, damage, and train on."""
     trainer = make_trainer(config)
     world = trainer.mesh.world
     os.environ.update(LOCAL_WORLD_SIZE="2", SLURMD_NODENAME=f"n{world.rank // 2}")
-    copies = MemoryCopies(RUN, DESCRIBED, trainer.model, trainer.optimizer, config, trainer.mesh, memory)
+    copies = MemoryCopies(RUN, DESCRIBED, trainer.model, trainer.optimizer, config, trainer.mesh, memory, began)
     loaded = copies.restore(0)
     if loaded is not None:
         trainer.progress.step, trainer.progress.position = loaded.manifest.step, loaded.manifest.position
@@ -65,7 +69,7 @@ def test_the_run_goes_on_from_memory_to_the_bit(layout: str, tmp_path: Path, ran
     config = config_of(**LAYOUTS[layout])
     first = ranks(4).run(train, config, tmp_path, 3, 2)[0]
     assert first.step is None
-    assert len(list(folder(tmp_path, 0).iterdir())) == 8, "two steps of two ranks, and of two of the other node"
+    assert len(list(folder(tmp_path, 0).iterdir())) == 9, "two steps of two ranks and of two others, the lock"
     again = ranks(4).run(train, config, tmp_path, 0, 2)[0]
     assert (again.step, again.received) == (3, 0)
     assert again.losses == first.losses[3:], "bit by bit"
@@ -75,7 +79,7 @@ def test_the_run_goes_on_from_memory_to_the_bit(layout: str, tmp_path: Path, ran
 def test_a_lost_node_gets_its_parts_from_the_other_one(tmp_path: Path, ranks: Any) -> None:
     config = config_of(tensor=2)
     first = ranks(4).run(train, config, tmp_path, 3, 2)[0]
-    for path in folder(tmp_path, 1).iterdir():
+    for path in folder(tmp_path, 1).glob("rank-*"):
         path.unlink()
     again = ranks(4).run(train, config, tmp_path, 0, 2)[0]
     assert (again.step, again.received, again.losses) == (3, 2, first.losses[3:])
@@ -94,13 +98,47 @@ def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
     assert (again.step, again.received) == (2, 0), "the step before is whole"
 
 
+def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: Any) -> None:
+    """A run has copies of steps 2 and 3, goes back to step 1, does one step again, and starts once more."""
+    config = config_of()
+    ranks(4).run(train, config, tmp_path, 3, 0)
+    assert ranks(4).run(train, config, tmp_path, 0, 0, None, (0, 3))[0].step == 3, "it continued from its last step"
+    assert ranks(4).run(train, config, tmp_path, 0, 0, None, (0, 1))[0].step is None
+    ranks(4).run(train, config, tmp_path, 1, 0, None, (0, 1))
+    left = {path.name[-8:] for path in folder(tmp_path, 0).glob("rank-*")}
+    assert left == {"00000001"}, "the first copy after a run went back removes those of undone steps"
+
+
+def test_a_step_is_undone_by_a_later_start_before_it() -> None:
+    assert not is_undone(35, 0, (0,))
+    assert not is_undone(35, 0, (0, 35))
+    assert is_undone(35, 0, (0, 10))
+    assert is_undone(35, 0, (0, 10, 40))
+    assert not is_undone(14, 1, (0, 10, 14))
+
+
 def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     ranks(4).run(train, config, tmp_path, 2, 0)
-    other = replace_section(config, "optimizer", lr=2e-3)
+    other = replace_section(config, "optimizer", bucket_mib=0.001)
     assert ranks(4).run(train, other, tmp_path, 0, 0)[0].step is None
     assert ranks(2).run(train, config, tmp_path, 0, 0)[0].step is None
-    assert ranks(4).run(train, config, tmp_path, 0, 0)[0].step == 2
+    longer = replace_section(replace_section(config, "optimizer", lr=2e-3), "train", stop_after=50)
+    assert ranks(4).run(train, longer, tmp_path, 0, 0)[0].step == 2, "as from a checkpoint on the disk"
+
+
+def test_only_what_no_run_uses_is_removed_after_an_hour(tmp_path: Path, ranks: Any) -> None:
+    config = config_of()
+    names = {name: tmp_path / f"shardwise-{os.getuid()}-{name}-n0" for name in ("used", "left", "new")}
+    for path in names.values():
+        path.mkdir()
+    for name in ("used", "left"):
+        os.utime(names[name], times=(time.time() - 4000,) * 2)
+    with open_lock(names["used"] / "in-use") as file:
+        assert lock(file, wait=False, shared=True)
+        os.utime(names["used"], times=(time.time() - 4000,) * 2)
+        ranks(2).run(train, config, tmp_path, 0, 0)
+    assert [name for name, path in names.items() if path.exists()] == ["used", "new"]
 
 
 def test_copies_that_take_too_much_memory_are_not_made(tmp_path: Path, ranks: Any) -> None:

@@ -19,6 +19,8 @@ from shardwise.launch.environment import ERROR_FILE, Rank
 from shardwise.redaction import redacted
 
 _TURN_SECONDS = 2.0
+_INPUT_TURNS = 5
+"""Turns that a rank waits with wrong input, which all ranks usually have: on a busy machine rank 0 may come late."""
 
 # An error of another rank never ends a process by one of these: such a death is the cause, whoever reported first.
 _OWN_DEATHS: dict[int, str] = {
@@ -75,7 +77,8 @@ def show_failure(failure: Failure, place: Rank | None) -> None:
             # The launcher ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks
             # have; then the first rank of a node, for an error of that node; then the others.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(failure.exit_code))
-            time.sleep(_TURN_SECONDS * (2 if place.local_rank else 1))
+            turns = _INPUT_TURNS if failure.exit_code == ConfigError.exit_code else 1
+            time.sleep(_TURN_SECONDS * turns * (2 if place.local_rank else 1))
             text = f"rank {place.rank}: {text.removeprefix(f'rank {place.rank} ')}"
             stdio.tell_past_log(f"shardwise: {redacted(text)}\n")
     complain(text)

@@ -14,7 +14,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,27 +61,36 @@ class Beat:
         return self.age > _SILENT_SECONDS
 
 
-def start(describe: Callable[[], Mapping[str, Any]]) -> None:
-    """Have a thread of this rank write heartbeats, if its launcher reads them. `describe`: `Beat`'s facts of now."""
+@contextmanager
+def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+    """Inside, a thread writes this rank's heartbeats, if its launcher reads them. `describe`: `Beat`'s facts of now."""
     folder, place = os.environ.get(HEARTBEATS), joined()
     if folder is None or place is None:
+        yield
         return
     path = Path(folder) / f"rank-{place.rank:04d}"
     fixed = {"rank": place.rank, "pid": os.getpid(), "host": platform.node()}
+    ended = threading.Event()
 
     def beat() -> None:
         doing, began = None, time.monotonic()
         temporary = path.with_suffix(".new")
         with contextlib.suppress(FileNotFoundError):  # the launcher has ended, and its folder with it
-            while True:
+            while not ended.is_set():
                 facts = dict(describe())
                 if facts["doing"] != doing:
                     doing, began = facts["doing"], time.monotonic()
                 temporary.write_text(json.dumps({**fixed, **facts, "since": time.monotonic() - began}))
                 temporary.replace(path)
-                time.sleep(SECONDS)
+                ended.wait(SECONDS)
 
-    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def read(folder: Path, host: str | None = None) -> list[Beat]:

@@ -1,8 +1,8 @@
 """Whether a job that ended is started again: the history of its attempts, and the rule.
 
 A preempted job, and one that lost a node, continues without bound. A crash or a time limit counts against
-`launch.max_restarts`; a newer checkpoint clears the count. What cannot get better is not tried again: wrong input, a
-loss that is not finite, and the same root failure twice at the same step.
+`launch.max_restarts`; a newer state that is kept, on the disk or in memory, clears the count. What cannot get better is
+not tried again: wrong input, a loss that is not finite, and the same root failure twice at the same step.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Ending:
     exit_code: int = 0
 
     @property
+    def kept(self) -> int:
+        """The newest step whose state is known to be kept: on the disk, or where this attempt continued from."""
+        return max(self.checkpoint, self.first_step or 0)
+
+    @property
     def root(self) -> tuple[int, int | None, str]:
         """What two failures that are the same have in common. Numbers of processes and seconds differ."""
         return self.step, self.rank, re.sub(r"\d+", "N", self.text.partition("\n")[0].partition("; its log")[0])
@@ -93,11 +98,11 @@ def decide(endings: Sequence[Ending], max_restarts: int) -> Decision:
         return Decision(again=False, why=again)
     counted = 0
     for ending in reversed(endings):
-        if ending.checkpoint < last.checkpoint:
+        if ending.kept < last.kept:
             break
         counted += ending.how in ("failed", "time limit")
     if counted > max_restarts:
-        since = f"since the checkpoint of step {last.checkpoint:,}" if last.checkpoint else "without a checkpoint"
+        since = f"since the state of step {last.kept:,} was kept" if last.kept else "without a checkpoint"
         bound = f"launch.max_restarts ({max_restarts})"
         return Decision(again=False, why=f"the job is not started again: {counted} restarts {since} exceed {bound}")
     return Decision(again=True, why=f"restart {counted} of {max_restarts} (launch.max_restarts)")

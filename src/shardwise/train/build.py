@@ -168,7 +168,8 @@ def build_memory_copies(run: Run, trainer: Trainer) -> MemoryCopies | None:
     """The copies of the state in memory; None where none are wanted. Collective over the mesh."""
     if not steps_between(run.config):
         return None
-    return MemoryCopies(run.folder.id, _described(run), trainer.model, trainer.optimizer, run.config, run.mesh)
+    model, optimizer, began = trainer.model, trainer.optimizer, run.folder.began
+    return MemoryCopies(run.folder.id, _described(run), model, optimizer, run.config, run.mesh, began=began)
 
 
 def _described(run: Run) -> dict[str, Any]:

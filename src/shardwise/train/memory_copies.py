@@ -9,6 +9,7 @@ layout and configuration; anything else continues from a checkpoint on the disk.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import torch
@@ -28,7 +29,7 @@ from shardwise import __version__, comm, units
 from shardwise.checkpoint.restore import held_pieces
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
-from shardwise.files import reason_of
+from shardwise.files import lock, open_lock, reason_of
 from shardwise.launch.environment import NODE
 from shardwise.mesh import Group, Mesh
 from shardwise.optim import ZeroRedundancyOptimizer
@@ -41,8 +42,10 @@ _KEPT = 2
 _STALE_SECONDS = 3600.0
 _HEADER_BYTES = 8
 _DIGEST_BYTES = 16
-_FREE_SECTIONS = ("launch", "log", "checkpoint", "compile")
-"""What of the configuration may change without that a copy no longer fits."""
+_LAYOUT_KEYS = ("name", "zero", "bucket_mib")
+"""Of `optimizer`: what decides which values are in a part, and in which order."""
+_IN_USE = "in-use"
+"""A file that the ranks of a run keep locked while they may write beside it."""
 
 
 @dataclass
@@ -96,19 +99,22 @@ class MemoryCopies:
         config: Config,
         mesh: Mesh,
         memory: Path = MEMORY,
+        began: Sequence[int] = (),
     ) -> None:
         """Args:
         run: the run's id.
         described: `Manifest`'s fields on layout and data.
+        began: steps that were done when each earlier start of the run began to train.
         memory: a folder in memory.
         """
         self.problem: str | None = None
         self.count, self.seconds = 0, 0.0
         self._described, self._every = described, steps_between(config)
         self._model, self._optimizer, self._config, self._mesh = model, optimizer, config, mesh
-        self._nodes = Nodes.of_job(mesh.world.size)
+        self._nodes, self._began = Nodes.of_job(mesh.world.size), tuple(began)
         self._group: Group = mesh.host_group("memory copies")
         self._folder = memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}"
+        self._in_use: BinaryIO | None = None
         self._remove_stale(memory)
         self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * (2 if self._nodes.count > 1 else 1)
         self.problem = self._agreed(self._lack_of_memory(memory))
@@ -126,8 +132,8 @@ class MemoryCopies:
             return
         began, problem = time.perf_counter(), None
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            self._forget_before(step)
+            self._use_folder()
+            self._forget_but_last_before(step)
             self._write(step, described)
         except OSError as error:
             problem = f"{self._folder}: {reason_of(error)}"
@@ -140,7 +146,7 @@ class MemoryCopies:
     def restore(self, not_before: int) -> Loaded | None:
         """Set the state to that of the newest step from `not_before` on of which all parts are there; None without one.
 
-        Parts that are damaged, or of another layout or configuration, count as missing.
+        Parts that are damaged, of another layout or configuration, or of steps that were undone, count as missing.
         """
         mine = (self._nodes.name, [] if self.problem is not None else self._valid())
         everywhere = comm.all_gather_objects(mine, self._group)
@@ -187,7 +193,8 @@ class MemoryCopies:
                 f"they take {units.size(self.node_bytes)} of a node, and at most {units.size(bound)} are allowed "
                 f"(checkpoint.memory_share={share:g})"
             )
-        free = shutil.disk_usage(memory).free
+        held = sum(path.stat().st_size for path in self._folder.glob("rank-*"))  # which new copies replace
+        free = shutil.disk_usage(memory).free + held
         return (
             None if self.node_bytes < free else f"{memory} has {units.size(free)}, {units.size(self.node_bytes)} needed"
         )
@@ -200,25 +207,30 @@ class MemoryCopies:
             for name, by_bucket in flats.items():
                 if name != MASTER and bucket in by_bucket:
                     yield name, bucket, by_bucket[bucket]
-        for parameter, piece, target in held_pieces(self._model):
-            if not parameter.requires_grad:
-                yield piece.name, None, target
+        for piece, target in self._frozen():
+            yield piece.name, None, target
 
     def _state_bytes(self) -> int:
         """Of this rank's part: masters and, as AdamW and LAMB have them, two states, which the first step makes."""
         masters = sum(bucket.master.nbytes for bucket in self._optimizer.buckets)
-        frozen = sum(t.nbytes for p, _, t in held_pieces(self._model) if not p.requires_grad)
-        return 3 * masters + frozen
+        return 3 * masters + sum(target.nbytes for _, target in self._frozen())
 
     def _fits(self) -> str:
-        """A digest of what a copy must share with this run: its configuration, but for what may change, and ranks."""
-        sections = self._config.model_dump(mode="json").items()
-        config = {name: section for name, section in sections if name not in _FREE_SECTIONS}
-        facts = [config, __version__, self._mesh.world.size]
-        return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+        """A digest of what a copy must share with this run: what decides which values a rank has, and their order."""
+        config = self._config.model_dump(mode="json")
+        optimizer = {key: config["optimizer"][key] for key in _LAYOUT_KEYS}
+        facts = [config["model"], config["parallel"], config["precision"], optimizer]
+        text = json.dumps([*facts, __version__, self._mesh.world.size], sort_keys=True)
+        return xxhash.xxh3_128_hexdigest(text.encode())
 
     def _shapes(self) -> list[list[Any]]:
-        return [[len(bucket.master), str(bucket.master.dtype)] for bucket in self._optimizer.buckets]
+        """Of each bucket, then of each frozen parameter: its name, values and dtype."""
+        buckets = [["", len(bucket.master), str(bucket.master.dtype)] for bucket in self._optimizer.buckets]
+        return buckets + [[piece.name, target.numel(), str(target.dtype)] for piece, target in self._frozen()]
+
+    def _frozen(self) -> list[tuple[Any, Tensor]]:
+        held = held_pieces(self._model)
+        return [(piece, target) for parameter, piece, target in held if not parameter.requires_grad]
 
     def _path(self, rank: int, step: int) -> Path:
         return self._folder / f"rank-{rank:04d}-step-{step:08d}"
@@ -227,7 +239,7 @@ class MemoryCopies:
         state = list(self._state())
         states = list(dict.fromkeys(name for name, bucket, _ in state if bucket is not None and name != MASTER))
         header = {"fits": self._fits(), "shapes": self._shapes(), "states": states, "steps": self._optimizer.steps}
-        text = json.dumps({**header, "described": dict(described)}).encode()
+        text = json.dumps({**header, "start": len(self._began), "described": dict(described)}).encode()
         path, digest = self._path(self._mesh.world.rank, step), xxhash.xxh3_128()
         parts: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
         with path.with_suffix(".new").open("wb") as file:
@@ -237,11 +249,22 @@ class MemoryCopies:
             file.write(digest.digest())
         path.with_suffix(".new").replace(path)
 
-    def _forget_before(self, step: int) -> None:
-        """Remove the steps that no rank needs once `step` is written, of this rank's part and of the one it is sent."""
+    def _use_folder(self) -> None:
+        """Make the folder, and let other runs know that it is in use, until this process ends."""
+        if self._in_use is None:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            self._in_use = open_lock(self._folder / _IN_USE)
+            lock(self._in_use, wait=False, shared=True)
+
+    def _forget_but_last_before(self, step: int) -> None:
+        """Remove what no rank needs once `step` is written, of this rank's part and of the one that it is sent.
+
+        While this rank writes, another may still write the step before, which stays. Later steps were undone.
+        """
         for rank in self._ranks_kept():
             steps = sorted(int(path.name[-8:]) for path in self._folder.glob(f"rank-{rank:04d}-step-????????"))
-            for old in [old for old in steps if old != step][: -_KEPT + 1]:
+            earlier = [old for old in steps if old < step]
+            for old in {*steps} - {*earlier[1 - _KEPT :]}:
                 self._path(rank, old).unlink(missing_ok=True)
 
     def _ranks_kept(self) -> set[int]:
@@ -275,7 +298,8 @@ class MemoryCopies:
                 whole = _raw(_bytes_of(path))
                 if xxhash.xxh3_128(whole[:-_DIGEST_BYTES]).digest() != bytes(whole[-_DIGEST_BYTES:]):
                     continue
-                if self._opened(rank, step)[0]["fits"] == self._fits():
+                header = self._opened(rank, step)[0]
+                if header["fits"] == self._fits() and not is_undone(step, header["start"], self._began):
                     found.append((rank, step))
         return found
 
@@ -292,7 +316,7 @@ class MemoryCopies:
                 for piece in (_length(part), part):
                     comm.send(piece, self._group, rank).wait()
             elif self._mesh.world.rank == rank:
-                self._folder.mkdir(mode=0o700, exist_ok=True)
+                self._use_folder()
                 self._receive(step, rank, holder)
         return received
 
@@ -313,17 +337,36 @@ class MemoryCopies:
 
     def _remove_stale(self, memory: Path) -> None:
         """Remove what a killed rank has half written, and what runs of this user left that ended long ago."""
-        for half in self._folder.glob("*.new") if self._leads_node else ():
+        if not self._leads_node:
+            return
+        for half in self._folder.glob("*.new"):
             half.unlink(missing_ok=True)
-        for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._nodes.name}") if self._leads_node else ():
-            if folder != self._folder and time.time() - folder.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
+        for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._nodes.name}"):
+            with contextlib.suppress(OSError):  # removed meanwhile by another run
+                old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
+                if old and folder != self._folder and not _is_in_use(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def steps_between(config: Config) -> int:
     """Steps between copies, as the configuration says; 0: none. By default they are those of a job's checkpoints."""
     every = config.checkpoint.memory_every
     return config.checkpoint.every if every is None and NODE in os.environ else every or 0
+
+
+def is_undone(step: int, start: int, began: Sequence[int]) -> bool:
+    """Whether a later start of the run began before `step`, which an earlier one had done.
+
+    Args:
+        start: number of the start, from 0, that did the step.
+        began: by start, the steps that were done when it began to train.
+    """
+    return any(steps < step for steps in began[start + 1 :])
+
+
+def _is_in_use(folder: Path) -> bool:
+    with open_lock(folder / _IN_USE) as file:
+        return not lock(file, wait=False)
 
 
 def newest_complete(nodes: Mapping[str, Iterable[tuple[int, int]]], world: int) -> int | None:

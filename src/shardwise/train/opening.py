@@ -41,6 +41,7 @@ class Folder:
         changes: of the configuration since the earlier run of this folder.
         notes: on files of the earlier run that were rebuilt.
         batch: which global batch is kept of the earlier run, and why; None where the configuration's is used.
+        began: steps that were done when each earlier start of the run began to train.
     """
 
     directory: RunDirectory
@@ -49,6 +50,7 @@ class Folder:
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     batch: str | None = None
+    began: tuple[int, ...] = ()
 
     def require_room(self, config: Config, needed: int | None) -> None:
         """Raise ConfigError where checkpoints go to this folder and its disk lacks the `needed` bytes of one."""
@@ -97,8 +99,9 @@ def while_others_wait(work: Callable[[], _R], group: Group) -> _R:
     doing, seconds = thread.submit(work), 0.01
     thread.shutdown(wait=False)  # after this work; a user who interrupts the run does not wait for it
     while True:
-        failed = doing.done() and doing.exception() is not None
-        someone_works, someone_failed = comm.reduce_numbers((not doing.done(), failed), group)
+        done = doing.done()  # asked once: the work may end between two questions
+        failed = done and doing.exception() is not None
+        someone_works, someone_failed = comm.reduce_numbers((not done, failed), group)
         if not someone_works or someone_failed:
             return doing.result()
         wait([doing], timeout=seconds)
@@ -162,7 +165,8 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     changes = () if earlier is None else tuple(resume_changes(earlier.config, resolved))
     notes = () if earlier is None else earlier.notes
     batch = None if earlier is None else kept_batch_note(earlier.config, config)
-    folder = Folder(directory, run, checkpoints, changes, notes, batch)
+    began = tuple(event.get("steps_before", 0) for event in directory.events("start"))
+    folder = Folder(directory, run, checkpoints, changes, notes, batch, began)
     folder.require_room(config, cost.checkpoint_bytes(config, mesh.device.type != "cpu"))
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))

@@ -113,6 +113,7 @@ class Reporter:
             **self._facts(),
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
+            steps_before=steps_before,
             loaded=loaded,
         )
         assert self.parameters is not None

@@ -48,8 +48,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> None:
     config = _with_one_batch(config, mesh)
     require_same(config, mesh)
     layout, progress = check_layout(config, mesh.world.size), Progress(phase="preparation of the data")
-    heartbeat.start(lambda: _doing(mesh, progress))
-    with _explained(config, layout, mesh, progress):
+    with heartbeat.beating(lambda: _doing(mesh, progress)), _explained(config, layout, mesh, progress):
         shortage = require_accelerator(config, layout, mesh.world.rank, mesh.device)
         here = open_run(config, layout, mesh, progress, run_path, recipe)
         # Inside of the reporter too, so that it records the same sentence that the user reads.

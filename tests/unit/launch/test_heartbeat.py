@@ -1,3 +1,4 @@
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,15 +51,18 @@ def test_where_nobody_is_behind_nothing_is_said() -> None:
 
 
 def test_a_thread_writes_what_the_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
     facts = {"step": 3, "doing": DOING, "device": "cpu", "stage": 1, "called": {"tp@0": (5, "all_reduce")}}
-    heartbeat.start(lambda: facts)
+    with heartbeat.beating(lambda: facts):
+        assert threading.active_count() == before, "nobody reads its heartbeats"
     for name, value in {HEARTBEATS: str(tmp_path), "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
-    heartbeat.start(lambda: facts)
-    assert processes.wait_for(lambda: len(heartbeat.read(tmp_path)) == 1, 10)
-    facts["doing"] = "checkpoint of step 4"
-    assert processes.wait_for(lambda: heartbeat.read(tmp_path, "n7")[0].doing == "checkpoint of step 4", 10)
+    with heartbeat.beating(lambda: facts):
+        assert processes.wait_for(lambda: len(heartbeat.read(tmp_path)) == 1, 10)
+        facts["doing"] = "checkpoint of step 4"
+        assert processes.wait_for(lambda: heartbeat.read(tmp_path, "n7")[0].doing == "checkpoint of step 4", 10)
+    assert threading.active_count() == before, "the thread ends with the run"
     (found,) = heartbeat.read(tmp_path, "n7")
     assert (found.rank, found.host, found.stage, found.called) == (2, "n7", 1, {"tp@0": (5, "all_reduce")})
     assert not found.is_silent

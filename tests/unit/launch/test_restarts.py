@@ -38,6 +38,13 @@ def test_a_crash_is_counted_until_a_newer_checkpoint() -> None:
     assert not decide([crash(5)], 0).again
 
 
+def test_a_state_kept_in_memory_clears_the_count_as_well() -> None:
+    continued = [replace(crash(step), first_step=step - 2) for step in (5, 7, 9)]
+    assert decide(continued, 1).why == "restart 1 of 1 (launch.max_restarts)"
+    again = decide([replace(ending, first_step=3) for ending in continued], 1)
+    assert again.why.endswith("3 restarts since the state of step 3 was kept exceed launch.max_restarts (1)")
+
+
 def test_preemptions_and_lost_nodes_are_not_counted() -> None:
     for how in ("preempted", "ended by SLURM", "lost node"):
         assert decide([replace(CRASH, how=how)] * 50, 0).again, how
