@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ def train(folder: Path, run: str, every: int, steps: int = STEPS) -> subprocess.
     keys = (*KEYS, f"parallel.tensor={RANKS}", f"checkpoint.memory_every={every}", f"train.steps={steps}")
     command = [sys.executable, "-m", "shardwise", "train", RECIPE, *keys, "--nproc", str(RANKS), "--run-dir", run]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def events(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -36,10 +37,14 @@ def events(path: Path, kind: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if f'"event": "{kind}"' in line]
 
 
-def step_seconds(folder: Path, run: str, every: int) -> float:
-    """The median of a whole training."""
-    assert train(folder, run, every).wait() == 0
-    return median([event["step_seconds"] for event in events(folder / run / "metrics.jsonl", "step")[WARM_UP:]])
+def step_seconds(folder: Path, run: str, every: int) -> tuple[float, float]:
+    """Of a whole training: the median step, without copies, and what training waited for each copy."""
+    job = train(folder, run, every)
+    output, _ = job.communicate()
+    assert job.returncode == 0, output
+    waited = re.search(rb"training waited ([\d.]+) ms", output)
+    steps = [event["step_seconds"] for event in events(folder / run / "metrics.jsonl", "step")[WARM_UP:]]
+    return median(steps), float(waited[1]) / 1e3 if waited else 0.0
 
 
 def recovery(folder: Path, run: str, *, keep: bool) -> tuple[float, float, int]:
@@ -49,7 +54,7 @@ def recovery(folder: Path, run: str, *, keep: bool) -> tuple[float, float, int]:
     while len(events(metrics, "step")) < 15:
         time.sleep(0.05)
     job.send_signal(signal.SIGKILL)
-    job.wait()
+    job.communicate()
     time.sleep(1)  # its ranks end with it
     if not keep:
         identity = json.loads((folder / run / "run.json").read_text())["id"]
@@ -62,14 +67,14 @@ def recovery(folder: Path, run: str, *, keep: bool) -> tuple[float, float, int]:
         time.sleep(0.02)
     seconds = time.perf_counter() - start
     job.send_signal(signal.SIGINT)
-    job.wait()
+    job.communicate()
     (resumed,) = events(metrics, "resume")
     steps = [event["step"] for event in events(metrics, "step")]
     return resumed["load_seconds"], seconds, steps[done - 1] - resumed["step"]
 
 
 def run(rounds: int) -> Report:
-    seconds: dict[int, list[float]] = {0: [], 1: []}
+    seconds: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
     recovered: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -78,10 +83,12 @@ def run(rounds: int) -> Report:
                 found.append(step_seconds(folder, f"every-{every}-{turn}", every))
             for keep, found_ in recovered.items():
                 found_.append(recovery(folder, f"killed-{keep}-{turn}", keep=keep))
-    ratio = median([b / a for a, b in zip(seconds[0], seconds[1], strict=True)])
+    step, alone = (median([one[0] for one in seconds[every]]) for every in (1, 0))
+    copy = median([one[1] for one in seconds[1]])
+    ratio = median([(b + wait) / a for (a, _), (b, wait) in zip(seconds[0], seconds[1], strict=True)])
     cost = [
-        ["none", f"{median(seconds[0]) * 1e3:.1f} ms", ""],
-        ["each step", f"{median(seconds[1]) * 1e3:.1f} ms", f"{ratio:.3f}×"],
+        ["none", f"{alone * 1e3:.1f} ms", "", ""],
+        ["after each step", f"{step * 1e3:.1f} ms", f"{copy * 1e3:.1f} ms", f"{ratio:.3f}×"],
     ]
     names = {True: "memory", False: "disk, checkpoint.every=10"}
     rows = [
@@ -100,7 +107,7 @@ def run(rounds: int) -> Report:
         "memory_copies",
         "Copies of the state in memory",
         [
-            Table(("copies", "a step", "over none"), cost),
+            Table(("copies", "a step", "a copy", "step and copy over a step without"), cost),
             Table(("state from", "loading", "start to next step", "steps done again"), rows),
         ],
         {"step_seconds": {str(every): found for every, found in seconds.items()}, "ratio": ratio, "recovered": rows},
@@ -109,7 +116,7 @@ def run(rounds: int) -> Report:
             f"again at most: {'reached' if reached else 'missed'} ({again:.1f} s, {loading:.2f} s, {lost})"
         ],
         notes=[
-            f"{RECIPE} on {RANKS} ranks with OMP_NUM_THREADS=1, {STEPS} steps; medians of {rounds} runs by turns. A "
-            "step includes the copy. The start includes Python, torch and the model."
+            f"{RECIPE} on {RANKS} ranks with OMP_NUM_THREADS=1, {STEPS} steps; medians of {rounds} runs by turns. The "
+            "start includes Python, torch and the model."
         ],
     )

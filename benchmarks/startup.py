@@ -7,8 +7,10 @@ send is kept, and rank 0's work with it is timed. What travels is counted and no
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +67,13 @@ def run(rounds: int) -> Report:
             seconds = sum(found[worlds[-1]][part]["seconds"] for part in parts)
             what = f"{whole} of {recipe} by {worlds[-1]:,} ranks, our own part, s"
             targets.append(target(what, seconds, LIMIT, at_least=False))
+    figures["host groups"], table = _host_groups(rounds)
+    tables.append(table)
     notes = [f"{name}: {text}." for name, text in PARTS.items()]
+    notes.append(
+        "The groups over gloo are made by as many threads of one process, each with connections of its own. Jobs of "
+        "more than 32 ranks connect pairs when they first need to."
+    )
     return Report("startup", "What a start costs as ranks grow", tables, figures, targets, notes)
 
 
@@ -80,6 +88,24 @@ def _table(recipe: str, found: dict[int, dict[str, Any]]) -> Table:
         rows.append([part, of.get(part, "torch"), *texts])
     columns = ["part", "of", *(f"s at {world:,}" for world in found), *(f"MB at {world:,}" for world in found)]
     return Table(columns, rows, title=f"{recipe}, TP {tensor} × PP {pipeline}, ZeRO-1")
+
+
+def _host_groups(rounds: int) -> tuple[list[dict[str, Any]], Table]:
+    """What one group of all ranks over gloo takes, as shardwise makes two."""
+    found: list[dict[str, Any]] = []
+    for world, lazy in ((32, False), (128, False), (32, True), (128, True), (256, True)):
+        made = []
+        for _ in range(rounds):
+            with ranks.Job("startup", "host_group", 1, size=world, lazy=lazy) as job:
+                made.append(job.receive(timeout=600.0)[0])
+        found.append({"ranks": world, "lazy": lazy, **{key: median([one[key] for one in made]) for key in made[0]}})
+    rows = []
+    for one in found:
+        how = "at first use" if one["lazy"] else "at once"
+        figures = (f"{one['seconds']:.2f}", f"{one['bytes'] / 1e6:.2f}", f"{one['files']:,.0f}")
+        rows.append([str(one["ranks"]), how, *figures])
+    columns = ["ranks", "pairs connect", "s", "MB", "open files"]
+    return found, Table(columns, rows, title="One group of all ranks over gloo")
 
 
 # ---- in a process of its own
@@ -335,6 +361,39 @@ class _SimulatedJob:
         from shardwise.checkpoint.reading import _segments
 
         return len(list(_segments(manifest.tensors, wants)))
+
+
+def host_group(size: int, lazy: bool) -> dict[str, float]:
+    """Seconds to make a group of all ranks over gloo, bytes on the loopback device meanwhile, and open files."""
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1" if lazy else "0"
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    stores = [TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False) for _ in range(size)]
+    made: dict[int, Any] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = ProcessGroupGloo(PrefixStore("group", stores[rank]), rank, size, timedelta(seconds=300))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    files_before, sent_before, began = _open_files(), _loopback_bytes(), time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds, sent = time.perf_counter() - began, _loopback_bytes() - sent_before
+    return {"seconds": seconds, "bytes": sent, "files": _open_files() - files_before}
+
+
+def _open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def _loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.strip().startswith("lo:"))
 
 
 AGREEMENTS = 10

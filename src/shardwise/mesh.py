@@ -322,6 +322,11 @@ def job_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+_CONNECTED_RANKS = 32
+"""Up to so many ranks gloo connects all pairs when it makes a group. What it sends for that grows with the cube of the
+ranks, so in larger jobs each pair connects when it first needs to (`benchmarks/startup.py` has figures)."""
+
+
 def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     """Join the job that the launcher's variables describe (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`); alone, do nothing.
 
@@ -332,6 +337,8 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     _allow_sockets()
+    if job_size() > _CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     where = device if device is not None else devices.local_device()
     dist.init_process_group(
         devices.backend(where), timeout=timedelta(seconds=timeout), device_id=where if where.type != "cpu" else None

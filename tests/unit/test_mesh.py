@@ -1,5 +1,7 @@
 """The mesh of a single process, and what it refuses. Real ranks: tests/dist/test_comm.py; 1,024 of them: tests/fake."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,8 +48,14 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout.seconds))
     )
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is as before after the test
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     meshes.join(torch.device("cpu"), timeout=7)
     assert asked == [("gloo", 7)]
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    monkeypatch.setenv("WORLD_SIZE", "33")
+    meshes.join(torch.device("cpu"), timeout=7)
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "else what each group sends grows with the cube of the ranks"
 
 
 @pytest.mark.parametrize(("backend", "destroyed"), [("gloo", 0), ("nccl", 1)])
