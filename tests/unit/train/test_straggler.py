@@ -13,7 +13,7 @@ from shardwise.train.straggler import WINDOW, Occurrence, Straggler, Stragglers
 
 
 def played(work: list[float], *, tensor: int = 1, pipeline: int = 1, steps: int = WINDOW + 3) -> Straggler | None:
-    """What every rank finds when rank r's own work takes `work[r]` in each step; as the ranks of a job tell each other."""
+    """What every rank finds when rank r's own work takes `work[r]` in each step."""
     inner = len(work) // pipeline
     groups: list[Any] = [
         SimpleNamespace(
