@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 _NO_STEP = re.compile(rb'^\{"event": "(?!step"|eval").*$', re.MULTILINE)
 _START, _STEP = b'{"event": "start"', b'\n{"event": "step"'
 _END_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 20
+"""Read at once of a long file: what was made of its lines takes many times their memory."""
 
 
 class Growing:
@@ -21,20 +24,20 @@ class Growing:
         self.path = path
         self._read = 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> Iterator[dict[str, Any]]:
         """The whole lines that were added since the last call; of a file that was cut or replaced, all lines again."""
-        try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._read:
-                    self._read = 0
-                file.seek(self._read)
-                content = file.read(size - self._read)
-        except OSError:
-            return []
-        whole = content.rfind(b"\n") + 1  # the rest is still being written
-        self._read += whole
-        return list(_parsed(content[:whole]))
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < self._read:
+                self._read = 0
+            file.seek(self._read)
+            rest = b""
+            while piece := file.read(min(_PIECE_BYTES, size - self._read - len(rest))):
+                rest += piece
+                whole = rest.rfind(b"\n") + 1  # what follows is in the next piece, or still being written
+                lines, rest = rest[:whole], rest[whole:]
+                self._read += whole
+                yield from _parsed(lines)
 
 
 def events(path: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -96,6 +96,7 @@ class RankView:
         work_seconds: of its own work in the step, without waiting for other ranks.
         relative: `work_seconds` over that of the rank with the least; None where ranks recorded none.
         heard: when it wrote last, in seconds since the epoch.
+        is_silent: it has written nothing for long, while others have.
         last: the whole line.
     """
 
@@ -110,6 +111,7 @@ class RankView:
     utilization: float | None
     heard: float
     last: Mapping[str, Any]
+    is_silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,18 @@ class NodeView:
     cores: int | None
     memory_bytes: int | None
     memory_total_bytes: int | None
+
+
+@dataclass(frozen=True)
+class PipelineView:
+    """The ranks of one pipeline rank: means over those that recorded a number, seconds of a step."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    work_seconds: float | None
+    forward_seconds: float | None
+    backward_seconds: float | None
+    bubble: float | None
 
 
 class Run:
@@ -159,13 +173,11 @@ class Run:
         """Read what was added; returns whether anything was."""
         self.config, self.environment = _yaml(self.directory.config), _json(self.directory.environment)
         self.results = _json(self.directory.results)
-        if self._metrics is not None:
-            new = self._metrics.new()
-        else:
-            new = self._newest()
-        for event in new:
+        count = 0
+        for event in self._newest() if self._metrics is None else self._metrics.new():
             self._take(event)
-        return bool(new)
+            count += 1
+        return count > 0
 
     @property
     def name(self) -> str:
@@ -215,6 +227,21 @@ class Run:
         return sum(recent) / len(recent) if recent else None
 
     @property
+    def split_seconds(self) -> dict[str, float]:
+        """The mean of the last 20 recorded steps by `PARTS`; {} where none recorded them."""
+        parts = self.series.parts.items()
+        recent = {name: [value for value in values[-20:] if not math.isnan(value)] for name, values in parts}
+        return {name: sum(values) / len(values) for name, values in recent.items() if values}
+
+    @property
+    def graphs(self) -> dict[str, float]:
+        """Compiled graphs since the last start: `graphs`, `hits`, `misses`, `seconds`; {} where none are known."""
+        begun = max((at for at, event in enumerate(self.events) if event.get("event") == "start"), default=0)
+        found = [event for event in self.events[begun:] if event.get("event") == "compile"]
+        names = ("graphs", "hits", "misses", "seconds") if found else ()
+        return {name: sum(number(event.get(name), 0.0) for event in found) for name in names}
+
+    @property
     def eta_seconds(self) -> float | None:
         """Seconds until the last step, if it goes on as in its last steps; None of a run that does not run."""
         if self.step_seconds is None or self.steps is None or self.state not in ("running", "starting"):
@@ -241,6 +268,9 @@ class Run:
         for path in sorted((self.path / "ranks").glob("rank-*.jsonl")):
             self._read_rank(int(path.stem[5:]), path)
         views = [view for _, view in self._ranks.values()]
+        patience = max(_SILENT_SECONDS, _SILENT_STEPS * (self.step_seconds or 0.0))
+        newest = max((view.heard for view in views), default=0.0)
+        views = [replace(view, is_silent=True) if newest - view.heard > patience else view for view in views]
         work = [view.work_seconds for view in views if view.work_seconds]
         best = min(work, default=None)
         if best is None:
@@ -253,6 +283,14 @@ class Run:
         for view in ranks:
             hosts.setdefault(view.host, []).append(view)
         return [_node(host, views, self._starts) for host, views in hosts.items()]
+
+    def pipeline(self, ranks: Sequence[RankView]) -> list[PipelineView]:
+        """The pipeline ranks of `ranks`; [] where these do not tell their place."""
+        by_rank: dict[int, list[RankView]] = {}
+        for view in ranks:
+            if "pp" in view.place:
+                by_rank.setdefault(view.place["pp"], []).append(view)
+        return [_pipeline_rank(rank, views) for rank, views in sorted(by_rank.items())]
 
     def _newest(self) -> list[dict[str, Any]]:
         """All events but steps, and the last steps, in their order; None of them where nothing has changed."""
@@ -349,6 +387,23 @@ def _node(host: str, views: Sequence[RankView], starts: Mapping[int, Mapping[str
         memory_bytes=told.get("host_memory_bytes"),
         memory_total_bytes=start.get("memory_total_bytes"),
     )
+
+
+def _pipeline_rank(rank: int, views: Sequence[RankView]) -> PipelineView:
+    stages = [view.last["stage_seconds"] for view in views if view.last.get("stage_seconds")]
+    return PipelineView(
+        rank=rank,
+        ranks=tuple(view.rank for view in views),
+        work_seconds=_mean(view.work_seconds for view in views),
+        forward_seconds=_mean(sum(stage["forward"] for stage in each) for each in stages),
+        backward_seconds=_mean(sum(stage["backward"] for stage in each) for each in stages),
+        bubble=_mean(view.last.get("bubble") for view in views),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _first_start(path: Path) -> dict[str, Any]:
