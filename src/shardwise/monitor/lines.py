@@ -10,8 +10,8 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-_NO_STEP = re.compile(rb'^\{"event": "(?!step"|eval").*$', re.MULTILINE)
-_START, _STEP = b'{"event": "start"', b'\n{"event": "step"'
+_NO_STEP = re.compile(rb'\n\{"event": "(?!step"|eval")[^\n]*')  # `^` in place of `\n` takes ten times as long
+_START, _STEP = b'\n{"event": "start"', b'\n{"event": "step"'
 _END_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
 """Read at once of a long file: what was made of its lines takes many times their memory."""
@@ -48,6 +48,9 @@ def events(path: Path) -> list[dict[str, Any]]:
     found: list[bytes] = []
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
+            first = lines.readline()
+            if not first.startswith((b'{"event": "step"', b'{"event": "eval"')):
+                found.append(first)
             for match in _NO_STEP.finditer(lines):
                 if match[0].startswith(_START):
                     at = lines.rfind(_STEP, 0, match.start())
