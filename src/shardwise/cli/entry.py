@@ -22,6 +22,7 @@ COMMANDS = {
     "compile": "compile all graphs of a training before it starts",
     "submit": "submit a training to SLURM, and follow it",
     "jobs": "list submitted jobs, show one, or print its log",
+    "top": "watch a run: curve, ranks, pipeline, nodes, events, lost time",
     "stop": "stop a run after the step under way, with a checkpoint",
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",
