@@ -56,8 +56,6 @@ class Top(App[None]):
     CSS_PATH = "top.tcss"
     TITLE = "shardwise top"
     ENABLE_COMMAND_PALETTE = False
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
-    VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"view({number - 1})", show=False) for number in range(1, len(VIEWS) + 1)),
         Binding("tab", "next(1)", show=False, priority=True),
@@ -79,6 +77,8 @@ class Top(App[None]):
         super().__init__()
         self.frame: Frame | None = None
         self._read, self._interval = read, interval
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-low"), (36, "-high")]
         self._is_reading = self._is_paused = False
         self._view, self._metric, self._span = 0, 0, 0
         self._moved = [0] * len(VIEWS)
@@ -111,7 +111,7 @@ class Top(App[None]):
                 yield Panel(lambda f, w, h: views.nodes(f, w, h, self._moved[3]))
             with Vertical(id="events"):
                 yield Panel(panels.lost, id="all-lost")
-                yield Panel(lambda f, w, h: panels.events(f, w, h, self._moved[4]))
+                yield Panel(lambda f, w, h: panels.all_events(f, w, h, self._moved[4]))
             with Container(id="keys"):
                 yield Panel(lambda f, w, h: views.keys(w, h))
         yield Panel(lambda f, w, h: [self._footer(w)], id="footer")

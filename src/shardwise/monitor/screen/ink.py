@@ -92,7 +92,14 @@ def meter(share: float, width: int, style: str, ground: str = RULE) -> Text:
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     bar = "█" * full + (_EIGHTHS[part] if part else "")
-    return Text.assemble((bar, style), ("─" * (width - len(bar)), ground))
+    return Text.assemble((bar, style), (("─" if ground else " ") * (width - len(bar)), ground))
+
+
+def progress(share: float, width: int, style: str) -> Text:
+    """A share of 1 as a thin line."""
+    halves = round(max(0.0, min(1.0, share)) * width * 2)
+    bar = "━" * (halves // 2) + "╸" * (halves % 2)
+    return Text.assemble((bar, style), ("─" * (width - len(bar)), RULE))
 
 
 def segments(parts: Mapping[str, float], width: int, styles: Mapping[str, str]) -> Text:
@@ -117,14 +124,16 @@ def heat(
     high: float,
     style: Callable[[float], str],
     silent: frozenset[int] = frozenset(),
+    worst: Callable[[Sequence[float]], float] = max,
 ) -> Text:
     """Numbers of consecutive ranks as a strip of `width` cells.
 
-    A cell that stands for several ranks shows the largest of their numbers; few ranks are spread over the width. The
+    A cell that stands for several ranks shows the worst of their numbers; few ranks are spread over the width. The
     height of a cell tells its number where there are no colours.
 
     Args:
         low, high: numbers of the lowest and the highest cell.
+        worst: chooses one of several numbers.
         silent: indices in `values` of the ranks that are marked as silent.
     """
     line, count = Text(), len(values)
@@ -138,7 +147,7 @@ def heat(
         if any(at in silent for at in group):
             line.append(SILENT * body, f"bold {BAD}")
         elif known:
-            value = max(known)
+            value = worst(known)
             share = (value - low) / (high - low) if high > low else 0.0
             line.append(_HEIGHTS[max(0, min(7, int(share * 8)))] * body, style(value))
         else:
@@ -155,12 +164,12 @@ def work_style(relative: float) -> str:
 
 
 def memory_style(_: float) -> str:
-    return "#7f7aa8"
+    return "#514d73"
 
 
 def use_style(share: float) -> str:
     """The colour of a share of the device's time in which it was busy."""
-    return WARN if share < 0.7 else "#6a9a68"
+    return WARN if share < 0.7 else "#3f5d47"
 
 
 def rate(value: object) -> str:

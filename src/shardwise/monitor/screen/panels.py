@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from shardwise import units
@@ -16,7 +18,7 @@ from shardwise.monitor.screen.frame import Frame, Span
 from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN
 
 _SPAN_NAMES: Mapping[Span, str] = {"whole": "all steps", "tenth": "last tenth", "hundredth": "last hundredth"}
-_CAUSE_COLOURS = dict(zip(CAUSES, PART_COLOURS.values(), strict=True))
+_LOST = "#a9834d"
 
 
 def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
@@ -43,7 +45,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
         told.append("  ETA ", FAINT)
         told.append(ink.seconds(frame.eta_seconds), f"bold {ACCENT}")
     room = max(4, width - told.cell_len - 4)
-    return [first, Text.assemble(" ", ink.meter(done, room, colour), "  ", told)]
+    return [first, Text.assemble(" ", ink.progress(done, room, colour), "  ", told)]
 
 
 def loss(frame: Frame, width: int, height: int, span: Span = "whole") -> list[Text]:
@@ -102,16 +104,20 @@ def split(frame: Frame, width: int, height: int) -> list[Text]:
         return [head, Text(" this run has not recorded where the time of a step goes", FAINT)]
     whole = sum(frame.split.values()) or 1.0
     bar = Text.assemble(" ", ink.segments(frame.split, width - 2, PART_COLOURS))
-    legend, rest = [Text(" ")], width - 1
-    for name, amount in frame.split.items():
-        entry = Text.assemble(("■ ", PART_COLOURS[name]), (f"{name} ", FAINT), (ink.percent(amount / whole, 0), TEXT))
-        if entry.cell_len + 2 > rest and len(legend) + 2 < height:
-            legend.append(Text(" "))
-            rest = width - 1
-        legend[-1].append_text(entry)
-        legend[-1].append("  ")
-        rest -= entry.cell_len + 2
-    return [head, *[bar] * max(1, min(2, height - 1 - len(legend))), *legend]
+    shares = {name: amount / whole for name, amount in frame.split.items()}
+    legend = _legend(shares, "  ")
+    if legend.cell_len > width:  # the names of larger parts are in the bar
+        legend = _legend({name: share for name, share in shares.items() if share >= 0.005}, " ")
+    return [head, *[bar] * max(1, min(2, height - 2)), legend]
+
+
+def _legend(shares: Mapping[str, float], gap: str) -> Text:
+    line = Text()
+    for name, share in shares.items():
+        shown = "comm." if name == "communication" and len(gap) < 2 else name
+        line.append_text(Text.assemble(" " if not line else gap, ("■ ", PART_COLOURS[name])))
+        line.append(f"{shown} ", FAINT).append(ink.percent(share, 0), TEXT)
+    return line
 
 
 def lost(frame: Frame, width: int, height: int) -> list[Text]:
@@ -131,26 +137,49 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
         told = Text(f"{ink.seconds(seconds) if seconds else '–'} ", TEXT if seconds else FAINT)
         name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
         bar = width - name.cell_len - 15
-        line = Text.assemble(name, ink.meter(seconds / most, bar, _CAUSE_COLOURS[cause], "") if bar > 3 else "")
+        line = Text.assemble(name, ink.meter(seconds / most, bar, _LOST, "") if bar > 3 else "")
         rows.append(_between(width, line, told))
     return [head, *rows]
 
 
-def events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
-    """The newest events, the newest last; `skip`: how many of these are scrolled past."""
-    told = [told_event(event, width) for event in frame.events if event.get("event") not in (None, "step", "eval")]
-    end = max(min(height - 1, len(told)), len(told) - skip)
-    shown = told[max(0, end - (height - 1)) : end]
+def events(frame: Frame, width: int, height: int) -> list[Text]:
+    """The newest events, the newest last; of checkpoints that follow each other only the last."""
+    kept: list[Mapping[str, Any]] = []
+    for event in frame.events:
+        if kept and kept[-1].get("event") == event.get("event") == "checkpoint":
+            kept.pop()
+        kept.append(event)
+    told = [told_event(event, frame.now, width) for event in kept[-(height - 1) :]]
+    return [_events_heading(frame, width), *(told or [Text(" none yet", FAINT)])]
+
+
+def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
+    """The same in lines that are long enough, without the newest `skip` events."""
+    room, lines = height - 1, list[Text]()
+    for event in reversed(frame.events[: len(frame.events) - skip]):
+        whole = told_event(event, None)
+        first, *rest = whole.wrap(_PLAIN, width - 14)
+        own = [first, *(Text.assemble((" " * 13, FAINT), line) for line in rest)]
+        lines = own + lines
+        if len(lines) >= room:
+            break
+    lines = [ink.fitted(line, width) for line in lines[-room:]]
+    return [_events_heading(frame, width, "↑↓"), *(lines or [Text(" none yet", FAINT)])]
+
+
+_PLAIN = Console(file=io.StringIO(), width=200)
+"""`Text.wrap` asks for one."""
+
+
+def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
     warnings = sum(event.get("event") == "warning" for event in frame.events)
-    right = units.counted(warnings, "warning") if warnings else ""
-    if frame.lost.starts > 1:
-        right = ", ".join(filter(None, [right, units.counted(frame.lost.starts - 1, "restart")]))
-    head = ink.heading(width, "events", right=Text(right, WARN))
-    return [head, *(shown or [Text(" none yet", FAINT)])]
+    told = [units.counted(warnings, "warning")] if warnings else []
+    told += [units.counted(frame.lost.starts - 1, "restart")] if frame.lost.starts > 1 else []
+    return ink.heading(width, "events", right=Text(", ".join(told), WARN).append(f"  {keys}" if keys else "", FAINT))
 
 
-def told_event(event: Mapping[str, Any], width: int) -> Text:
-    """An event in a line."""
+def told_event(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
+    """An event in a line; with a `now` its day or its time are left out."""
     kind, step = str(event.get("event")), event.get("step")
     style = {"warning": WARN, "resume": ACCENT, "start": TEXT, "checkpoint": TEXT}.get(kind, TEXT)
     match kind:
@@ -173,8 +202,10 @@ def told_event(event: Mapping[str, Any], width: int) -> Text:
             what = reason if reason == "finished" else f"stopped: {reason.removeprefix('failed: ')}"
         case _:
             what = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
-    line = Text.assemble((f" {_moment(event)} ", FAINT), ("▌", style if style != TEXT else RULE), (_clean(what), style))
-    line.truncate(width, overflow="ellipsis")
+    line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
+    line.append(_clean(what), style)
+    if width is not None:
+        line.truncate(width, overflow="ellipsis")
     return line
 
 
@@ -203,9 +234,13 @@ def _clock(now: float) -> str:
     return datetime.fromtimestamp(now).astimezone().strftime("%H:%M:%S")
 
 
-def _moment(event: Mapping[str, Any]) -> str:
-    """When an event was recorded, in local time."""
+def _moment(event: Mapping[str, Any], now: float | None) -> str:
+    """When an event was recorded, in local time; with a `now` the time of that day, or the day."""
     try:
-        return datetime.fromisoformat(event["time"]).astimezone().strftime("%m-%d %H:%M")
+        moment = datetime.fromisoformat(event["time"]).astimezone()
     except (KeyError, TypeError, ValueError):
-        return "           "
+        return "–".rjust(5 if now is not None else 11)
+    if now is None:
+        return moment.strftime("%m-%d %H:%M")
+    is_today = moment.date() == datetime.fromtimestamp(now).astimezone().date()
+    return moment.strftime("%H:%M" if is_today else "%m-%d")

@@ -31,6 +31,7 @@ class _Look(NamedTuple):
     shown: Callable[[float], str]
     low: float
     least_high: float
+    worst: Callable[[Sequence[float]], float] = max
 
 
 _LOOKS: Mapping[Metric, _Look] = {
@@ -50,6 +51,7 @@ _LOOKS: Mapping[Metric, _Look] = {
         lambda value: f"{value:.0%}",
         0.0,
         1.0,
+        min,
     ),
 }
 _LABEL = 8
@@ -94,18 +96,18 @@ def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
     span = f"{look.shown(min(known))} – {look.shown(max(known))}"
     if name == "work":
         span = f"max {look.shown(max(known))}"
-    silent = {at for at, view in enumerate(frame.ranks) if view.is_silent}
     ending = 22 if width > 60 else 0
     room = width - _LABEL - ending
-    rows = min(rows, max(1, len(values) // room + (len(values) % room > 0)))
-    per_row = -(-len(values) // rows)
+    rows = min(rows, -(-len(values) // room))
+    parts = _rows(frame, rows) if rows > 1 else [("", list(range(len(values))))]
+    gutter = _LABEL + (6 if rows > 1 else 0)
     lines = []
-    for row in range(rows):
-        begin, end = row * per_row, min(len(values), (row + 1) * per_row)
-        part = frozenset(at - begin for at in silent if begin <= at < end)
-        cells = ink.heat(values[begin:end], room, look.low, high, look.style, part)
-        label = name if row == 0 else ""
-        line = Text.assemble((f" {label}".ljust(_LABEL), FAINT), ink.fitted(cells, room))
+    for row, (label, ranks) in enumerate(parts):
+        part = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].is_silent)
+        numbers = [values[at] for at in ranks]
+        cells = ink.heat(numbers, width - gutter - ending, look.low, high, look.style, part, look.worst)
+        begin = f" {name if row == 0 else '':<7}{label}".ljust(gutter)
+        line = Text.assemble((begin, FAINT), ink.fitted(cells, width - gutter - ending))
         line.append((span if row == 0 else "").rjust(ending - 1), FAINT)
         lines.append(line)
     return lines
@@ -124,20 +126,24 @@ def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView
     for label, ranks in rows:
         room = width - _LABEL - 1
         silent = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].is_silent)
-        cells = ink.heat([values[at] for at in ranks], room, look.low, high, look.style, silent)
+        cells = ink.heat([values[at] for at in ranks], room, look.low, high, look.style, silent, look.worst)
         line = Text.assemble((f" {label}".ljust(_LABEL), FAINT), cells)
         is_here = cursor is not None and any(frame.ranks[at].rank == cursor.rank for at in ranks)
         line.append(" ◂" if is_here and line.cell_len + 2 <= width else "", ACCENT)
         lines.append(line)
     per_cell = -(-max(len(ranks) for _, ranks in rows) // (width - _LABEL - 1))
-    meaning = f"a cell: the highest of {per_cell} ranks" if per_cell > 1 else "a cell: a rank"
+    meaning = (
+        f"a cell: the {'lowest' if look.worst is min else 'highest'} of {per_cell} ranks"
+        if per_cell > 1
+        else "a cell: a rank"
+    )
     span = f"{look.shown(min(known))} to {look.shown(max(known))}"
     lines.append(Text(f" {meaning}; {span}; {ink.SILENT} silent, {ink.NOTHING} not recorded", FAINT))
     return lines
 
 
 def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
-    """Labels and indices of ranks, by pipeline rank where these are several and fit."""
+    """Labels and indices of ranks in at most that many lines, by pipeline rank where these are several and fit."""
     stages: dict[int, list[int]] = {}
     for at, view in enumerate(frame.ranks):
         stages.setdefault(view.place.get("pp", 0), []).append(at)
@@ -190,7 +196,7 @@ def _cells(frame: Frame, view: RankView) -> tuple[tuple[str, str], ...]:
         (str(view.rank), f"bold {TEXT}"),
         *((str(view.place.get(axis, "–")), FAINT) for axis in ("pp", "dp", "tp")),
         (view.host[:20] or "–", TEXT),
-        (view.device or "–", FAINT),
+        (view.device[-8:] or "–", FAINT),
         ("–" if view.step is None else f"{view.step:,}", TEXT),
         (ink.seconds(view.work_seconds), TEXT),
         (relative, FAINT if view.relative is None else ink.work_style(view.relative)),
