@@ -146,6 +146,9 @@ class Top(App[None]):
             self._refresh_frame()
 
     def _redraw(self) -> None:
+        if self.frame is not None:
+            is_high = self.size.height >= 36
+            self.query_one("#grid").styles.height = ranks.grid_height(self.frame, 18 if is_high else 11)
         for panel in self.query(Panel):
             panel.refresh()
 

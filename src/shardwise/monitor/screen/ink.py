@@ -139,11 +139,11 @@ def heat(
     line, count = Text(), len(values)
     if not count:
         return line
-    per_cell, wide = math.ceil(count / width), max(1, min(8, width // count))
-    for begin in range(0, count, per_cell):
-        group = range(begin, min(count, begin + per_cell))
+    cells, wide = min(count, width), max(1, min(8, width // count))
+    body = wide - (1 if wide > 2 else 0)
+    for cell in range(cells):
+        group = range(cell * count // cells, (cell + 1) * count // cells)
         known = [value for value in (values[at] for at in group) if value is not None]
-        body = wide - (1 if wide > 2 else 0)
         if any(at in silent for at in group):
             line.append(SILENT * body, f"bold {BAD}")
         elif known:

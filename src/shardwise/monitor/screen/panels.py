@@ -108,7 +108,7 @@ def split(frame: Frame, width: int, height: int) -> list[Text]:
     legend = _legend(shares, "  ")
     if legend.cell_len > width:  # the names of larger parts are in the bar
         legend = _legend({name: share for name, share in shares.items() if share >= 0.005}, " ")
-    return [head, *[bar] * max(1, min(2, height - 2)), legend]
+    return [head, bar, legend]
 
 
 def _legend(shares: Mapping[str, float], gap: str) -> Text:
@@ -130,10 +130,10 @@ def lost(frame: Frame, width: int, height: int) -> list[Text]:
     if height - 1 >= len(causes):
         causes = list(frame.lost.by_cause.items())
     most = max((seconds for _, seconds in causes), default=0.0) or 1.0
-    longest = max(map(len, CAUSES))
+    longest = max(map(len, CAUSES)) + (8 if width >= 50 else 0)
     rows = []
     for cause, seconds in causes[: height - 1]:
-        count = f" ({frame.lost.steps:,})" if cause == "lost steps" and frame.lost.steps else ""
+        count = f" ({frame.lost.steps:,})" if cause == "lost steps" and frame.lost.steps and width >= 50 else ""
         told = Text(f"{ink.seconds(seconds) if seconds else '–'} ", TEXT if seconds else FAINT)
         name = Text(f" {cause}{count}".ljust(longest + 2), FAINT)
         bar = width - name.cell_len - 15
@@ -157,9 +157,9 @@ def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Tex
     """The same in lines that are long enough, without the newest `skip` events."""
     room, lines = height - 1, list[Text]()
     for event in reversed(frame.events[: len(frame.events) - skip]):
-        whole = told_event(event, None)
-        first, *rest = whole.wrap(_PLAIN, width - 14)
-        own = [first, *(Text.assemble((" " * 13, FAINT), line) for line in rest)]
+        begin, told = told_event(event, None).divide([_BEGIN])
+        first, *rest = told.wrap(_PLAIN, width - _BEGIN - 1)
+        own = [Text.assemble(begin, first), *(Text.assemble(" " * _BEGIN, line) for line in rest)]
         lines = own + lines
         if len(lines) >= room:
             break
@@ -167,6 +167,7 @@ def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Tex
     return [_events_heading(frame, width, "↑↓"), *(lines or [Text(" none yet", FAINT)])]
 
 
+_BEGIN = len(" 01-31 23:59 ▌")
 _PLAIN = Console(file=io.StringIO(), width=200)
 """`Text.wrap` asks for one."""
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from rich.text import Text
 
 from shardwise import units
-from shardwise.monitor.run import RankView
+from shardwise.monitor.run import PARTS, RankView
 from shardwise.monitor.screen import ink
 from shardwise.monitor.screen.frame import Frame
 from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, RAISED, TEXT, WARN
@@ -36,7 +36,7 @@ class _Look(NamedTuple):
 
 _LOOKS: Mapping[Metric, _Look] = {
     "work": _Look(
-        "own work over that of the best rank",
+        "work over the best",
         lambda view: view.relative,
         ink.work_style,
         lambda value: f"×{value:.2f}",
@@ -45,7 +45,7 @@ _LOOKS: Mapping[Metric, _Look] = {
     ),
     "memory": _Look("memory", lambda view: view.memory_bytes, ink.memory_style, units.size, 0.0, 1.0),
     "use": _Look(
-        "share of time in which the device was busy",
+        "busy devices",
         lambda view: view.utilization,
         ink.use_style,
         lambda value: f"{value:.0%}",
@@ -116,8 +116,10 @@ def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
 def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView | None) -> list[Text]:
     """All ranks by one number: a line for each pipeline rank, or several ranks in each line and cell."""
     look = _LOOKS[metric]
-    names = "  ".join(f"[{name}]" if name == metric else name for name in METRICS)
-    lines = [ink.heading(width, look.title, worst(frame) if metric == "work" else "", f"←→ {names}")]
+    names = Text("←→", FAINT)
+    for name in METRICS:
+        names.append(f" {name}", f"bold {ACCENT}" if name == metric else FAINT)
+    lines = [ink.heading(width, look.title, worst(frame) if metric == "work" else "", names)]
     values = [look.value(view) for view in frame.ranks]
     known = [value for value in values if value is not None]
     if not known:
@@ -132,14 +134,16 @@ def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView
         line.append(" ◂" if is_here and line.cell_len + 2 <= width else "", ACCENT)
         lines.append(line)
     per_cell = -(-max(len(ranks) for _, ranks in rows) // (width - _LABEL - 1))
-    meaning = (
-        f"a cell: the {'lowest' if look.worst is min else 'highest'} of {per_cell} ranks"
-        if per_cell > 1
-        else "a cell: a rank"
-    )
+    which = "lowest" if look.worst is min else "highest"
+    meaning = f"a cell: the {which} of up to {per_cell} ranks" if per_cell > 1 else "a cell: a rank"
     span = f"{look.shown(min(known))} to {look.shown(max(known))}"
     lines.append(Text(f" {meaning}; {span}; {ink.SILENT} silent, {ink.NOTHING} not recorded", FAINT))
     return lines
+
+
+def grid_height(frame: Frame, most: int) -> int:
+    """The lines that `grid` needs."""
+    return min(most, len(_rows(frame, most - 2)) + 2)
 
 
 def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
@@ -177,9 +181,11 @@ def listing(
     rows = max(1, height - 2)
     begin = max(0, min(cursor - rows // 2, len(views) - rows))
     names = ("rank", "pp", "dp", "tp", "host", "device", "step", "work", "×best", "memory", "busy", "heard")
-    cells = [tuple((name, FAINT) for name in names)]
-    cells += [_cells(frame, view) for view in views[begin : begin + rows]]
-    lines = ink.columns(cells, right=(0, 1, 2, 3, 6, 7, 8, 9, 10, 11), gap=1 if width < 100 else 3)
+    parts = PARTS if width >= 150 else ()
+    cells = [tuple((name, FAINT) for name in (*names, *parts))]
+    cells += [(*_cells(frame, view), *_parts(view, parts)) for view in views[begin : begin + rows]]
+    right = [at for at in range(len(cells[0])) if at not in (4, 5)]
+    lines = ink.columns(cells, right=right, gap=1 if width < 100 else 2)
     for at, line in enumerate(lines[1:], begin):
         if at == cursor:
             line.plain = f"▸{line.plain[1:]}"
@@ -188,10 +194,16 @@ def listing(
     return [head, *(ink.fitted(line, width) for line in lines)]
 
 
+def _parts(view: RankView, names: Sequence[str]) -> list[tuple[str, str]]:
+    """The parts of the rank's last step."""
+    split = view.last.get("split_seconds") or {}
+    return [(ink.seconds(split.get(name)), FAINT) for name in names]
+
+
 def _cells(frame: Frame, view: RankView) -> tuple[tuple[str, str], ...]:
     relative = "–" if view.relative is None else f"×{view.relative:.2f}"
     heard = units.duration(round(max(0.0, frame.now - view.heard)))
-    busy = FAINT if view.utilization is None else ink.use_style(view.utilization)
+    busy = WARN if view.utilization is not None and view.utilization < 0.7 else TEXT
     return (
         (str(view.rank), f"bold {TEXT}"),
         *((str(view.place.get(axis, "–")), FAINT) for axis in ("pp", "dp", "tp")),

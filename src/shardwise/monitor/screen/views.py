@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from rich.text import Text
@@ -9,6 +10,7 @@ from rich.text import Text
 from shardwise import units
 from shardwise.config import ParallelConfig
 from shardwise.cost.picture import schedule_picture
+from shardwise.monitor.run import NodeView, PipelineView, RankView
 from shardwise.monitor.screen import ink
 from shardwise.monitor.screen.frame import Frame
 from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, GOOD, RULE, TEXT, WARN
@@ -35,13 +37,15 @@ def schedule(frame: Frame, width: int, height: int) -> list[Text]:
     train, data = frame.config.get("train") or {}, (frame.start.get("layout") or {}).get("data")
     try:
         micro_batches = train["global_batch"] // (train["micro_batch"] * data)
-        lines = _picture(repr(parallel), micro_batches, train.get("recompute", "none"), width - 2, height - 5)
+        *picture, told = _picture(
+            repr(parallel), micro_batches, train.get("recompute", "none"), width - 2, max(2, height - 2)
+        )
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AssertionError):
         return [head, Text(" config.yaml and the start of the run do not tell the schedule", FAINT)]
-    shown = [Text.assemble(" ", line) for line in lines]
-    for line in shown:
+    lines = [Text.assemble(" ", line) for line in picture]
+    for line in lines:
         line.truncate(width)
-    return [head, *shown][:height]
+    return [ink.heading(width, "schedule", told), *lines][:height]
 
 
 @lru_cache(maxsize=4)
@@ -50,7 +54,7 @@ def _picture(parallel: str, micro_batches: int, recompute: str, width: int, most
     import ast
 
     section = ParallelConfig.model_validate(ast.literal_eval(parallel))
-    return schedule_picture(section, micro_batches, recompute, width, max(2, most_rows))  # type: ignore[arg-type]
+    return schedule_picture(section, micro_batches, recompute, width, most_rows)  # type: ignore[arg-type]
 
 
 def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
@@ -61,7 +65,6 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     views = [view for view in frame.pipeline if view.bubble is not None or view.work_seconds is not None]
     if not views:
         return [head, Text(" no rank has recorded the seconds of its stages", FAINT)]
-    most = max(view.work_seconds or 0.0 for view in views) or 1.0
     rows = [
         (("", FAINT), ("ranks", FAINT), ("forward", FAINT), ("backward", FAINT), ("work", FAINT), ("bubble", FAINT))
     ]
@@ -84,11 +87,19 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     room = width - max(line.cell_len for line in lines) - 4
     for line, view in zip(lines[1:], shown, strict=True):
         if room > 8:
-            line.append("   ")
-            line.append_text(ink.meter((view.work_seconds or 0.0) / most, room, "#5f9db8", ""))
+            line.append("   ").append_text(_work_and_wait(view, min(room, 80)))
     if left_out:
         lines.append(Text(f" … {left_out + 1} pipeline ranks left out", FAINT))
     return [head, *lines][:height]
+
+
+def _work_and_wait(view: PipelineView, width: int) -> Text:
+    """The step of a pipeline rank as a bar: forward, backward, and points where it waits."""
+    forward, backward = view.forward_seconds or 0.0, view.backward_seconds or 0.0
+    busy = round((1 - (view.bubble or 0.0)) * width)
+    worked = {"forward": forward, "backward": backward}
+    line = ink.segments(worked, busy, ink.PART_COLOURS) if forward + backward else Text()
+    return line.append("·" * (width - line.cell_len), FAINT)
 
 
 def graphs(frame: Frame, width: int) -> Text:
@@ -110,29 +121,40 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
     if not frame.nodes:
         return [head, Text(" no rank has a file yet", FAINT), Text(), graphs(frame, width)]
     views = {view.rank: view for view in frame.ranks}
-    rows = height - 4
-    begin = max(0, min(cursor - rows // 2, len(frame.nodes) - rows))
-    wide = 20 if width >= 120 else 8
-    lines = []
-    for node in frame.nodes[begin : begin + rows]:
-        own = [views[rank] for rank in node.ranks if rank in views]
-        slowest = max((view for view in own if view.relative), key=lambda view: view.relative or 0.0, default=None)
-        relative = slowest.relative if slowest is not None and slowest.relative else None
-        silent = sum(view.is_silent for view in own)
-        total = node.memory_total_bytes
-        ram = node.memory_bytes / total if node.memory_bytes is not None and total else None
-        line = Text.assemble((f" {node.host or '–':<14.14} ", f"bold {TEXT}"), (_ranks(node.ranks), FAINT))
-        line.append_text(_gauge("cpu", node.cpu, wide))
-        line.append_text(_gauge("ram", ram, wide))
-        line.append(f" {ink.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
-        line.append(f"  {len(node.devices):>3} × {_device(node.devices)}", TEXT)
-        if slowest is not None and relative is not None:
-            style = ink.work_style(relative)
-            line.append(f"  ×{relative:.2f}", style)
-            line.append(f" rank {slowest.rank}" if relative >= 1.15 else "", style)
-        line.append(f"  {ink.SILENT} {silent} silent" if silent else "", f"bold {BAD}")
-        lines.append(ink.fitted(line, width))
-    return [head, *lines, Text(), graphs(frame, width), *_host_note(frame)]
+    found = sorted((_need(views, node) for node in frame.nodes), key=lambda need: (need[0], need[1].host))
+    rows = height - 5
+    begin = max(0, min(cursor - rows // 2, len(found) - rows))
+    wide = 24 if width >= 120 else 7
+    name = max(4, min(24 if width >= 120 else 12, max(len(node.host) for node in frame.nodes)))
+    titles = Text(f" {'host':<{name}}  {'ranks':<10}  {'CPU':<{wide + 5}}  {'RAM':<{wide + 14}}", FAINT)
+    titles.append("  devices      slowest work", FAINT)
+    lines = [_node(*need, width, name, wide) for need in found[begin : begin + rows]]
+    return [head, titles, *lines, Text(), graphs(frame, width), *_host_note(frame)]
+
+
+def _need(views: Mapping[int, RankView], node: NodeView) -> tuple[tuple[int, float], NodeView, RankView | None, int]:
+    """Its place in the list, by how much it needs a look; itself, its slowest rank, and how many are silent."""
+    own = [views[rank] for rank in node.ranks if rank in views]
+    slowest = max((view for view in own if view.relative), key=lambda view: view.relative or 0.0, default=None)
+    relative = slowest.relative if slowest is not None and slowest.relative else 0.0
+    silent = sum(view.is_silent for view in own)
+    return (-silent, -relative if relative >= 1.15 else 0.0), node, slowest, silent
+
+
+def _node(_: object, node: NodeView, slowest: RankView | None, silent: int, width: int, name: int, wide: int) -> Text:
+    total = node.memory_total_bytes
+    ram = node.memory_bytes / total if node.memory_bytes is not None and total else None
+    line = Text.assemble((f" {(node.host or '–')[:name]:<{name}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
+    line.append("  ").append_text(_gauge(node.cpu, wide))
+    line.append("  ").append_text(_gauge(ram, wide))
+    line.append(f" {ink.size(node.memory_bytes):>8}", FAINT)
+    line.append(f"  {f'{len(node.devices)} × {_device(node.devices)}':<11.11}", TEXT)
+    if slowest is not None and slowest.relative is not None:
+        style = ink.work_style(slowest.relative)
+        line.append(f"  ×{slowest.relative:.2f}", style)
+        line.append(f" rank {slowest.rank}" if slowest.relative >= 1.15 else "", style)
+    line.append(f"  {ink.SILENT} {silent} silent" if silent else "", f"bold {BAD}")
+    return ink.fitted(line, width)
 
 
 def _host_note(frame: Frame) -> list[Text]:
@@ -140,12 +162,11 @@ def _host_note(frame: Frame) -> list[Text]:
     return [Text(f" device {device}", FAINT)] if device else []
 
 
-def _gauge(name: str, share: float | None, wide: int) -> Text:
-    gauge = Text(f"  {name} ", FAINT)
+def _gauge(share: float | None, wide: int) -> Text:
     if share is None:
-        return gauge.append("–".ljust(wide + 5), RULE)
+        return Text("–".ljust(wide + 5), RULE)
     style = BAD if share > 0.95 else WARN if share > 0.8 else "#5f9db8"
-    return gauge.append_text(ink.meter(share, wide, style)).append(f" {share:>4.0%}", TEXT)
+    return ink.progress(share, wide, style).append(f" {share:>4.0%}", TEXT)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -166,12 +187,12 @@ def keys(width: int, height: int) -> list[Text]:
         lines.append(ink.fitted(Text.assemble((f"  {key:<20}", ACCENT), (what, TEXT)), width))
     lines += [Text(), ink.heading(width, "reading the screen"), Text()]
     for sentence in (
-        "A cell of a heat strip stands for one rank or for several, of which it shows the highest number; its height "
-        "tells the same as its colour.",
+        "A cell of a heat strip stands for one rank or for several, of which it shows the worst; its height tells the "
+        "same as its colour.",
         "Work is what a rank does by itself, without waiting for others: the rank that all wait for stands out.",
         "A rank that has written nothing for long is marked × and named.",
         "A column of a curve reaches from the least to the largest value of its steps, so that no spike is lost; ◆ is "
-        "an evaluation.",
+        "an evaluation. The steep beginning is cut off where it would hide the rest.",
     ):
         lines += ink.sentences(width - 1, sentence, TEXT)
     return lines[:height]
