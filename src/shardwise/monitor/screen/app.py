@@ -149,6 +149,8 @@ class Top(App[None]):
         if self.frame is not None:
             is_high = self.size.height >= 36
             self.query_one("#grid").styles.height = ranks.grid_height(self.frame, 18 if is_high else 11)
+            room = self.size.height - 3 - 10  # header and footer; eight pipeline ranks with their headings
+            self.query_one("#schedule").styles.height = max(6, min(room, views.schedule_height(self.frame)))
         for panel in self.query(Panel):
             panel.refresh()
 

@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +45,7 @@ class Frame:
 
     Attributes:
         curves: by name of `CURVES`.
+        events: as recorded, with an event "ended" for each line of `restarts.jsonl`.
         has_history: whether all steps were read; otherwise the curves show the last ones.
         problem: why what is shown is old; empty where it is not.
     """
@@ -68,7 +70,6 @@ class Frame:
     nodes: Sequence[NodeView] = ()
     pipeline: Sequence[PipelineView] = ()
     events: Sequence[Mapping[str, Any]] = ()
-    restarts: Sequence[Mapping[str, Any]] = ()
     lost: LostTime = field(default_factory=LostTime)
     has_history: bool = True
     problem: str = ""
@@ -141,8 +142,7 @@ def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: b
         ranks=ranks,
         nodes=run.nodes(ranks),
         pipeline=run.pipeline(ranks),
-        events=tuple(run.events),
-        restarts=run.restarts(),
+        events=_events(run),
         lost=replace(run.lost, by_cause=dict(run.lost.by_cause)),
         has_history=has_history,
     )
@@ -171,6 +171,16 @@ def curve(series: Series, name: str, columns: int, span: Span, points: Sequence[
         begin = end
     shown = [(int((step - first) / width), value) for step, value in points if first <= step <= last]
     return Curve(first, last, lows, highs, shown)
+
+
+def _events(run: Run) -> list[Mapping[str, Any]]:
+    """The events of the run and the ends of its job's starts, in their order."""
+    ends = [
+        {"event": "ended", "time": datetime.fromtimestamp(ended, UTC).isoformat(), **one}
+        for one in run.restarts()
+        if math.isfinite(ended := number(one.get("began")) + number(one.get("seconds")))
+    ]
+    return sorted([*run.events, *ends], key=lambda event: str(event.get("time", ""))) if ends else [*run.events]
 
 
 def _points(run: Run, name: str) -> list[tuple[int, float]]:

@@ -102,8 +102,8 @@ def progress(share: float, width: int, style: str) -> Text:
     return Text.assemble((bar, style), ("─" * (width - len(bar)), RULE))
 
 
-def segments(parts: Mapping[str, float], width: int, styles: Mapping[str, str]) -> Text:
-    """Amounts side by side in proportion, each with its name where that fits."""
+def segments(parts: Mapping[str, float], width: int, *, are_named: bool = True) -> Text:
+    """Parts of a step side by side in proportion, each with its name where that fits."""
     whole = sum(parts.values())
     line, before, begin = Text(), 0.0, 0
     for name, amount in parts.items():
@@ -111,8 +111,8 @@ def segments(parts: Mapping[str, float], width: int, styles: Mapping[str, str]) 
         end = round(before / whole * width) if whole > 0 else 0
         room = end - begin
         if room > 0:
-            label = f" {name}" if room >= len(name) + 2 else ""
-            line.append(label.ljust(room), f"{GROUND} on {styles[name]}")
+            label = f" {name}" if are_named and room >= len(name) + 2 else ""
+            line.append(label.ljust(room), f"{GROUND} on {PART_COLOURS[name]}")
         begin = end
     return line
 

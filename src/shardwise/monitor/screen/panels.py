@@ -103,7 +103,7 @@ def split(frame: Frame, width: int, height: int) -> list[Text]:
     if not frame.split:
         return [head, Text(" this run has not recorded where the time of a step goes", FAINT)]
     whole = sum(frame.split.values()) or 1.0
-    bar = Text.assemble(" ", ink.segments(frame.split, width - 2, PART_COLOURS))
+    bar = Text.assemble(" ", ink.segments(frame.split, width - 2))
     shares = {name: amount / whole for name, amount in frame.split.items()}
     legend = _legend(shares, "  ")
     if legend.cell_len > width:  # the names of larger parts are in the bar
@@ -197,6 +197,11 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
         case "compile":
             what = f"{event.get('graphs', 0)} graphs: {event.get('hits', 0)} from the cache"
             what += f", {event.get('misses', 0)} compiled in {ink.seconds(event.get('seconds'))}"
+        case "ended":
+            style = BAD if event.get("how") == "failed" else WARN
+            text = str(event.get("text") or "").partition("\n")[0]
+            what = f"job {event.get('job', '')} ended at step {step or 0:,}: {event.get('how', '')}"
+            what += f", {text}" if text else ""
         case "stop":
             reason = str(event.get("reason", ""))
             style = BAD if reason.startswith("failed") else GOOD if reason == "finished" else WARN

@@ -9,11 +9,11 @@ from rich.text import Text
 
 from shardwise import units
 from shardwise.config import ParallelConfig
-from shardwise.cost.picture import schedule_picture
+from shardwise.cost.picture import MOST_ROWS, schedule_picture
 from shardwise.monitor.run import NodeView, PipelineView, RankView
 from shardwise.monitor.screen import ink
 from shardwise.monitor.screen.frame import Frame
-from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, GOOD, RULE, TEXT, WARN
+from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN
 
 KEYS = (
     ("1 … 5, tab", "overview, ranks, pipeline, nodes, events; tab: the next one"),
@@ -45,7 +45,13 @@ def schedule(frame: Frame, width: int, height: int) -> list[Text]:
     lines = [Text.assemble(" ", line) for line in picture]
     for line in lines:
         line.truncate(width)
-    return [ink.heading(width, "schedule", told), *lines][:height]
+    numbers, with_, assumed = told.plain.partition(" with ")
+    return [ink.heading(width, "schedule", numbers, f"{with_}{assumed}".strip()), *lines][:height]
+
+
+def schedule_height(frame: Frame) -> int:
+    """The lines that `schedule` needs."""
+    return min(MOST_ROWS + 1, len(frame.pipeline)) + 4
 
 
 @lru_cache(maxsize=4)
@@ -66,7 +72,14 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     if not views:
         return [head, Text(" no rank has recorded the seconds of its stages", FAINT)]
     rows = [
-        (("", FAINT), ("ranks", FAINT), ("forward", FAINT), ("backward", FAINT), ("work", FAINT), ("bubble", FAINT))
+        (
+            ("", FAINT),
+            ("ranks", FAINT),
+            ("forward", PART_COLOURS["forward"]),
+            ("backward", PART_COLOURS["backward"]),
+            ("work", FAINT),
+            ("bubble", FAINT),
+        )
     ]
     left_out = max(0, len(views) - (height - 2))
     shown = views[: len(views) - left_out - 1] if left_out else views
@@ -98,7 +111,7 @@ def _work_and_wait(view: PipelineView, width: int) -> Text:
     forward, backward = view.forward_seconds or 0.0, view.backward_seconds or 0.0
     busy = round((1 - (view.bubble or 0.0)) * width)
     worked = {"forward": forward, "backward": backward}
-    line = ink.segments(worked, busy, ink.PART_COLOURS) if forward + backward else Text()
+    line = ink.segments(worked, busy, are_named=False) if forward + backward else Text()
     return line.append("·" * (width - line.cell_len), FAINT)
 
 
@@ -126,7 +139,9 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
     begin = max(0, min(cursor - rows // 2, len(found) - rows))
     wide = 24 if width >= 120 else 7
     name = max(4, min(24 if width >= 120 else 12, max(len(node.host) for node in frame.nodes)))
-    titles = Text(f" {'host':<{name}}  {'ranks':<10}  {'CPU':<{wide + 5}}  {'RAM':<{wide + 14}}", FAINT)
+    titles = Text(
+        f" {'host':<{name}}  {'ranks':<10}  {'CPU':<{wide + 5}}  {'RAM':<{wide + (14 if width >= 100 else 5)}}", FAINT
+    )
     titles.append("  devices      slowest work", FAINT)
     lines = [_node(*need, width, name, wide) for need in found[begin : begin + rows]]
     return [head, titles, *lines, Text(), graphs(frame, width), *_host_note(frame)]
@@ -147,7 +162,7 @@ def _node(_: object, node: NodeView, slowest: RankView | None, silent: int, widt
     line = Text.assemble((f" {(node.host or '–')[:name]:<{name}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
     line.append("  ").append_text(_gauge(node.cpu, wide))
     line.append("  ").append_text(_gauge(ram, wide))
-    line.append(f" {ink.size(node.memory_bytes):>8}", FAINT)
+    line.append(f" {ink.size(node.memory_bytes):>8}" if width >= 100 else "", FAINT)
     line.append(f"  {f'{len(node.devices)} × {_device(node.devices)}':<11.11}", TEXT)
     if slowest is not None and slowest.relative is not None:
         style = ink.work_style(slowest.relative)
