@@ -336,8 +336,8 @@ class RunLock:
         """Whether a process runs in this folder; True also where the file system cannot tell."""
         try:
             descriptor = os.open(run / _LOCK, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
         try:
             return not lock(descriptor, wait=False, shared=True)
         except OSError:

@@ -195,7 +195,7 @@ class Run:
 
     @property
     def state(self) -> State:
-        if self.reason:
+        if self.reason and not self._goes_on():
             return _STATES.get(self.reason.partition(":")[0], "stopped")
         if not self._is_alive():
             return "finished" if self.results else "killed"
@@ -297,6 +297,11 @@ class Run:
                 self.series.undo_after(event["step"])
                 self._recent = min(self._recent, len(self.series.steps))
                 self.evaluations = [one for one in self.evaluations if one.get("step", 0) <= event["step"]]
+
+    def _goes_on(self) -> bool:
+        """Whether the run was started again after its last event, which told its end."""
+        holder = RunLock.holder(self.path) or {}
+        return seconds_of({"time": holder.get("started")}) > seconds_of(self.events[-1]) and RunLock.is_held(self.path)
 
     def _is_alive(self) -> bool:
         """Whether its process runs, here or on another host."""
