@@ -291,8 +291,9 @@ class Run:
             self.evaluations.append(event)
         elif kind is not None:
             self.events.append(event)
+            self._trains = self._trains and kind not in ("start", "stop")
             if kind == "start":
-                self._recent, self._trains = len(self.series.steps), False
+                self._recent = len(self.series.steps)
             if kind == "resume" and isinstance(event.get("step"), int):
                 self.series.undo_after(event["step"])
                 self._recent = min(self._recent, len(self.series.steps))

@@ -223,7 +223,7 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", refuse)
         assert run.refresh() is False, "what was read stays"
-        with pytest.raises(ConfigError, match="config.yaml cannot be read: Permission denied"):
+        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: Permission denied"):
             open_run(path, whole=False)
         assert runs(tmp_path) == []
         patched.setattr(Path, "exists", refuse)
