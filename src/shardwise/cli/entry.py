@@ -22,6 +22,8 @@ COMMANDS = {
     "compile": "compile all graphs of a training before it starts",
     "submit": "submit a training to SLURM, and follow it",
     "jobs": "list submitted jobs, show one, or print its log",
+    "ls": "list this machine's devices and what uses them, and the runs",
+    "monitor": "tell what a run does, as JSON every few seconds or to Prometheus",
     "stop": "stop a run after the step under way, with a checkpoint",
     "evaluate": "loss and perplexity of a checkpoint or Hugging Face model on any text",
     "generate": "continue a text",

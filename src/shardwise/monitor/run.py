@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 import yaml
@@ -27,6 +27,7 @@ from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: it should run, and has written nothing for long. `killed`: it ended, and nothing says why."""
+STATES: tuple[State, ...] = get_args(State)
 
 NUMBERS = (
     "loss",
@@ -48,7 +49,7 @@ NUMBERS = (
 """Numbers of a step that the series of a run has; NaN where a step lacks one."""
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step's time (`split_seconds`), in the order in which they are shown."""
-_STATES: dict[str, State] = {"finished": "finished", "failed": "failed"}
+_ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
 _SILENT_STEPS = 20.0
 _SILENT_SECONDS = 60.0
 _RECENT_STEPS = 20
@@ -98,6 +99,7 @@ class RankView:
     """What the last line of a rank's file tells.
 
     Attributes:
+        pid: of its process, on its host.
         place: its rank along each axis of the mesh: `pp`, `dp`, `tp`.
         work_seconds: of its own work in the step, without waiting for other ranks.
         relative: `work_seconds` over that of the rank with the least; None where ranks recorded none.
@@ -107,6 +109,7 @@ class RankView:
 
     rank: int
     host: str
+    pid: int | None
     device: str
     place: Mapping[str, int]
     step: int | None
@@ -196,7 +199,7 @@ class Run:
     @property
     def state(self) -> State:
         if self.reason and not self._goes_on():
-            return _STATES.get(self.reason.partition(":")[0], "stopped")
+            return _ENDINGS.get(self.reason.partition(":")[0], "stopped")
         if not self._is_alive():
             return "finished" if self.results else "killed"
         if self._is_silent():
@@ -389,10 +392,15 @@ def runs(root: Path = RUNS) -> list[Run]:
 
 
 def _rank(rank: int, start: Mapping[str, Any], line: Mapping[str, Any], heard: float) -> RankView:
-    work, used = line.get("work_seconds"), line.get("memory_in_use_bytes", line.get("peak_memory_bytes"))
+    pid, work, used = (
+        start.get("pid"),
+        line.get("work_seconds"),
+        line.get("memory_in_use_bytes", line.get("peak_memory_bytes")),
+    )
     return RankView(
         rank=rank,
         host=str(start.get("host", "")),
+        pid=pid if isinstance(pid, int) else None,
         device=str(start.get("device", "")),
         place=start.get("place") or {},
         step=line.get("step"),
