@@ -157,8 +157,8 @@ def write_big(
 ) -> Path:
     """Write a long run of many ranks quickly, and return its folder.
 
-    Of a rank's file the first line and the last `tail` ones are there; between them is a hole, as long as the lines of
-    all other steps, which takes no room on the disk.
+    Of a rank's file the first line, the last "start" and the last `tail` steps are there; between them is a hole, as
+    long as the lines of all other steps, which takes no room on the disk.
     """
     mesh = Mesh(pp=8, dp=max(1, ranks // 64), tp=8, nodes=max(1, ranks // 8)) if ranks >= 64 else Mesh(1, ranks, 1, 1)
     directory = RunDirectory(path).create()
@@ -191,11 +191,10 @@ def write_big(
             json_text(rank_step(mesh, rank, step, end - (steps - step), 1.0 + (rank * 37 + step) % 11 / 100))
             for step in range(steps - min(tail, steps) + 1, steps + 1)
         ]
-        hole = (steps - len(last)) * len(last[0])
         with directory.rank_metrics(rank).open("wb") as file:
-            file.write(json_text(rank_start(mesh, rank, end)).encode() + b"\n")
-            file.seek(hole, 1)
-            file.write(("\n" + "\n".join(last) + "\n").encode())
+            file.write(json_text(rank_start(mesh, rank, first + BEFORE_TRAINING)).encode() + b"\n")
+            file.seek((steps - len(last)) * len(last[0]), 1)
+            file.write("\n".join(["", json_text(rank_start(mesh, rank, now)), *last, ""]).encode())
     return path
 
 

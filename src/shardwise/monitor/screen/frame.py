@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from bisect import bisect_left
@@ -14,8 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.errors import ShardwiseError
 from shardwise.files import reason_of
+from shardwise.monitor.groups import PipelineView, graphs, pipeline, silent, split_seconds
 from shardwise.monitor.lost import LostTime, number
-from shardwise.monitor.run import NodeView, PipelineView, RankView, Run, Series, State, open_run
+from shardwise.monitor.run import NodeView, RankView, Run, Series, State, open_run
 
 Span = Literal["whole", "tenth", "hundredth"]
 """How much of the run a curve shows, from its end."""
@@ -45,6 +47,7 @@ class Frame:
 
     Attributes:
         curves: by name of `CURVES`.
+        silent: ranks that have written nothing for long.
         events: as recorded, with an event "ended" for each line of `restarts.jsonl`.
         has_history: whether all steps were read; otherwise the curves show the last ones.
         problem: why what is shown is old; empty where it is not.
@@ -69,6 +72,7 @@ class Frame:
     ranks: Sequence[RankView] = ()
     nodes: Sequence[NodeView] = ()
     pipeline: Sequence[PipelineView] = ()
+    silent: frozenset[int] = frozenset()
     events: Sequence[Mapping[str, Any]] = ()
     lost: LostTime = field(default_factory=LostTime)
     has_history: bool = True
@@ -79,10 +83,6 @@ class Frame:
         """The rank with the longest own work; None where ranks recorded none."""
         known = [view for view in self.ranks if view.relative is not None]
         return max(known, key=lambda view: view.relative or 0.0, default=None)
-
-    @property
-    def silent(self) -> list[RankView]:
-        return [view for view in self.ranks if view.is_silent]
 
 
 class Reader:
@@ -136,14 +136,15 @@ def frame_of(run: Run, columns: int = 0, span: Span = "whole", *, has_history: b
         last=run.last,
         start=run.start,
         config=run.config,
-        split=run.split_seconds,
-        graphs=run.graphs,
+        split=split_seconds(run),
+        graphs=graphs(run),
         curves={name: curve(run.series, name, columns, span, _points(run, name)) for name in CURVES if columns},
         ranks=ranks,
         nodes=run.nodes(ranks),
-        pipeline=run.pipeline(ranks),
+        pipeline=pipeline(ranks),
+        silent=silent(ranks, run.step_seconds),
         events=_events(run),
-        lost=replace(run.lost, by_cause=dict(run.lost.by_cause)),
+        lost=copy.deepcopy(run.lost),  # the run goes on counting in another thread
         has_history=has_history,
     )
 

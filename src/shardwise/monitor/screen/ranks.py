@@ -73,7 +73,7 @@ def strips(frame: Frame, width: int, height: int) -> list[Text]:
 
 def worst(frame: Frame) -> Text:
     """The slowest rank, and those that are silent."""
-    told, slowest, silent = Text(), frame.slowest, frame.silent
+    told, slowest, silent = Text(), frame.slowest, sorted(frame.silent)
     if slowest is not None and slowest.relative is not None:
         style = ink.work_style(slowest.relative)
         is_slow = style.endswith((BAD, WARN))
@@ -82,7 +82,7 @@ def worst(frame: Frame) -> Text:
         told.append(f"{' on ' if slowest.host else ''}{slowest.host}", TEXT if is_slow else FAINT)
     if silent:
         told.append("  " if told else "")
-        named = ", ".join(str(view.rank) for view in silent[:4]) + ("…" if len(silent) > 4 else "")
+        named = ", ".join(map(str, silent[:4])) + ("…" if len(silent) > 4 else "")
         told.append(f"{ink.SILENT} silent: {named}", f"bold {BAD}")
     return told
 
@@ -103,7 +103,7 @@ def _strip(frame: Frame, name: Metric, width: int, rows: int) -> list[Text]:
     gutter = _LABEL + (6 if rows > 1 else 0)
     lines = []
     for row, (label, ranks) in enumerate(parts):
-        part = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].is_silent)
+        part = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
         numbers = [values[at] for at in ranks]
         cells = ink.heat(numbers, width - gutter - ending, look.low, high, look.style, part, look.worst)
         begin = f" {name if row == 0 else '':<7}{label}".ljust(gutter)
@@ -127,7 +127,7 @@ def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView
     high, rows = max(look.least_high, *known), _rows(frame, height - 2)
     for label, ranks in rows:
         room = width - _LABEL - 1
-        silent = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].is_silent)
+        silent = frozenset(at for at, index in enumerate(ranks) if frame.ranks[index].rank in frame.silent)
         cells = ink.heat([values[at] for at in ranks], room, look.low, high, look.style, silent, look.worst)
         line = Text.assemble((f" {label}".ljust(_LABEL), FAINT), cells)
         is_here = cursor is not None and any(frame.ranks[at].rank == cursor.rank for at in ranks)
@@ -166,7 +166,7 @@ def ordered(frame: Frame, metric: Metric) -> list[RankView]:
 
     def place(view: RankView) -> tuple[bool, float, int]:
         value = look.value(view)
-        return (not view.is_silent, float("inf") if value is None else sign * value, view.rank)
+        return (view.rank not in frame.silent, float("inf") if value is None else sign * value, view.rank)
 
     return sorted(frame.ranks, key=place)
 
@@ -214,5 +214,5 @@ def _cells(frame: Frame, view: RankView) -> tuple[tuple[str, str], ...]:
         (relative, FAINT if view.relative is None else ink.work_style(view.relative)),
         (ink.size(view.memory_bytes), TEXT),
         (ink.percent(view.utilization, 0), busy),
-        (heard, f"bold {BAD}" if view.is_silent else FAINT),
+        (heard, f"bold {BAD}" if view.rank in frame.silent else FAINT),
     )

@@ -10,7 +10,8 @@ from rich.text import Text
 from shardwise import units
 from shardwise.config import ParallelConfig
 from shardwise.cost.picture import MOST_ROWS, schedule_picture
-from shardwise.monitor.run import NodeView, PipelineView, RankView
+from shardwise.monitor.groups import PipelineView
+from shardwise.monitor.run import NodeView, RankView
 from shardwise.monitor.screen import ink
 from shardwise.monitor.screen.frame import Frame
 from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN
@@ -134,7 +135,7 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
     if not frame.nodes:
         return [head, Text(" no rank has a file yet", FAINT), Text(), graphs(frame, width)]
     views = {view.rank: view for view in frame.ranks}
-    found = sorted((_need(views, node) for node in frame.nodes), key=lambda need: (need[0], need[1].host))
+    found = sorted((_need(views, frame.silent, node) for node in frame.nodes), key=lambda need: (need[0], need[1].host))
     rows = height - 5
     begin = max(0, min(cursor - rows // 2, len(found) - rows))
     wide = 24 if width >= 120 else 7
@@ -147,12 +148,14 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
     return [head, titles, *lines, Text(), graphs(frame, width), *_host_note(frame)]
 
 
-def _need(views: Mapping[int, RankView], node: NodeView) -> tuple[tuple[int, float], NodeView, RankView | None, int]:
+def _need(
+    views: Mapping[int, RankView], silent_ranks: frozenset[int], node: NodeView
+) -> tuple[tuple[int, float], NodeView, RankView | None, int]:
     """Its place in the list, by how much it needs a look; itself, its slowest rank, and how many are silent."""
     own = [views[rank] for rank in node.ranks if rank in views]
     slowest = max((view for view in own if view.relative), key=lambda view: view.relative or 0.0, default=None)
     relative = slowest.relative if slowest is not None and slowest.relative else 0.0
-    silent = sum(view.is_silent for view in own)
+    silent = len(silent_ranks.intersection(node.ranks))
     return (-silent, -relative if relative >= 1.15 else 0.0), node, slowest, silent
 
 
