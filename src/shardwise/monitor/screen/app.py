@@ -15,7 +15,7 @@ from textual.widgets import ContentSwitcher
 from textual.worker import get_current_worker
 
 from shardwise.monitor.screen import ink, panels, ranks, views
-from shardwise.monitor.screen.frame import SPANS, Frame, Span
+from shardwise.monitor.screen.frame import SPANS, UNEXPECTED, Frame, Span
 
 VIEWS = ("overview", "ranks", "pipeline", "nodes", "events")
 LEAST = (80, 20)
@@ -34,7 +34,11 @@ class Panel(Widget):
         frame, (width, height) = self.top.frame, self.content_size
         if frame is None:
             return Text(" reading the run…", ink.FAINT)
-        lines = list(self._draw(frame, width, height))[:height]
+        try:
+            lines = list(self._draw(frame, width, height))[:height]
+        except UNEXPECTED as error:  # a value of another type in a file of the run
+            told = f"a file of the run is not as expected ({type(error).__name__}: {error})"
+            lines = ink.sentences(width, told, ink.WARN)[:height]
         for line in lines:
             line.truncate(width)
         return Text("\n", no_wrap=True).join(lines)

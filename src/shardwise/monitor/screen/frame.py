@@ -23,6 +23,8 @@ Span = Literal["whole", "tenth", "hundredth"]
 """How much of the run a curve shows, from its end."""
 SPANS: tuple[Span, ...] = ("whole", "tenth", "hundredth")
 _PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
+UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)
+"""What values of other types in the files of a run lead to: another program may have written them."""
 CURVES = ("loss", "tokens_per_second", "grad_norm")
 
 
@@ -105,13 +107,13 @@ class Reader:
             self._frame = frame_of(self._run, columns, span, has_history=self._has_history)
         except OSError as error:
             return self._old(f"{self._run.path} cannot be read: {reason_of(error)}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a file that another program wrote
+        except UNEXPECTED as error:
             return self._old(f"{self._run.path} has a file that is not as expected ({type(error).__name__}: {error})")
         return self._frame
 
     def _read_history(self) -> None:
         # `read` tells why it fails: it meets the same.
-        with contextlib.suppress(ShardwiseError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(ShardwiseError, OSError, *UNEXPECTED):
             self._run, self._has_history = open_run(self._run.path, whole=True), True
 
     def _old(self, problem: str) -> Frame:

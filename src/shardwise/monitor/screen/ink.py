@@ -199,3 +199,9 @@ def size(value: object) -> str:
 
 def seconds(value: object) -> str:
     return units.duration(value) if isinstance(value, int | float) and math.isfinite(value) else "–"
+
+
+def model(device: str) -> str:
+    """The word of a device's name that tells most: that of its model, such as `H100`, or its only one."""
+    words = device.partition(":")[0].split()
+    return next((word for word in words if any(letter.isdigit() for letter in word)), "".join(words[:1])) or "–"

@@ -208,7 +208,7 @@ def _cells(frame: Frame, view: RankView) -> tuple[tuple[str, str], ...]:
         (str(view.rank), f"bold {TEXT}"),
         *((str(view.place.get(axis, "–")), FAINT) for axis in ("pp", "dp", "tp")),
         (view.host[:20] or "–", TEXT),
-        (view.device[-8:] or "–", FAINT),
+        (ink.model(view.device)[:10], FAINT),
         ("–" if view.step is None else f"{view.step:,}", TEXT),
         (ink.seconds(view.work_seconds), TEXT),
         (relative, FAINT if view.relative is None else ink.work_style(view.relative)),

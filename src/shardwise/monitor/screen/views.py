@@ -194,8 +194,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _device(devices: tuple[str, ...]) -> str:
-    """The kind of the devices, without their numbers."""
-    return next(iter(sorted({device.partition(":")[0] for device in devices})), "") or "device"
+    return ", ".join(sorted({ink.model(device) for device in devices}))
 
 
 def keys(width: int, height: int) -> list[Text]:
