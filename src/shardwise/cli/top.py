@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     reader = Reader(arguments.run)
     from shardwise.monitor.screen.app import Top  # costly to import, for the screen alone
 
-    Top(reader.read, arguments.interval).run()
+    Top(reader.read, arguments.interval).run(mouse=False)  # so that the terminal still selects text
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import ClassVar
 
 from rich.text import Text
@@ -12,7 +13,6 @@ from textual.containers import Container, Horizontal, Vertical
 from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher
-from textual.worker import get_current_worker
 
 from shardwise.monitor.screen import ink, panels, ranks, views
 from shardwise.monitor.screen.frame import SPANS, UNEXPECTED, Frame, Span
@@ -135,12 +135,13 @@ class Top(App[None]):
         """Start to read the run, unless that is under way or paused."""
         if not self._is_reading and not (self._is_paused and self.frame is not None):
             self._is_reading = True
-            self.run_worker(self._read_frame, thread=True, exit_on_error=True)
+            # Textual's own threads would have to end before the program does, and a long history is minutes of reading.
+            Thread(target=self._read_frame, daemon=True).start()
 
     def _read_frame(self) -> None:
         is_first = self.frame is None
         frame = self._read(max(1, self.size.width) * 2, SPANS[self._span])
-        if not get_current_worker().is_cancelled:
+        if self.is_running:
             self.call_from_thread(self._show, frame, again=is_first)
 
     def _show(self, frame: Frame, *, again: bool) -> None:

@@ -19,7 +19,7 @@ from shardwise.monitor.screen.ink import ACCENT, BAD, FAINT, GOOD, PART_COLOURS,
 KEYS = (
     ("1 … 5, tab", "overview, ranks, pipeline, nodes, events; tab: the next one"),
     ("↑ ↓", "choose a rank or a node, go through the events"),
-    ("page up, page down", "the same by ten"),
+    ("PgUp PgDn", "the same by ten"),
     ("← →", "what the cells of the ranks show: work, memory, use"),
     ("z", "curves of all steps, of the last tenth, of the last hundredth"),
     ("p", "pause: nothing is read until it is pressed again"),
@@ -201,7 +201,7 @@ def keys(width: int, height: int) -> list[Text]:
     """What the keys do, and what the screen shows."""
     lines = [ink.heading(width, "keys"), Text()]
     for key, what in KEYS:
-        lines.append(ink.fitted(Text.assemble((f"  {key:<20}", ACCENT), (what, TEXT)), width))
+        lines.append(ink.fitted(Text.assemble((f"  {key:<14}", ACCENT), (what, TEXT)), width))
     lines += [Text(), ink.heading(width, "reading the screen"), Text()]
     for sentence in (
         "A cell of a heat strip stands for one rank or for several, of which it shows the worst; its height tells the "
