@@ -49,6 +49,36 @@ for turn in range(5):
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"first": first, "refresh": sorted(refreshes)[2], "peak": peak, "steps": len(run.series.steps)}))
 """
+SCREEN = """
+import asyncio, json, resource, sys, time
+from pathlib import Path
+
+began = time.perf_counter()
+from shardwise.monitor.screen.app import Panel, Top
+from shardwise.monitor.screen.frame import Reader
+
+reader = Reader(Path(sys.argv[1]))
+found = {}
+
+async def show():
+    app = Top(reader.read, 0)
+    async with app.run_test(size=(160, 48)) as pilot:
+        while app.frame is None:
+            await pilot.pause(0.005)
+        found["first"] = time.perf_counter() - began
+        while not app.frame.has_history:
+            await pilot.pause(0.005)
+        found["whole"] = time.perf_counter() - began
+        now = time.perf_counter()
+        for panel in app.query(Panel):
+            if panel.is_on_screen:
+                panel.render()
+        found["draw"] = time.perf_counter() - now
+
+asyncio.run(show())
+found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps(found))
+"""
 
 
 def run(rounds: int) -> Report:
@@ -61,6 +91,7 @@ def run(rounds: int) -> Report:
             "shardwise ls, ten runs": ["ls"],
             "shardwise ls --json, ten runs": ["ls", "--json"],
             "shardwise monitor --once, the large run": ["monitor", str(big), "--once"],
+            "shardwise top --once, the large run": ["top", str(big), "--once"],
         }
         seconds: dict[str, list[float]] = {name: [] for name in commands}
         for turn in range(1 + 3 * rounds):
@@ -70,28 +101,40 @@ def run(rounds: int) -> Report:
                 subprocess.run(command, cwd=folder, env=variables, stdout=subprocess.DEVNULL, check=True)
                 if turn:  # the first run compiles to bytecode
                     seconds[name].append(time.perf_counter() - began)
-        readings = []
-        for _ in range(rounds):
-            command = [sys.executable, "-c", READING, str(big), str(RANKS)]
-            done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-            readings.append(json.loads(done.stdout))
+        found: dict[str, list[dict[str, float]]] = {SCREEN: [], READING: []}
+        for code, told in found.items():  # READING adds steps, so it comes last
+            for _ in range(rounds):
+                command = [sys.executable, "-c", code, str(big), str(RANKS)]
+                done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+                told.append(json.loads(done.stdout))
+        readings, screens = found[READING], found[SCREEN]
     first, refresh = (median([one[name] for one in readings]) for name in ("first", "refresh"))
-    peak = max(one["peak"] for one in readings)
+    frame, whole, draw = (median([one[name] for one in screens]) for name in ("first", "whole", "draw"))
+    peak, screen_peak = (max(one["peak"] for one in ones) for ones in (readings, screens))
     rows = [
         ["all steps and ranks, read for the first time", f"{first:.2f} s"],
         ["a new step of all ranks", f"{refresh * 1000:.0f} ms"],
         ["peak memory of the process", f"{peak / 2**20:.0f} MiB"],
+    ]
+    rows += [
+        ["shardwise top: the first frame at 160 × 48, imports too", f"{frame:.2f} s"],
+        ["shardwise top: the curves of all steps", f"{whole:.2f} s"],
+        ["shardwise top: a frame drawn", f"{draw * 1000:.0f} ms"],
+        ["shardwise top: peak memory", f"{screen_peak / 2**20:.0f} MiB"],
     ]
     rows += [[name, f"{median(found) * 1000:.0f} ms"] for name, found in seconds.items()]
     return Report(
         "watching",
         "Watching a run",
         [Table(("what", "found"), rows)],
-        {"readings": readings, "commands": seconds},
+        {"readings": readings, "screens": screens, "commands": seconds},
         targets=[
             target("seconds of the first reading", first, 2.0, at_least=False),
             target("seconds of a refresh", refresh, 0.2, at_least=False),
             target("peak memory in MiB", peak / 2**20, 300, at_least=False),
+            target("seconds of the first frame of `top`", frame, 2.0, at_least=False),
+            target("seconds of a frame drawn", draw, 0.2, at_least=False),
+            target("peak memory of `top` in MiB", screen_peak / 2**20, 300, at_least=False),
             *(target(f"seconds of `{name}`", median(found), 0.5, at_least=False) for name, found in seconds.items()),
         ],
         notes=[
