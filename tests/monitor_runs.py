@@ -27,6 +27,8 @@ SPLIT = {"data": 0.02, "forward": 0.28, "backward": 0.5, "communication": 0.1, "
 """Shares of a step on rank 0."""
 TOKENS, SAMPLES = 8192, 128
 """Of a step."""
+FIRST_PID = 40_000
+"""Of rank 0."""
 DEVICE = "NVIDIA H100 80GB HBM3"
 GIB = 2**30
 
@@ -257,7 +259,7 @@ def rank_start(mesh: Mesh, rank: int, now: float) -> dict[str, Any]:
         "time": stamp(now),
         "rank": rank,
         "host": mesh.host(rank),
-        "pid": 40_000 + rank,
+        "pid": FIRST_PID + rank,
         "device": DEVICE,
         "local_rank": mesh.local_rank(rank),
         "place": mesh.place(rank),

@@ -44,10 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--prometheus ({port}) must be a port from 1 to {_LARGEST_PORT:,}, such as 9400")
     if port is not None and arguments.once:
         raise ConfigError("--once prints one object, and --prometheus prints none: leave one of them out")
+    watched = open_run(arguments.run, whole=False)
+    if arguments.once:
+        output.raw(json_text(snapshot(watched)))
+        return 0
     end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end.set())
-    watched = open_run(arguments.run, whole=False)
     if port is not None:
         from shardwise.monitor.export import serve  # costly to import, for a server alone
 
@@ -58,6 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     while True:
         output.raw(json_text(snapshot(watched)))
         sys.stdout.flush()
-        if arguments.once or end.wait(interval):
+        if end.wait(interval):
             return 0
         watched.refresh()

@@ -106,7 +106,8 @@ def _nvidia(found: Found, ranks: Owners) -> None:
 
     try:
         handles = [ask("nvmlDeviceGetHandleByIndex", index) for index in range(ask("nvmlDeviceGetCount") or 0)]
-        places = {_bus(ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in enumerate(handles)}
+        alive = [(index, handle) for index, handle in enumerate(handles) if handle is not None]
+        places = {_bus(ask("nvmlDeviceGetPciInfo", handle)): index for index, handle in alive}
         for index, handle in enumerate(handles):
             if handle is None:
                 found.problems.append(f"NVML does not tell of GPU {index}, which may have failed: nvidia-smi says why")
