@@ -7,7 +7,6 @@ Hugging Face's transformers.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise import comm
 from shardwise import device as devices
 from shardwise.config import CompileConfig, LlamaConfig
 from shardwise.mesh import Mesh, join
@@ -81,7 +79,6 @@ class Shardwise:
             from shardwise.compilation import compile_units
 
             compile_units(self.model, CompileConfig(enabled=True), self.mesh.device)
-        self._waited = 0.0
 
     def prepare(self) -> None:
         self.optimizer = ZeroRedundancyOptimizer(
@@ -94,8 +91,7 @@ class Shardwise:
             **ADAMW,
         )
         for group in self.mesh.groups:
-            group.meter.timed = True
-        self._time_waits()
+            group.meter.spans = []
 
     def step(self, ids_BS: Tensor) -> float:
         ids_SB = ids_BS.t().contiguous()
@@ -107,20 +103,7 @@ class Shardwise:
         return float(loss.detach())
 
     def collective_seconds(self) -> float:
-        return sum(group.meter.seconds for group in self.mesh.groups) + self._waited
-
-    def _time_waits(self) -> None:
-        """The meter times what is called; this adds the waiting for what was started to overlap."""
-        wait = comm.Pending.wait
-
-        def timed(pending: comm.Pending) -> Tensor:
-            start = time.perf_counter()
-            try:
-                return wait(pending)
-            finally:
-                self._waited += time.perf_counter() - start
-
-        comm.Pending.wait = timed  # type: ignore[method-assign]
+        return sum(group.meter.seconds for group in self.mesh.groups)
 
 
 class Transformers:

@@ -9,7 +9,6 @@ Shapes: `dim 0` is the one that is gathered and scattered (activations are seque
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -18,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch_private import traced_all_gather, traced_all_reduce, traced_all_to_all, traced_reduce_scatter
-from shardwise.mesh import Group, Meter
+from shardwise.device import mark
+from shardwise.mesh import Group
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -28,15 +28,16 @@ _all_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) 
 _reduce_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _call(meter: Meter, operation: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Run a collective, and keep its time where the meter asks for it."""
-    if not meter.timed:
+def _call(group: Group, operation: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """Run a collective, or wait for one, and keep its time where the group's meter asks for it."""
+    spans = group.meter.spans
+    if spans is None:
         return operation(*args, **kwargs)
-    start = time.perf_counter()
+    start = mark(group.message_device)
     try:
         return operation(*args, **kwargs)
     finally:
-        meter.seconds += time.perf_counter() - start
+        spans.append((start, mark(group.message_device)))
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -86,14 +87,24 @@ class Pending:
         result: what `wait()` returns, complete by then.
         work: torch's handle; None: there is nothing to wait for.
         finish: called once, after the last byte arrived.
+        group: in whose meter the wait is counted.
     """
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None, finish: Callable[[], None] | None = None) -> None:
-        self._result, self._work, self._finish = result, work, finish
+    def __init__(
+        self,
+        result: Tensor,
+        work: dist.Work | None = None,
+        finish: Callable[[], None] | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self._result, self._work, self._finish, self._group = result, work, finish, group
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            if self._group is None:
+                self._work.wait()
+            else:
+                _call(self._group, self._work.wait)
             self._work = None
         if self._finish is not None:
             self._finish()
@@ -108,7 +119,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
             return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
         group.count("all_reduce", _bytes(tensor))
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        _call(group.meter, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
+        _call(group, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
     return tensor
 
 
@@ -117,7 +128,8 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(tensor)
     group.count("all_reduce", _bytes(tensor))
-    return Pending(tensor, cast(dist.Work, dist.all_reduce(tensor, group=group.process_group, async_op=True)))
+    work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
+    return Pending(tensor, cast(dist.Work, work), group=group)
 
 
 def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Tensor:
@@ -132,7 +144,7 @@ def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Ten
         return gathered if out is None else out.copy_(gathered)
     whole = local.new_empty((local.shape[0] * group.size, *local.shape[1:])) if out is None else out
     group.count("all_gather", _bytes(whole))
-    _call(group.meter, _all_gather_into, whole, local.contiguous(), group=group.process_group)
+    _call(group, _all_gather_into, whole, local.contiguous(), group=group.process_group)
     return whole
 
 
@@ -141,7 +153,8 @@ def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
     if group.size == 1:
         return Pending(out)
     group.count("all_gather", _bytes(out))
-    return Pending(out, _call(group.meter, _all_gather_into, out, local, group=group.process_group, async_op=True))
+    work = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=True)
+    return Pending(out, work, group=group)
 
 
 def reduce_scatter(whole: Tensor, group: Group) -> Tensor:
@@ -169,23 +182,23 @@ def reduce_scatter_async(whole: Tensor, group: Group, *, out: Tensor, overlap: b
     group.count("reduce_scatter", _bytes(whole))
     pg = group.process_group
     if not group.scatter_by_all_to_all:
-        work = _call(group.meter, _reduce_scatter_into, out, whole, group=pg, async_op=overlap)
-        return Pending(out, work if overlap else None)
+        work = _call(group, _reduce_scatter_into, out, whole, group=pg, async_op=overlap)
+        return Pending(out, work if overlap else None, group=group)
     # gloo: each rank sends every other rank its run and sums what it receives, in rank order (see `Group`).
     parts = torch.empty_like(whole)
-    work = _call(group.meter, dist.all_to_all_single, parts, whole, group=pg, async_op=overlap)
+    work = _call(group, dist.all_to_all_single, parts, whole, group=pg, async_op=overlap)
 
     def finish() -> None:
         torch.sum(parts.view(group.size, *out.shape), dim=0, out=out)
 
-    return Pending(out, work if overlap else None, finish)
+    return Pending(out, work if overlap else None, finish, group)
 
 
 def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     """Copy the tensor of the rank at index `source` of the group to all, in place."""
     if group.size > 1:
         group.count("broadcast", _bytes(tensor))
-        _call(group.meter, dist.broadcast, tensor, src=group.ranks[source], group=group.process_group)
+        _call(group, dist.broadcast, tensor, src=group.ranks[source], group=group.process_group)
     return tensor
 
 
@@ -200,7 +213,7 @@ def reduce_numbers(values: Sequence[int], group: Group, *, op: str = "max") -> l
     numbers = torch.tensor(values, dtype=torch.int64, device=group.message_device)
     group.note("reduce_numbers")
     reduce_op = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-    dist.all_reduce(numbers, op=reduce_op, group=group.process_group)
+    _call(group, dist.all_reduce, numbers, op=reduce_op, group=group.process_group)
     reduced: list[int] = numbers.tolist()
     return reduced
 
@@ -248,12 +261,12 @@ def send(tensor: Tensor, group: Group, to: int) -> Pending:
     group.count("send", _bytes(tensor))
     whole = tensor.contiguous()
     work = dist.isend(whole, dst=group.ranks[to], group=group.process_group)
-    return Pending(whole, cast(dist.Work, work))
+    return Pending(whole, cast(dist.Work, work), group=group)
 
 
 def receive(out: Tensor, group: Group, source: int) -> Tensor:
     """Wait for what the rank at index `source` of the group sends, into `out`."""
-    _call(group.meter, dist.recv, out, src=group.ranks[source], group=group.process_group)
+    _call(group, dist.recv, out, src=group.ranks[source], group=group.process_group)
     return out
 
 
@@ -274,7 +287,7 @@ def exchange(
     for slot, tensor in _slots(wire, sent):
         slot.copy_(tensor)
     group.count("all_to_all", max(len(wire), len(arrived)))
-    _call(group.meter, dist.all_to_all_single, arrived, wire, incoming, out, group=group.process_group)
+    _call(group, dist.all_to_all_single, arrived, wire, incoming, out, group=group.process_group)
     for slot, tensor in _slots(arrived, received):
         tensor.copy_(slot)
 

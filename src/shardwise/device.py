@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -95,6 +98,35 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done all queued work; a CPU has no queue."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+Mark: TypeAlias = float | torch.Event
+"""A time by `time.perf_counter`, or an event in an accelerator's stream."""
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, as the device sees it: on an accelerator, when it has done the work that is queued so far."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Mark, end: Mark) -> float:
+    """Seconds from one mark to another of the same device, which must have reached both."""
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        return start.elapsed_time(end) / 1000
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that this process holds now: allocated on an accelerator, resident on the CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_memory(device: torch.device) -> int:

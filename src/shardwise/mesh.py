@@ -34,19 +34,27 @@ class Meter:
     """Bytes that each kind of collective puts on this rank's wire, by the ring formulas, with calls and seconds.
 
     With n ranks and a whole tensor of b bytes: all-reduce 2·b·(n-1)/n; all-gather, reduce-scatter and all-to-all
-    b·(n-1)/n; broadcast b·(n-1)/n; send b. Seconds are kept only while `timed` is set, for a synchronous view of the
-    cost.
+    b·(n-1)/n; broadcast b·(n-1)/n; send b.
+
+    Attributes:
+        spans: where it is set, the begin and end of each wait for a collective are added to it: of those that are
+            called one after the other, and of waits for those that run beside other work.
     """
 
     bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    timed: bool = False
+    spans: list[tuple[devices.Mark, devices.Mark]] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The sum of `spans`."""
+        return sum(devices.seconds_between(start, end) for start, end in self.spans or ())
 
     def reset(self) -> None:
         self.bytes.clear()
         self.calls.clear()
-        self.seconds = 0.0
+        if self.spans is not None:
+            self.spans.clear()
 
 
 class Group:

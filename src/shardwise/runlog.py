@@ -6,7 +6,7 @@
         run.json             the run's id, which its checkpoints have too, and the format of this folder (`FORMAT`)
         metrics.jsonl        one event a line
         ranks/rank-0000.jsonl
-        traces/rank-0000.json of the steps of log.trace
+        traces/rank-0000.json of the steps of log.profile
         tensorboard/
         checkpoints/step-00000100/
         logs/rank-0000.log
@@ -53,6 +53,11 @@ _LOCK = ".lock"
 def json_text(value: Any, *, indent: int | None = None) -> str:
     """`value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def now() -> str:
+    """The time as the run's files have it: UTC, ISO 8601, with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None) -> Path:

@@ -244,13 +244,13 @@ def metered(size: int) -> dict[str, tuple[int, int]]:
         assert set(group.meter.bytes) == {kind}, f"{name} is counted as {dict(group.meter.bytes)}"
         counted[name] = group.meter.bytes[kind], group.meter.calls[kind]
     group.meter.reset()
-    group.meter.timed = True
+    assert group.meter.seconds == 0, "time is kept though nobody asked"
+    group.meter.spans = []
     comm.all_reduce_(whole, group)
-    group.meter.timed = False
     assert group.meter.seconds > 0, "a timed collective took no time"
-    seconds = group.meter.seconds
-    comm.all_reduce_(whole, group)
-    assert group.meter.seconds == seconds, "time is kept though nobody asked"
+    comm.all_reduce_async(whole, group).wait()
+    assert len(group.meter.spans) == 2, "a wait for a collective beside other work"
+    group.meter.spans = None
     group.meter.reset()
     return counted
 

@@ -127,6 +127,14 @@ def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_p
     assert ranks(4).run(train, longer, tmp_path, 0, 0)[0].step == 2, "as from a checkpoint on the disk"
 
 
+def test_copies_of_other_layers_are_left_alone(tmp_path: Path, ranks: Any) -> None:
+    """A rank has as many values in the interleaved schedule, but of other layers."""
+    model = {"num_hidden_layers": 4}
+    ranks(2).run(train, config_of(model=model, parallel={"pipeline": 2}), tmp_path, 1, 0)
+    interleaved = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}
+    assert ranks(2).run(train, config_of(model=model, parallel=interleaved), tmp_path, 0, 0)[0].step is None
+
+
 def test_only_what_no_run_uses_is_removed_after_an_hour(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     names = {name: tmp_path / f"shardwise-{os.getuid()}-{name}-n0" for name in ("used", "left", "new")}

@@ -45,7 +45,7 @@ def test_the_page_runs(shown: Shown) -> None:
     """Another number of layers has the same graphs."""
 
     def plain(text: str) -> list[str]:
-        return sorted(re.sub(r"\[\d/|[\d.]+ m?s,|[\d.]+ KiB", "#", line) for line in text.splitlines())
+        return sorted(re.sub(r"\[\d/|(?:\d+ min )?[\d.]+ m?s,|[\d.]+ KiB", "#", line) for line in text.splitlines())
 
     assert plain(shown.compiled.succeeded().out) == plain(texts()[0])
     assert texts()[1].strip() in shown.trained.succeeded().out

@@ -95,6 +95,7 @@ def test_a_meter_forgets() -> None:
     meter = Meter()
     meter.bytes["all_reduce"] += 5
     meter.calls["all_reduce"] += 1
-    meter.seconds = 1.0
+    meter.spans = [(1.0, 2.5), (3.0, 3.5)]
+    assert meter.seconds == 2.0
     meter.reset()
-    assert meter == Meter()
+    assert meter == Meter(spans=[])

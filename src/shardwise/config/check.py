@@ -39,6 +39,8 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     )
     problems += _resume_problems(config) + _trace_problems(config, is_new) + _document_problems(config)
     problems += _mark_problems(config)
+    if layout is not None:
+        problems += _profile_problems(config, layout)
     if layout is None or problems:
         raise ConfigError(problems)
     return layout
@@ -46,20 +48,30 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
 
 def _trace_problems(config: Config, is_new: bool) -> list[str]:
     """Refuse traces of steps that the run never does. The step from which an old run resumes is not known here."""
-    steps, last, resume = config.log.trace_steps, config.train.steps, config.checkpoint.resume
+    steps, last, resume = config.log.profile_steps, config.train.steps, config.checkpoint.resume
     if steps is None:
         return []
-    trace, stop_after = f"log.trace ({config.log.trace})", config.train.stop_after
+    trace, stop_after = f"log.profile ({config.log.profile})", config.train.stop_after
     if steps.start > last:
-        return [f"{trace} must begin at one of train.steps ({last}): set log.trace={last}:{last + 1}"]
+        return [f"{trace} must begin at one of train.steps ({last}): set log.profile={last}:{last + 1}"]
     if is_new and stop_after is not None and steps.start > stop_after:
         return [
             f"{trace} must begin at one of the steps of this run, which ends after train.stop_after ({stop_after}): "
-            f"set log.trace={stop_after}:{stop_after + 1}, or raise train.stop_after"
+            f"set log.profile={stop_after}:{stop_after + 1}, or raise train.stop_after"
         ]
     if resume != "auto" and steps[-1] <= resume < last:
-        return [f"{trace} must have a step after checkpoint.resume ({resume}): set log.trace={resume + 1}:{resume + 2}"]
+        return [
+            f"{trace} must have a step after checkpoint.resume ({resume}): set log.profile={resume + 1}:{resume + 2}"
+        ]
     return []
+
+
+def _profile_problems(config: Config, layout: Layout) -> list[str]:
+    """Refuse to trace ranks that the job does not have."""
+    beyond = [rank for rank in config.log.profile_ranks or () if rank >= layout.world]
+    if not beyond:
+        return []
+    return [f"log.profile_ranks ({listing(beyond)}) must be below the number of ranks ({layout.world})"]
 
 
 def _mark_problems(config: Config) -> list[str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -364,25 +364,29 @@ class LogConfig(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
-    trace: str | None = Field(
+    profile: str | None = Field(
         default=None,
-        description="START:STOP = a Chrome trace of each rank, of the steps from START to before STOP; null = none",
+        description="START:STOP = torch's profiler writes a Chrome trace of the steps from START to before STOP; "
+        "null = none",
+    )
+    profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None, examples=[0, 8], description="the ranks that `log.profile` traces; null = all"
     )
 
-    @field_validator("trace", mode="before")
+    @field_validator("profile", mode="before")
     @classmethod
-    def _trace_is_a_range_of_steps(cls, value: object) -> object:
+    def _profile_is_a_range_of_steps(cls, value: object) -> object:
         """Refuse every other value with one message; YAML reads `5` as a number."""
         if value is not None and not (isinstance(value, str) and _steps_of(value)):
             shown = repr(value) if isinstance(value, str) else str(value).lower()
             needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
-            reject([f"log.trace ({shown}) {needs}"])
+            reject([f"log.profile ({shown}) {needs}"])
         return value
 
     @property
-    def trace_steps(self) -> range | None:
+    def profile_steps(self) -> range | None:
         """The steps that are traced."""
-        return None if self.trace is None else _steps_of(self.trace)
+        return None if self.profile is None else _steps_of(self.profile)
 
 
 def _steps_of(trace: str) -> range | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -17,9 +16,6 @@ from shardwise.mesh import Mesh
 
 FORWARD, BACKWARD = "forward", "backward"
 INPUT, WEIGHTS = "backward of the input", "backward of the weights"
-
-_Mark: TypeAlias = float | torch.Event
-"""A time by `time.perf_counter`, or an event in an accelerator's stream."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +48,33 @@ class Clock:
 
     On an accelerator a call returns once the work is queued on the stream. There events in the stream mark where the
     work begins and ends; their times are read after the step, so that the measurement does not stall the device.
+
+    Attributes:
+        waits: begin and end of each wait for a collective, which whoever measures the step adds.
     """
 
     device: torch.device
-    _work: list[tuple[str, int, _Mark, _Mark]] = field(default_factory=list)
-    _begun: _Mark = 0.0
-    _ended: _Mark = 0.0
+    waits: list[tuple[devices.Mark, devices.Mark]] = field(default_factory=list)
+    _work: list[tuple[str, int, devices.Mark, devices.Mark, slice]] = field(default_factory=list)
+    _begun: devices.Mark = 0.0
+    _ended: devices.Mark = 0.0
 
     @contextmanager
     def time(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
         """Measure the body's time, and name it for the profiler."""
         with record_function(_name(kind, stage, micro_batch)):
-            start = self._now()
+            start, waits = devices.mark(self.device), len(self.waits)
             yield
-            self._work.append((kind, stage, start, self._now()))
+            self._work.append((kind, stage, start, devices.mark(self.device), slice(waits, len(self.waits))))
 
     def begin(self) -> None:
         """Begin a step, and forget the one before."""
         self._work.clear()
-        self._begun = self._now()
+        self._begun = devices.mark(self.device)
 
     def end(self) -> None:
         """End the step, once its last work is queued."""
-        self._ended = self._now()
+        self._ended = devices.mark(self.device)
 
     def timing(self, stages: Sequence[int], mesh: Mesh) -> StepTiming:
         """The timing of the last step, of which this rank has `stages`. Collective over the pipeline.
@@ -83,29 +83,25 @@ class Clock:
         """
         devices.synchronize(self.device)
         seconds = {stage: [0.0, 0.0] for stage in stages}
-        for kind, stage, start, end in self._work:
-            seconds[stage][kind != FORWARD] += _seconds(start, end)
+        for kind, stage, start, end, _ in self._work:
+            seconds[stage][kind != FORWARD] += devices.seconds_between(start, end)
         work = tuple(StageSeconds(stage, forward, backward) for stage, (forward, backward) in seconds.items())
         busy = sum(stage.forward + stage.backward for stage in work)
-        here = torch.tensor([[busy, _seconds(self._begun, self._ended)]])
+        here = torch.tensor([[busy, devices.seconds_between(self._begun, self._ended)]])
         busy_P, length_P = comm.all_gather(here.to(mesh.device), mesh.pp).cpu().unbind(1)
         longest = float(length_P.max())
         return StepTiming(work, 1 - busy / longest, 1 - float(busy_P.mean()) / longest)
 
-    def _now(self) -> _Mark:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self.device, enable_timing=True)
-        event.record()
-        return event
+    def own_work(self) -> dict[str, float]:
+        """Seconds of the forward and the backward passes of the last step, less those of `waits` within them.
 
-
-def _seconds(start: _Mark, end: _Mark) -> float:
-    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
-        return start.elapsed_time(end) / 1000
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return end - start
+        An accelerator must have done the step's work.
+        """
+        found = {FORWARD: 0.0, BACKWARD: 0.0}
+        for kind, _, start, end, waits in self._work:
+            waited = sum(devices.seconds_between(*wait) for wait in self.waits[waits])
+            found[FORWARD if kind == FORWARD else BACKWARD] += devices.seconds_between(start, end) - waited
+        return found
 
 
 def name_messages(messages: list[Any], kind: str, stage: int, micro_batch: int) -> list[Any]:

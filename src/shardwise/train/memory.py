@@ -6,11 +6,13 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from shardwise import device as devices
 from shardwise.config import Config, Layout, OwnConfig, check_layout
 from shardwise.cost.memory import expected_memory
 from shardwise.errors import ConfigError
+from shardwise.optim import ZeroRedundancyOptimizer
 from shardwise.train.record import Progress
 from shardwise.units import size
 
@@ -35,6 +37,15 @@ def out_of_memory_text(
         f"expected: {known}\n{_of_allocator(device)}"
         f"what would help: {_listed_remedies(config, layout, accelerator, pipeline_rank)}\ncause: {cause}"
     )
+
+
+def memory_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer, device: torch.device) -> dict[str, int]:
+    """Bytes that this rank holds: `parameters`, `gradients`, `optimizer`, and `other`, which is the rest in use."""
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    gradients = sum(bucket.gradients.nbytes for bucket in optimizer.buckets)
+    state = optimizer.state_bytes()
+    known = {"parameters": parameters, "gradients": gradients, "optimizer": state["state"] + state["masters"]}
+    return {**known, "other": max(0, devices.memory_in_use(device) - sum(known.values()))}
 
 
 def _of_allocator(device: torch.device) -> str:

@@ -26,6 +26,7 @@ import xxhash
 from torch import Tensor, nn
 
 from shardwise import __version__, comm, units
+from shardwise.checkpoint.agreement import union
 from shardwise.checkpoint.restore import held_pieces
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
@@ -179,9 +180,7 @@ class MemoryCopies:
 
     def _agreed(self, problem: str | None) -> str | None:
         """The first problem that any rank has, on every rank."""
-        if self._mesh.world.size == 1:
-            return problem
-        return next((one for one in comm.all_gather_objects(problem, self._group) if one is not None), None)
+        return next(iter(union([] if problem is None else [problem], self._group)), None)
 
     def _lack_of_memory(self, memory: Path) -> str | None:
         if not memory.is_dir():

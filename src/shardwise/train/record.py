@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 
 from shardwise.config import Config
 from shardwise.pipeline import StepTiming
+from shardwise.train.straggler import Straggler
 
 WINDOW_STEPS = 10
 """Steps over which throughput is averaged."""
 SMOOTHED_STEPS = 20
 """Steps over which a line of progress averages the loss."""
+_LEAST_DEVIATION = 1e-3
+"""Of the mean: where the losses before are nearly equal, a smaller difference is no spike."""
 
 
 @dataclass
@@ -35,6 +40,22 @@ class Progress:
     position: int = 0
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
+
+    def advance(self, loss: float, samples: int, length: int) -> None:
+        """Count a step that was done, on `samples` samples of `length` tokens."""
+        self.step += 1
+        self.position += samples
+        self.samples += samples
+        self.tokens += samples * length
+        self.losses.append(loss)
+
+
+def loss_spike(loss: float, before: Sequence[float]) -> float | None:
+    """By how many standard deviations a loss is above the mean of the ones before; None where these are too few."""
+    if len(before) < SMOOTHED_STEPS:
+        return None
+    mean = fmean(before)
+    return (loss - mean) / max(pstdev(before, mean), _LEAST_DEVIATION * abs(mean), sys.float_info.min)
 
 
 def end_of_run(config: Config, steps_before: int) -> int:
@@ -62,6 +83,13 @@ class StepRecord:
         peak_memory_bytes: of this rank, since its start.
         losses: of each objective, where there are several; `loss` is their sum.
         timing: of a pipeline's step, in steps that are logged.
+        split: seconds of this rank by part (`train/split.py`); empty where it was not measured.
+        checkpoint_seconds: for which training waited for checkpoints and copies after the steps before this one, since
+            the last one that is logged.
+        communication_bytes: that this rank sent in the step, by axis of the mesh; pipeline messages are not counted.
+        memory: bytes that this rank holds, by kind.
+        loss_spike: standard deviations by which the loss is above the mean of the steps before.
+        straggler: the slowest rank.
         allocator: bytes by `device.allocator_bytes`, on an accelerator.
         asked: what the step's caller had read with its numbers.
     """
@@ -80,8 +108,19 @@ class StepRecord:
     peak_memory_bytes: int
     losses: Mapping[str, float] = field(default_factory=dict)
     timing: StepTiming | None = None
+    split: Mapping[str, float] = field(default_factory=dict)
+    checkpoint_seconds: float = 0.0
+    communication_bytes: Mapping[str, int] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
+    loss_spike: float | None = None
+    straggler: Straggler | None = None
     allocator: Mapping[str, int] = field(default_factory=dict)
     asked: tuple[float, ...] = ()
+
+    @property
+    def work_seconds(self) -> float | None:
+        """The step's seconds of this rank without communication; None where that was not measured."""
+        return self.seconds - self.split["communication"] if self.split else None
 
 
 class Throughput:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,14 +28,23 @@ from shardwise.config import Config, Layout, Precision
 from shardwise.cost import flops_per_token, model_flops_utilization
 from shardwise.hardware import peak_flops
 from shardwise.redaction import redacted
-from shardwise.runlog import JsonLines, RunDirectory
+from shardwise.runlog import JsonLines, RunDirectory, now
 from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
-from shardwise.train.record import StepRecord, Throughput, end_of_run
+from shardwise.train.rank_file import RankFile, process_seconds, where
+from shardwise.train.record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
+from shardwise.train.straggler import Occurrence
 from shardwise.train.summary import start_rows
+from shardwise.train.trace import trace_text, traced_steps
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+_SPIKE = 6.0
+"""Standard deviations from which on a loss is told as a spike."""
+_SLOW = 1.5
+"""Times the best rank's work from which on a rank is told as slow."""
 
 
 class Reporter:
@@ -73,7 +81,9 @@ class Reporter:
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, precision.parameter)
         self._throughput = Throughput(train.global_batch)
-        self._rank_file = JsonLines(run.rank_metrics(rank))
+        self._rank_file = RankFile(run, rank, layout, device_name)
+        self._waited = {"data": 0.0, "checkpoint": 0.0}
+        self._spike, self._slow = Occurrence(_SPIKE, _SPIKE / 2), Occurrence(_SLOW, (1 + _SLOW) / 2)
         self._metrics = JsonLines(run.metrics) if rank == 0 else None
         self._tensorboard: SummaryWriter | None = None
         self._log: IO[str] | None = None
@@ -102,6 +112,7 @@ class Reporter:
         self._started = time.perf_counter()
         self._before, self._end = steps_before, end_of_run(self.config, steps_before)
         self._seconds_before = self._seconds_until(steps_before)
+        self._rank_file.start()
         if self._metrics is None:
             return
         if self.config.log.tensorboard:
@@ -114,6 +125,9 @@ class Reporter:
             memory_expected_bytes=self.memory,
             steps=self.config.train.steps,
             steps_before=steps_before,
+            seconds_before_training=process_seconds(),
+            ranks=self.layout.world,
+            mfu_terms=self._mfu_terms(),
             loaded=loaded,
         )
         assert self.parameters is not None
@@ -138,10 +152,12 @@ class Reporter:
             self._progress.append(line)
         if self._tensorboard is not None:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        steps = self.config.log.trace_steps
-        if steps is not None and not self._traced(self._end):
+        steps = self.config.log.profile_steps
+        if steps is not None and not traced_steps(self.config, self._before, self._end):
             end = f"the steps {self._before + 1:,} to {self._end:,}" if self._end > self._before else "no step"
-            self.message(f"no trace: log.trace ({self.config.log.trace}) has no step of this run, which takes {end}")
+            self.message(
+                f"no trace: log.profile ({self.config.log.profile}) has no step of this run, which takes {end}"
+            )
 
     def resumed(self, manifest: Manifest, folder: str, changes: Sequence[str], load_seconds: float) -> None:
         """Record that the training continues from a checkpoint, with changes of its configuration."""
@@ -186,7 +202,10 @@ class Reporter:
         """Record a finished step; called after every step, of which those of `log.every` are written."""
         self._throughput.add(record.seconds)
         self._last = record
-        steps = self.config.log.trace_steps
+        self._waited["data"] += record.split.get("data", record.input_seconds)
+        self._waited["checkpoint"] += record.checkpoint_seconds
+        self._warn(record)
+        steps = self.config.log.profile_steps
         if steps is not None and record.step == steps[-1]:
             self._report_trace()
         if not self.is_logged(record.step):
@@ -196,9 +215,7 @@ class Reporter:
         stages: dict[str, Any] = {}
         if timing is not None:
             stages = {"stage_seconds": [asdict(stage) for stage in timing.stages], "bubble": timing.bubble}
-        allocator = {"allocator_bytes": dict(record.allocator)} if record.allocator else {}
-        waited = {"input_seconds": record.input_seconds}
-        self._rank_file.write({"step": record.step, **seconds, **waited, **peak, **allocator, **stages})
+        self._rank_file.step(record, **stages)
         if self._metrics is None:
             return
         values = {
@@ -210,14 +227,39 @@ class Reporter:
         }
         counts = {"tokens": record.tokens, "samples": record.samples}
         rates = self._rates(self._throughput.recent)
+        rates["peak_tokens_per_second"] = self._throughput.peak * self.config.train.sequence_length
         bubble = {} if timing is None else {"bubble": timing.mean_bubble}
-        self._metrics.write(
-            {"event": "step", "step": record.step, **values, **counts, **rates, **seconds, **peak, **bubble}
-        )
-        self._scalars("train", record.step, {**values, **counts, **rates, **bubble, **seconds})
-        now = time.perf_counter()  # once: the log and standard output show the same time
+        parts = {**record.split, "checkpoint": record.checkpoint_seconds} if record.split else {}
+        scores = {"loss_spike": record.loss_spike}
+        facts = {
+            "split_seconds": parts,
+            "waited_seconds": dict(self._waited),
+            "communication_bytes": dict(record.communication_bytes),
+            "memory_bytes": dict(record.memory),
+            "straggler": None if record.straggler is None else asdict(record.straggler),
+        }
+        head = {"event": "step", "step": record.step, "time": now()}
+        self._metrics.write({**head, **values, **counts, **rates, **seconds, **peak, **bubble, **scores, **facts})
+        self._scalars("train", record.step, {**values, **counts, **rates, **bubble, **seconds, **scores})
+        self._scalars("seconds", record.step, parts)
+        self._scalars("bytes", record.step, record.communication_bytes)
+        clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, now)
+            progress.update(record, self._throughput.step_seconds, rates["tokens_per_second"] or 0.0, clock)
+
+    def _warn(self, record: StepRecord) -> None:
+        """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
+        if self._spike.begins(record.loss_spike):
+            self.warning(
+                f"step {record.step:,}: the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations "
+                f"above the mean of the {SMOOTHED_STEPS} steps before"
+            )
+        slow = record.straggler
+        if slow is not None and self._slow.begins(slow.relative, slow.rank):
+            self.warning(
+                f"rank {slow.rank}{where(self.run, slow.rank)} is slow: its own work, without waiting, takes "
+                f"{slow.relative:.1f} times that of the best rank of its stage, and {slow.own:.1f} times its own best"
+            )
 
     def evaluation(self, step: int, loss: float, perplexity: float, losses: Mapping[str, float] | None = None) -> None:
         """Record the evaluation made after `step` steps, with the loss of each objective where there are several."""
@@ -225,7 +267,7 @@ class Reporter:
         if self._metrics is None:
             return
         values = {"loss": loss, **_by_objective(losses or {}), "perplexity": perplexity}
-        self._metrics.write({"event": "eval", "step": step, **values})
+        self._metrics.write({"event": "eval", "step": step, "time": now(), **values})
         self._scalars("eval", step, values)
         shown = f" ({parts_of_loss(losses)})" if losses else ""
         self.message(f"evaluation at step {step:,}: loss {loss:.4f}{shown}, perplexity {perplexity:,.2f}")
@@ -258,13 +300,13 @@ class Reporter:
     def finish(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """End a run that did all its steps: write results.json with `extra` added, print the result, and return it."""
         whole = self._step >= self.config.train.steps
-        now = time.perf_counter()
-        results = self._results(now) | (extra or {})
+        ended = time.perf_counter()
+        results = self._results(ended) | (extra or {})
         if self.rank == 0:
             self.run.write_results(results)
         self.stop("finished" if whole else "stop_after")
         if self.rank == 0 and self._last is not None:
-            self.message(_result_line(results, now - self._started))
+            self.message(_result_line(results, ended - self._started))
             self.message(f"run: {self.run.path}")
         return results
 
@@ -275,7 +317,7 @@ class Reporter:
         self._stopped = True
         for progress in self._progress:
             progress.stop()
-        steps = self.config.log.trace_steps
+        steps = self.config.log.profile_steps
         if steps is not None and self._step < steps[-1]:
             self._report_trace()
         self._event("stop", step=self._step, reason=reason)
@@ -301,23 +343,15 @@ class Reporter:
     def _step(self) -> int:
         return self._last.step if self._last is not None else self._before
 
-    def _traced(self, last: int) -> range:
-        """The steps of `log.trace` that this run has done after step `last`."""
-        steps = self.config.log.trace_steps or range(0)
-        return range(max(steps.start, self._before + 1), min(steps.stop, last + 1))
-
     def _report_trace(self) -> None:
         """Print where the trace is, if this run recorded a step."""
-        steps = self._traced(self._step)
-        if not steps:
-            return
-        named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
-        others = f" and so on for each of {self.layout.world:,} ranks" if self.layout.world > 1 else ""
-        self.message(f"trace of {named}: {self.run.trace(0)}{others}; ui.perfetto.dev shows it")
+        text = trace_text(self.config, self._before, self._step, self.layout.world, self.run)
+        if text is not None:
+            self.message(text)
 
     def _event(self, event: str, **fields: Any) -> None:
         if self._metrics is not None:
-            self._metrics.write({"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds"), **fields})
+            self._metrics.write({"event": event, "time": now(), **fields})
 
     def _scalars(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
         if self._tensorboard is None:
@@ -330,9 +364,16 @@ class Reporter:
         tokens_per_second = samples_per_second * self.config.train.sequence_length
         return {
             "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": tokens_per_second / self.layout.world,
             "samples_per_second": samples_per_second,
             "mfu": model_flops_utilization(self._token_flops, tokens_per_second, self.layout.world, self._peak_flops),
         }
+
+    def _mfu_terms(self) -> dict[str, Any]:
+        """What MFU is made of: how attention is counted, and the denominator."""
+        attention = "causal" if self.config.model.causal else "full"
+        terms = {"flops_per_token": self._token_flops, "attention": attention}
+        return {**terms, "peak_flops_per_device": self._peak_flops, "devices": self.layout.world}
 
     def _facts(self) -> dict[str, Any]:
         """What the first record of a run and its results both have."""

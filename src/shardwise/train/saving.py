@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise import comm
+from shardwise import device as devices
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint_format.manifest import Manifest
 from shardwise.config import Config
@@ -34,14 +35,13 @@ def agreed_stop(reason: str | None, mesh: Mesh, flag: bool) -> tuple[str | None,
     """The first reason to stop that any rank has, and whether any rank sets `flag`; the same on every rank."""
     if mesh.world.size == 1:
         return reason, flag
-    stop, flagged = _of_any_rank((reason is not None, flag), mesh).tolist()
+    stop, flagged = largest_of_ranks((float(reason is not None), float(flag)), mesh).tolist()
     return _first(reason, mesh) if stop else None, bool(flagged)
 
 
-def _of_any_rank(flags: Sequence[bool], mesh: Mesh) -> Tensor:
-    """Whether any rank sets each flag, as 1 or 0, on the device. Collective; the host does not wait."""
-    mine = torch.stack([torch.full((), float(flag), device=mesh.device) for flag in flags])
-    return comm.all_reduce_(mine, mesh.world, op="max")
+def largest_of_ranks(numbers: Sequence[float], mesh: Mesh) -> Tensor:
+    """The largest of all ranks' numbers, one by one, on the device. Collective; the host does not wait."""
+    return comm.all_reduce_(devices.to_device(torch.tensor(numbers), mesh.device), mesh.world, op="max")
 
 
 def _first(reason: str | None, mesh: Mesh) -> str | None:
@@ -82,24 +82,21 @@ class Checkpoints:
     copies: MemoryCopies | None = None
     _saved_at: float = field(default_factory=time.monotonic, init=False)
 
-    def ask(self) -> Tensor:
-        """Whether any rank is asked to stop, and whether a checkpoint is due by the time: `[2]`, 1 or 0, on the device.
-
-        Collective; the host does not wait for the device.
-        """
+    def ask(self) -> tuple[float, float]:
+        """Whether this rank is asked to stop, and whether a checkpoint is due by the time: 1 or 0 each."""
         minutes = self.config.checkpoint.every_minutes
         old = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return _of_any_rank((self.asked_to_stop() is not None, old and self.mesh.world.rank == 0), self.mesh)
+        return float(self.asked_to_stop() is not None), float(old and self.mesh.world.rank == 0)
 
     def after_step(self, progress: Progress, last: bool, asked: Sequence[float] | None = None) -> str | None:
         """Save if a checkpoint is due; returns who asked the run to stop, the same on every rank.
 
         Args:
-            asked: what `ask` gave during the step; None asks now.
+            asked: the largest numbers of all ranks that `ask` gave during the step; None asks now.
         """
         self._report()
         every = self.config.checkpoint.every
-        stop, old = self.ask().tolist() if asked is None else asked
+        stop, old = largest_of_ranks(self.ask(), self.mesh).tolist() if asked is None else asked
         stopped_by = _first(self.asked_to_stop(), self.mesh) if stop else None
         if stopped_by is not None or old or last or (every and progress.step % every == 0):
             self.saver.save(progress.step, self._described(progress))

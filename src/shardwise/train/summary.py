@@ -12,7 +12,7 @@ from pathlib import Path
 from shardwise import cost, units
 from shardwise.config import Config, Layout, OwnConfig, Precision, dump_yaml
 from shardwise.errors import listing
-from shardwise.hardware import bfloat16_unit
+from shardwise.hardware import bfloat16_unit, peak_flops
 from shardwise.plan import (
     Stage,
     canonical_tensor_count,
@@ -308,4 +308,16 @@ def start_rows(
             f"{units.count(masks.elements_hashed)} elements hashed by {same} per step"
         )
         rows.append(("dropout", price))
-    return [*rows, ("run", str(run_path))]
+    return [*rows, ("MFU", _utilization(config, device_name, precision)), ("run", str(run_path))]
+
+
+def _utilization(config: Config, device_name: str, precision: Precision) -> str:
+    """What MFU will be: model FLOPs over the peak; published figures differ by how they count attention."""
+    length = config.train.sequence_length
+    flops = cost.flops_per_token(config.model, length, config.data.predictions(length))
+    if flops is None:
+        return "not known for a model of your own"
+    counted = "half of attention, as the mask is causal" if config.model.causal else "all of attention"
+    peak = peak_flops(device_name, precision.parameter)
+    over = "not known, as the peak of this device is not" if peak is None else f"over {peak / 1e12:,.1f} TFLOP/s"
+    return f"{units.count(flops)} FLOPs a token, forward and backward, with {counted}; {over}"

@@ -10,11 +10,30 @@ from pathlib import Path
 from torch.profiler import profile, record_function
 
 from shardwise._torch_private import named_messages
+from shardwise.config import Config
 from shardwise.pipeline.clock import message_name
+from shardwise.runlog import RunDirectory
+
+
+def traced_steps(config: Config, before: int, done: int) -> range:
+    """The steps of `log.profile` among those that a run does: after `before`, up to `done`."""
+    steps = config.log.profile_steps or range(0)
+    return range(max(steps.start, before + 1), min(steps.stop, done + 1))
+
+
+def trace_text(config: Config, before: int, done: int, world: int, run: RunDirectory) -> str | None:
+    """Where the trace of a run is, for the user; None where no step was traced."""
+    steps = traced_steps(config, before, done)
+    if not steps:
+        return None
+    first, *others = sorted(set(config.log.profile_ranks or range(world)))
+    named = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+    rest = f" and so on for each of {len(others) + 1:,} ranks" if others else ""
+    return f"trace of {named}: {run.trace(first)}{rest}; ui.perfetto.dev shows it"
 
 
 class Trace:
-    """Records the steps of `log.trace` with torch's profiler.
+    """Records the steps of `log.profile` with torch's profiler.
 
     Args:
         steps: those to record; None: none.

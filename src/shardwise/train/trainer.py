@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,16 @@ from shardwise.models import Stages, gives_losses
 from shardwise.models.units import units
 from shardwise.optim import ZeroRedundancyOptimizer, learning_rate
 from shardwise.parallel import DropoutKey
+from shardwise.pipeline.clock import BACKWARD, FORWARD
 from shardwise.placement import placements
 from shardwise.train.drift import check_replicas
 from shardwise.train.feed import Feed
-from shardwise.train.record import Progress, StepRecord, end_of_run
+from shardwise.train.memory import memory_by_kind
+from shardwise.train.record import Progress, StepRecord, end_of_run, loss_spike
 from shardwise.train.report import Reporter
-from shardwise.train.saving import Checkpoints
+from shardwise.train.saving import Checkpoints, largest_of_ranks
+from shardwise.train.split import DATA, OPTIMIZER, StepClock
+from shardwise.train.straggler import Straggler, Stragglers
 from shardwise.train.trace import Trace
 
 if TYPE_CHECKING:
@@ -41,6 +46,21 @@ if TYPE_CHECKING:
 
 _WHOLE_MODEL = (-2, 0, 0)
 """A place in the model, for `DropoutKey`: layer, site and shard."""
+
+
+class _Numbers(NamedTuple):
+    """What is read of a step, on every rank.
+
+    Attributes:
+        losses: of each objective, over the global batch.
+        asked: the largest of the ranks' flags.
+    """
+
+    gradient_norm: float
+    parameter_norm: float
+    losses: tuple[float, ...]
+    asked: tuple[float, ...]
+    straggler: Straggler | None
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -68,6 +88,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.feed = Feed(self.config, self.mesh, self.batches, self.evaluation)
+        self.clock = StepClock(self.mesh, None if self.pipeline is None else self.pipeline.clock)
+        self.stragglers = Stragglers(self.mesh)
+        self._sent: Counter[str] = Counter()
+        self._counted_until, self._checkpoint_seconds = self.progress.step, 0.0
 
     def run(self, checkpoints: Checkpoints | None = None) -> str | None:
         """Train to the last step, with evaluations, comparisons of replicas and checkpoints.
@@ -97,8 +121,9 @@ class Trainer:
         return self.optimizer.gathers.behind_forward(units(self.model), self.optimizer.buckets)
 
     def _trace(self) -> Trace:
-        steps = self.config.log.trace_steps
-        if self.reporter is None or steps is None:
+        steps = self.config.log.profile_steps
+        ranks = self.config.log.profile_ranks
+        if self.reporter is None or steps is None or (ranks is not None and self.mesh.world.rank not in ranks):
             return Trace(None, Path(), pipelined=False)
         return Trace(steps, self.reporter.run.trace(self.mesh.world.rank), pipelined=self.mesh.pp.size > 1)
 
@@ -109,9 +134,7 @@ class Trainer:
         if step == self.progress.before + 1:
             self._settle()
         if self.reporter is not None:
-            if self.pipeline is not None and self.reporter.is_logged(step):
-                record = replace(record, timing=self.pipeline.timing())
-            self.reporter.step(record)
+            self.reporter.step(self._with_amounts(record) if self.reporter.is_logged(step) else record)
             self._warn_of_a_mean(record)
         if drift_every and (is_last or step % drift_every == 0):
             self.progress.phase = "comparison of replicas"
@@ -125,7 +148,10 @@ class Trainer:
         if checkpoints is None:
             return None
         self.progress.phase = "checkpoint"
-        return checkpoints.after_step(self.progress, is_last, asked)
+        start = time.perf_counter()
+        stopped_by = checkpoints.after_step(self.progress, is_last, asked)
+        self._checkpoint_seconds += time.perf_counter() - start
+        return stopped_by
 
     def _settle(self) -> None:
         """Report the graphs that were captured since the last call, and keep those that were compiled."""
@@ -144,20 +170,22 @@ class Trainer:
                 f"forward of {model.family} must return the sum of its targets' losses, not their mean"
             )
 
-    def step(self, ask: Callable[[], Tensor] | None = None) -> StepRecord:
+    def step(self, ask: Callable[[], Sequence[float]] | None = None) -> StepRecord:
         """One optimizer step on the next global batch.
 
         The host waits for the device once: it reads loss and norms before the update, which a loss that is not finite
         must prevent. The update is still under way when this returns.
 
         Args:
-            ask: gives a further 1-dim tensor, which is read with them: `StepRecord.asked`.
+            ask: gives further numbers, of which the largest of all ranks are read with them: `StepRecord.asked`.
         """
         start = time.perf_counter()
         train, step = self.config.train, self.progress.step + 1
+        self.clock.begin(measures=self._is_logged(step) or self._is_logged(step + 1))
         self.progress.phase = "reading of data"
         self.feed.seconds = 0.0
-        micro_batches = self.feed.at(self.progress.position, more=train.steps - step)
+        with self.clock.phase(DATA):
+            micro_batches = self.feed.at(self.progress.position, more=train.steps - step)
         input_seconds = self.feed.seconds
         self.progress.phase = "forward and backward"
         counted_K = self._counted(micro_batches)
@@ -165,42 +193,78 @@ class Trainer:
         self.progress.phase = "gradient reduction"
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         global_losses_K = comm.all_reduce_(comm.all_reduce_(losses_K, self.mesh.dp), self.mesh.pp)
-        further = [] if ask is None else [ask()]
-        # The one transfer from the device in a step: the host waits here for all work before.
-        numbers = torch.cat((torch.stack(self.optimizer.norms()), global_losses_K, *further)).tolist()
-        gradient_norm, parameter_norm, *others = numbers
-        by_objective, asked = others[: len(global_losses_K)], tuple(others[len(global_losses_K) :])
-        loss = sum(by_objective)
-        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-            self._stop_non_finite(step, loss, gradient_norm, micro_batches, counted_K)
+        numbers = self._numbers(global_losses_K, [] if ask is None else ask())
+        loss = sum(numbers.losses)
+        if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
+            self._stop_non_finite(step, loss, numbers.gradient_norm, micro_batches, counted_K)
         self.progress.phase = "optimizer update"
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        with record_function("optimizer"):
+        with record_function("optimizer"), self.clock.phase(OPTIMIZER):
             self.optimizer.step()
-        self.progress.step = step
-        self.progress.position += train.global_batch
-        self.progress.samples += train.global_batch
-        self.progress.tokens += train.global_batch * train.sequence_length
-        self.progress.losses.append(loss)
-        return StepRecord(
+        spike = loss_spike(loss, self.progress.losses)
+        self.progress.advance(loss, train.global_batch, train.sequence_length)
+        seconds = time.perf_counter() - start
+        record = StepRecord(
             step=step,
             loss=loss,
             mean_loss=fmean(self.progress.losses),
             mean_steps=len(self.progress.losses),
             lr=lr,
-            grad_norm=gradient_norm,
-            param_norm=parameter_norm,
+            grad_norm=numbers.gradient_norm,
+            param_norm=numbers.parameter_norm,
             tokens=self.progress.tokens,
             samples=self.progress.samples,
-            seconds=time.perf_counter() - start,
+            seconds=seconds,
             input_seconds=input_seconds,
             peak_memory_bytes=devices.peak_memory(self.mesh.device),
-            losses=dict(zip(self.batches.objectives, by_objective, strict=True)) if len(by_objective) > 1 else {},
+            losses=self._by_objective(numbers.losses),
             allocator=devices.allocator_bytes(self.mesh.device),
-            asked=asked,
+            asked=numbers.asked,
+            split=self.clock.split(seconds),
+            loss_spike=spike,
+            straggler=numbers.straggler,
         )
+        if record.work_seconds is not None:
+            self.stragglers.add(record.work_seconds)
+        return record
+
+    def _numbers(self, global_losses_K: Tensor, flags: Sequence[float]) -> _Numbers:
+        """What the host reads of a step: the one transfer from the device, at which it waits for all work before.
+
+        Args:
+            flags: of this rank, of which the largest of all ranks are read.
+        """
+        shared = [*flags, *self.stragglers.numbers()]
+        further = [largest_of_ranks(shared, self.mesh)] if shared else []
+        with self.clock.phase(OPTIMIZER):
+            norms = torch.stack(self.optimizer.norms())
+        gradient_norm, parameter_norm, *others = torch.cat((norms, global_losses_K, *further)).tolist()
+        self.clock.read()
+        losses, others = others[: len(global_losses_K)], others[len(global_losses_K) :]
+        straggler = self.stragglers.take(others[len(flags) :])
+        return _Numbers(gradient_norm, parameter_norm, tuple(losses), tuple(others[: len(flags)]), straggler)
+
+    def _by_objective(self, losses: Sequence[float]) -> dict[str, float]:
+        """The losses by their names, where there are several."""
+        return dict(zip(self.batches.objectives, losses, strict=True)) if len(losses) > 1 else {}
+
+    def _is_logged(self, step: int) -> bool:
+        return self.reporter is not None and self.reporter.is_logged(step)
+
+    def _with_amounts(self, record: StepRecord) -> StepRecord:
+        """A step that is logged, with bytes that were sent, a mean over the steps since the last one, and of memory."""
+        sent, steps = Counter[str](), record.step - self._counted_until
+        for group in self.mesh.groups:
+            for meter in group.meters.values():
+                sent[group.name] += sum(meter.bytes.values())
+        each = {axis: (count - self._sent[axis]) // steps for axis, count in sent.items()}
+        self._sent, self._counted_until = sent, record.step
+        waited, self._checkpoint_seconds = self._checkpoint_seconds, 0.0
+        timing = None if self.pipeline is None else self.pipeline.timing()
+        memory = memory_by_kind(self.model, self.optimizer, self.mesh.device)
+        return replace(record, timing=timing, communication_bytes=each, memory=memory, checkpoint_seconds=waited)
 
     def _counted(self, micro_batches: list[MicroBatch]) -> Tensor:
         """Counted targets of each objective in the global batch: the divisors of its losses."""
@@ -228,14 +292,14 @@ class Trainer:
 
         if self.pipeline is not None:
             # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
-            with self.optimizer.accumulate():
+            with self.optimizer.accumulate(), self.clock.stages():
                 self.pipeline.step(compute, self.optimizer.gradient_ready if last else None)
             return torch.stack(shares).sum(dim=0)
         for number in range(len(micro_batches)):
             with self.optimizer.accumulate(last=last and number == len(micro_batches) - 1):
-                with record_function(f"forward, micro-batch {number}"):
+                with record_function(f"forward, micro-batch {number}"), self.clock.phase(FORWARD):
                     loss = compute(self.model, None, number).sum()
-                with record_function(f"backward, micro-batch {number}"):
+                with record_function(f"backward, micro-batch {number}"), self.clock.phase(BACKWARD):
                     loss.backward()
         return torch.stack(shares).sum(dim=0)
 

@@ -175,8 +175,8 @@ def test_options_and_overrides_mix(started: list[tuple[list[str], int, Path]]) -
         ),
         (
             ("cpu", 0),
-            ["train.stop_after=5", "log.trace=10:12"],
-            "log.trace (10:12) must begin at one of the steps of this run, which ends after train.stop_after (5)",
+            ["train.stop_after=5", "log.profile=10:12"],
+            "log.profile (10:12) must begin at one of the steps of this run, which ends after train.stop_after (5)",
         ),
         (("cpu", 0), ["--run-dir", "old/config.yaml"], "--run-dir (old/config.yaml) must be a folder, it is a file"),
     ],

@@ -93,5 +93,5 @@ def test_another_rank_leaves_its_log_to_the_launcher(tmp_path: Path) -> None:
     train(made)
     assert stream.getvalue() == ""
     assert not (tmp_path / "logs").exists(), "rank 1's output is redirected to its log: the reporter adds nothing"
-    (line, *_) = (tmp_path / "ranks/rank-0001.jsonl").read_text().splitlines()
+    (_, line, *_) = (tmp_path / "ranks/rank-0001.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,14 @@ from shardwise.train.summary import dry_run
 
 MODEL_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 STEP_FIELDS = [
-    "event", "step", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
-    "samples_per_second", "mfu", "step_seconds", "peak_memory_bytes",
+    "event", "step", "time", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
+    "tokens_per_second_per_device", "samples_per_second", "mfu", "peak_tokens_per_second", "step_seconds",
+    "peak_memory_bytes", "loss_spike", "split_seconds", "waited_seconds", "communication_bytes", "memory_bytes",
+    "straggler",
 ]  # fmt: skip
+
+
+PLACE_OF_RANK_3 = {"pp": 0, "dp": 1, "tp": 1}
 
 
 def config(**log: Any) -> Config:
@@ -173,7 +179,9 @@ def test_metrics_have_the_contracts_fields(tmp_path: Path) -> None:
     assert list(events[1]) == STEP_FIELDS
     assert events[1]["loss"] == 1 / 3
     assert (events[1]["tokens_per_second"], events[1]["samples_per_second"], events[1]["mfu"]) == (512.0, 16.0, None)
-    assert events[2] == {"event": "eval", "step": 1, "loss": 2.5, "perplexity": math.exp(2.5)}
+    evaluation = {"event": "eval", "step": 1, "loss": 2.5, "perplexity": math.exp(2.5)}
+    assert {key: events[2][key] for key in evaluation} == evaluation
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
     assert events[3]["text"] == "slow disk"
     assert events[4]["loss"] == "nan"
     assert (events[5]["step"], events[5]["reason"]) == (2, "signal SIGTERM")
@@ -200,9 +208,11 @@ def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> No
     assert stream.getvalue() == ""
     files = [path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert files == ["ranks/rank-0003.jsonl"]
-    assert lines(tmp_path / "run/ranks/rank-0003.jsonl") == [
-        {"step": 1, "step_seconds": 0.5, "input_seconds": 0.125, "peak_memory_bytes": 1000}
-    ]
+    start, step = lines(tmp_path / "run/ranks/rank-0003.jsonl")
+    assert (start["event"], start["rank"], start["place"], start["pid"]) == ("start", 3, PLACE_OF_RANK_3, os.getpid())
+    facts = {"step": 1, "step_seconds": 0.5, "input_seconds": 0.125, "peak_memory_bytes": 1000}
+    assert {key: step[key] for key in facts} == facts
+    assert 0 <= step["host_cpu"] <= 1, "the first rank of a node tells what the node uses"
 
 
 def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
@@ -211,18 +221,15 @@ def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
     with made:
         made.start()
         made.step(record(1, timing=StepTiming(stages, bubble=0.25, mean_bubble=0.375)))
-    assert lines(tmp_path / "run/ranks/rank-0000.jsonl")[0] == {
-        "step": 1,
-        "step_seconds": 0.5,
-        "input_seconds": 0.125,
-        "peak_memory_bytes": 1000,
+    step = lines(tmp_path / "run/ranks/rank-0000.jsonl")[1]
+    assert {key: step[key] for key in ("stage_seconds", "bubble")} == {
         "stage_seconds": [
             {"stage": 1, "forward": 0.125, "backward": 0.25},
             {"stage": 2, "forward": 0.0625, "backward": 0.125},
         ],
         "bubble": 0.25,
     }
-    assert list(lines(tmp_path / "run/metrics.jsonl")[1]) == [*STEP_FIELDS, "bubble"]
+    assert set(lines(tmp_path / "run/metrics.jsonl")[1]) == {*STEP_FIELDS, "bubble"}
     assert lines(tmp_path / "run/metrics.jsonl")[1]["bubble"] == 0.375
     assert "8 samples  bubble 37.5%" in stream.getvalue()
     events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
@@ -341,16 +348,16 @@ def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
         ("10:12", 0, 20, "trace of steps 10 to 11: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
         ("20:22", 0, 20, "trace of step 20: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
         ("10:23", 20, 20, "trace of steps 21 to 22: {} and so on for each of 4 ranks; ui.perfetto.dev shows it"),
-        ("10:12", 0, 5, "no trace: log.trace (10:12) has no step of this run, which takes the steps 1 to 5"),
-        ("10:12", 20, 5, "no trace: log.trace (10:12) has no step of this run, which takes the steps 21 to 25"),
+        ("10:12", 0, 5, "no trace: log.profile (10:12) has no step of this run, which takes the steps 1 to 5"),
+        ("10:12", 20, 5, "no trace: log.profile (10:12) has no step of this run, which takes the steps 21 to 25"),
         (None, 0, 20, ""),
-        ("10:12", 100, 5, "no trace: log.trace (10:12) has no step of this run, which takes no step"),
+        ("10:12", 100, 5, "no trace: log.profile (10:12) has no step of this run, which takes no step"),
     ],
 )
 def test_a_trace_is_told_once_and_so_is_its_absence(
     tmp_path: Path, trace: str | None, before: int, stop_after: int, told: str
 ) -> None:
-    chosen = config(trace=trace, every=7)
+    chosen = config(profile=trace, every=7)
     train = chosen.train.model_copy(update={"stop_after": stop_after})
     made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}))
     with made:
@@ -451,7 +458,7 @@ def test_tensorboard_scalars(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/lr", "train/grad_norm", "train/param_norm", "train/tokens_per_second",
         "train/samples_per_second", "train/step_seconds", "train/samples", "train/tokens", "eval/loss",
-        "eval/perplexity",
+        "eval/perplexity", "train/tokens_per_second_per_device", "train/peak_tokens_per_second",
     }  # fmt: skip
     assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
     assert events.Scalars("train/tokens_per_second")[0].value == 512.0

@@ -1,4 +1,4 @@
-"""`log.trace`: which steps are recorded, what a trace without a pipeline names, and what is refused."""
+"""`log.profile`: which steps are recorded, what a trace without a pipeline names, and what is refused."""
 
 import io
 import json
@@ -20,7 +20,7 @@ def test_a_run_without_a_pipeline(
     tmp_path: Path, trace: str, steps: set[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The second ends with the run, before its last step."""
-    config = make_config(train={"steps": 4}, log={"trace": trace, "drift_every": 0, "tensorboard": False})
+    config = make_config(train={"steps": 4}, log={"profile": trace, "drift_every": 0, "tensorboard": False})
     layout, mesh = check_layout(config, 1), Mesh(device="cpu")
     run, stream = RunDirectory(tmp_path / "run"), io.StringIO()
     with Reporter(
@@ -49,35 +49,38 @@ def test_a_run_without_a_pipeline(
 
 @pytest.mark.parametrize("trace", ["5", "5:", ":5", "0:3", "5:5", "6:5", "a:b", "1:2:3", "-1:2", "", 5, 1.5, True, [5]])
 def test_what_is_no_range_of_steps_is_refused(trace: object) -> None:
-    values = make_config().model_dump(mode="json") | {"log": {"trace": trace}}
+    values = make_config().model_dump(mode="json") | {"log": {"profile": trace}}
     shown = repr(trace) if isinstance(trace, str) else str(trace).lower()
     with pytest.raises(ConfigError) as caught:
         config_from(values)
     assert caught.value.problems == [
-        f"log.trace ({shown}) must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
+        f"log.profile ({shown}) must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
     ]
 
 
 def test_a_trace_of_steps_that_never_come_is_refused() -> None:
-    config = make_config(train={"steps": 20}, log={"trace": "21:23"})
-    with pytest.raises(ConfigError, match=r"^log\.trace \(21:23\) must begin at one of train\.steps \(20\): set log\."):
+    config = make_config(train={"steps": 20}, log={"profile": "21:23"})
+    with pytest.raises(
+        ConfigError, match=r"^log\.profile \(21:23\) must begin at one of train\.steps \(20\): set log\."
+    ):
         check_layout(config, 1)
-    resumed = make_config(train={"steps": 20}, log={"trace": "9:11"}, checkpoint={"resume": 10})
-    with pytest.raises(ConfigError, match=r"^log\.trace \(9:11\) must have a step after checkpoint\.resume \(10\)"):
+    resumed = make_config(train={"steps": 20}, log={"profile": "9:11"}, checkpoint={"resume": 10})
+    with pytest.raises(ConfigError, match=r"^log\.profile \(9:11\) must have a step after checkpoint\.resume \(10\)"):
         check_layout(resumed, 1)
     assert (
-        check_layout(make_config(train={"steps": 20}, log={"trace": "9:12"}, checkpoint={"resume": 10}), 1).world == 1
+        check_layout(make_config(train={"steps": 20}, log={"profile": "9:12"}, checkpoint={"resume": 10}), 1).world == 1
     )
 
 
 def test_stop_after_counts_the_steps_of_this_run() -> None:
     """Of a run that goes on nobody knows its last step before its checkpoints are seen."""
-    config = make_config(train={"steps": 20, "stop_after": 5}, log={"trace": "6:8"})
+    config = make_config(train={"steps": 20, "stop_after": 5}, log={"profile": "6:8"})
     assert check_layout(config, 1).world == 1
     with pytest.raises(
-        ConfigError, match=r"^log\.trace \(6:8\) must begin .* ends after train\.stop_after \(5\): set log"
+        ConfigError, match=r"^log\.profile \(6:8\) must begin .* ends after train\.stop_after \(5\): set log"
     ):
         check_layout(config, 1, is_new=True)
     assert (
-        check_layout(make_config(train={"steps": 20, "stop_after": 5}, log={"trace": "5:8"}), 1, is_new=True).world == 1
+        check_layout(make_config(train={"steps": 20, "stop_after": 5}, log={"profile": "5:8"}), 1, is_new=True).world
+        == 1
     )

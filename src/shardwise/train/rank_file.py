@@ -1,0 +1,111 @@
+"""What each rank records in a file of its own: where it is, its steps, and the use of its machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+from shardwise.config import Layout
+from shardwise.hardware import cpu_count
+from shardwise.launch.environment import joined
+from shardwise.runlog import JsonLines, RunDirectory, now
+from shardwise.train.record import StepRecord
+
+
+class RankFile:
+    """`ranks/rank-NNNN.jsonl` of this rank. The first rank of a node also records the use of its processors and memory.
+
+    Args:
+        device_name: product name of the rank's device.
+    """
+
+    def __init__(self, run: RunDirectory, rank: int, layout: Layout, device_name: str) -> None:
+        self._file = JsonLines(run.rank_metrics(rank))
+        self._rank, self._layout, self._device = rank, layout, device_name
+        self._utilization = _utilization_of(device_name)
+        if _local_rank() == 0:
+            psutil.cpu_percent()  # the first call only begins the measurement
+
+    def start(self) -> None:
+        """Record where this rank is: its node, process and device, and its place in the mesh."""
+        layout, rank = self._layout, self._rank
+        inner = layout.data * layout.tensor
+        place = {"pp": rank // inner, "dp": rank % inner // layout.tensor, "tp": rank % layout.tensor}
+        process = {"host": platform.node(), "pid": os.getpid(), "local_rank": _local_rank()}
+        node = {"cores": cpu_count(), "memory_total_bytes": psutil.virtual_memory().total}
+        facts = {"rank": rank, **process, "device": self._device, "place": place, **node}
+        self._file.write({"event": "start", "time": now(), **facts})
+
+    def step(self, record: StepRecord, **more: Any) -> None:
+        """Record a step; `more`: what is known of it besides."""
+        facts: dict[str, Any] = {"step": record.step, "time": now(), "step_seconds": record.seconds}
+        facts |= {"input_seconds": record.input_seconds, "peak_memory_bytes": record.peak_memory_bytes}
+        if record.split:
+            facts |= {"split_seconds": dict(record.split), "work_seconds": record.work_seconds}
+        if record.memory:
+            facts["memory_in_use_bytes"] = sum(record.memory.values())
+        if self._utilization is not None:
+            facts["device_utilization"] = self._utilization()
+        if _local_rank() == 0:
+            memory = psutil.virtual_memory()
+            facts |= {"host_cpu": psutil.cpu_percent() / 100, "host_memory_bytes": memory.total - memory.available}
+        if record.allocator:
+            facts["allocator_bytes"] = dict(record.allocator)
+        self._file.write({**facts, **more})
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def where(run: RunDirectory, rank: int) -> str:
+    """The node, device and stage of a rank, as its file tells them; empty where it is not seen from here."""
+    try:
+        with run.rank_metrics(rank).open(encoding="utf-8") as file:
+            start = json.loads(file.readline())
+    except (OSError, ValueError):
+        return ""
+    return f" ({start.get('host')}, {start.get('device')}, stage {start.get('place', {}).get('pp')})"
+
+
+def process_seconds() -> float:
+    """Seconds since this process began."""
+    return time.time() - psutil.Process().create_time()
+
+
+def _utilization_of(device_name: str) -> Callable[[], float | None] | None:
+    """A function that returns the use of this rank's GPU, 0 to 1; None where nothing tells it."""
+    if device_name.startswith("cpu"):
+        return None
+    try:
+        pynvml: Any = importlib.import_module("pynvml")
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(_nvml_index())
+    except Exception:  # noqa: BLE001  no driver, another vendor, or a device that NVML does not see
+        return None
+
+    def utilization() -> float | None:
+        try:
+            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+        except pynvml.NVMLError:
+            return None
+
+    return utilization
+
+
+def _local_rank() -> int:
+    place = joined()
+    return 0 if place is None else place.local_rank
+
+
+def _nvml_index() -> int:
+    """The number by which NVML, which ignores CUDA_VISIBLE_DEVICES, knows this rank's GPU."""
+    local = _local_rank()
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return int(visible[local]) if visible and visible[0].isdecimal() else local

@@ -1,0 +1,68 @@
+"""What ranks measure of their steps: the parts of a step sum to it, and a slow rank is named."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from shardwise.train.record import StepRecord
+from shardwise.train.straggler import WINDOW
+from tests.dist.checkpoints import make_trainer
+from tests.dist.test_checkpoint import config_of
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP 2 × DP 2": {"tensor": 2},
+    "PP 2 × DP 2": {"parallel": {"pipeline": 2}},
+}
+SLOW = 3
+
+
+def measured(layout: dict[str, Any], steps: int, slow: bool) -> tuple[list[StepRecord], float]:
+    """The records of this rank, and the sum of its pauses.
+
+    With `slow` rank 3 pauses before each forward pass, so that its own work takes several times what it does without,
+    however busy the machine is.
+    """
+    trainer = make_trainer(config_of(**layout))
+    paused, seconds = 0.0, 0.02
+    if slow and trainer.mesh.world.rank == SLOW:
+
+        def pause(*_: object) -> None:
+            nonlocal paused
+            start = time.perf_counter()
+            time.sleep(seconds)
+            paused += time.perf_counter() - start
+
+        parts = trainer.model.children() if trainer.pipeline is not None else [trainer.model]
+        for part in parts:
+            part.register_forward_pre_hook(pause)
+    records = []
+    for _ in range(steps):
+        before = paused
+        records.append(trainer.step())
+        seconds = max(0.02, 3 * ((records[-1].work_seconds or 0.0) - (paused - before)))
+    return records, paused
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_slow_rank_is_named_and_not_those_that_wait_for_it(layout: str, ranks: Any) -> None:
+    results = ranks(4).run(measured, LAYOUTS[layout], WINDOW + 4, True)
+    for rank, (records, paused) in enumerate(results):
+        for record in records:
+            assert sum(record.split.values()) == pytest.approx(record.seconds, rel=1e-6), f"rank {rank}: {record.split}"
+            assert min(record.split.values()) >= 0.0, record.split
+        own = sum(record.work_seconds or 0.0 for record in records)
+        assert (paused > 0) == (rank == SLOW)
+        assert own > paused, "its pauses are its own work"
+    named = [records[-1].straggler for records, _ in results]
+    assert all(one == named[0] for one in named)
+    assert named[0] is not None
+    assert named[0].rank == SLOW
+    assert named[0].relative > 1.5
+
+
+def test_losses_do_not_depend_on_what_is_measured(ranks: Any) -> None:
+    slow, plain = (ranks(4).run(measured, LAYOUTS["TP 2 × DP 2"], 3, slow)[0][0] for slow in (True, False))
+    assert [record.loss for record in slow] == [record.loss for record in plain]

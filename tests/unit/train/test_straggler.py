@@ -1,0 +1,86 @@
+"""Scores of slow ranks and of loss spikes, with ranks that are played one after the other."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise.train.record import SMOOTHED_STEPS, loss_spike
+from shardwise.train.straggler import WINDOW, Occurrence, Straggler, Stragglers
+
+
+def played(work: list[float], *, tensor: int = 1, pipeline: int = 1, steps: int = WINDOW + 3) -> Straggler | None:
+    """What every rank finds when rank r's own work takes `work[r]` in each step."""
+    inner = len(work) // pipeline
+    groups: list[Any] = [
+        SimpleNamespace(
+            tp=SimpleNamespace(size=tensor),
+            dp=SimpleNamespace(size=inner // tensor),
+            pp=SimpleNamespace(size=pipeline, rank=rank // inner),
+            world=SimpleNamespace(size=len(work), rank=rank),
+        )
+        for rank in range(len(work))
+    ]
+    ranks = [Stragglers(mesh) for mesh in groups]
+    found: list[Straggler | None] = []
+    for _ in range(steps):
+        reduced = [max(numbers) for numbers in zip(*(rank.numbers() for rank in ranks), strict=True)]
+        found = [rank.take(reduced) for rank in ranks]
+        for rank, seconds in zip(ranks, work, strict=True):
+            rank.add(seconds)
+    assert all(one == found[0] for one in found), "all ranks name the same one"
+    return found[0]
+
+
+def test_the_slowest_rank_is_named_with_its_scores() -> None:
+    assert played([0.1, 0.1, 0.25, 0.1]) == Straggler(2, pytest.approx(2.5), 1.0)
+    equal = played([0.1, 0.1, 0.1, 0.1])
+    assert equal is not None
+    assert equal.relative == 1.0
+
+
+def test_stages_of_unequal_work_are_not_compared_with_each_other() -> None:
+    found = played([0.1, 0.1, 0.4, 0.44], tensor=2, pipeline=2)
+    assert found is not None
+    assert (found.rank, found.relative) == (3, pytest.approx(1.1))
+
+
+def test_nobody_is_named_before_there_is_a_window_of_steps() -> None:
+    assert played([0.1, 0.9], steps=WINDOW) is None
+    assert played([0.3]) is None, "a rank that is alone"
+
+
+def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
+    mesh: Any = SimpleNamespace(
+        tp=SimpleNamespace(size=1), dp=SimpleNamespace(size=1), pp=SimpleNamespace(size=2, rank=1),
+        world=SimpleNamespace(size=2, rank=1),
+    )  # fmt: skip
+    rank = Stragglers(mesh)
+    for seconds in [0.1] * WINDOW + [0.3] * WINDOW:
+        rank.add(seconds)
+    assert rank.own == pytest.approx(3.0)
+    longest, shortest, *_ = rank.numbers()
+    assert (longest, shortest) == (pytest.approx(3.0), pytest.approx(-3.0))
+    assert rank.take([3.0, -1.0, 0.0, 0.0, 0.0]) is None
+    assert rank.numbers()[2:] == [2.0, pytest.approx(3.0), pytest.approx(3.0)], "it says that it was this one"
+
+
+def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
+    slow = Occurrence(1.5, 1.25)
+    told = [slow.begins(score, who) for score, who in [(1.4, 3), (1.6, 3), (1.7, 3), (1.3, 3), (1.6, 3), (1.6, 5)]]
+    assert told == [False, True, False, False, False, True]
+    assert not slow.begins(1.0, 5)
+    assert slow.begins(1.6, 5), "it had ended"
+    assert not slow.begins(None)
+
+
+def test_a_loss_spike_is_counted_in_standard_deviations() -> None:
+    before = [3.0, 3.2] * (SMOOTHED_STEPS // 2)
+    assert loss_spike(4.1, before) == pytest.approx(10.0)
+    assert loss_spike(3.1, before) == pytest.approx(0.0)
+    assert loss_spike(4.1, before[1:]) is None, "too few steps before"
+    assert loss_spike(3.0 + 3e-3, [3.0] * SMOOTHED_STEPS) == pytest.approx(1.0), "equal losses have a least deviation"
+    assert math.isfinite(loss_spike(1.0, [0.0] * SMOOTHED_STEPS) or 0.0)
