@@ -30,8 +30,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with process:
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +88,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
         assert process.stderr.read() == ""
 
 
-def test_prometheus_until_a_signal_and_its_port_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -49,6 +49,14 @@ def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
     assert [one["step"] for one in run.evaluations] == list(range(10, 131, 10))
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_steps_that_were_undone_are_gone_before_others_are_taken(whole: bool, tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", [Start(0, 27, None), Start(20, 20, None)]), whole=whole)
+    assert (run.step, run.evaluations[-1]["step"], run.lost.steps) == (20, 20, 7)
+    assert max(run.series.steps, default=0) == (20 if whole else 0)
+    assert run.step_seconds is None, "what it took before the restart may not come again"
+
+
 def test_a_growing_run_is_read_on(restarted: Path) -> None:
     text = (restarted / "metrics.jsonl").read_text()
     for whole in (True, False):
