@@ -3,7 +3,7 @@
     runs/NAME/
         config.yaml          as resolved; config-0001.yaml is the first one of a run that was continued
         environment.json     versions, commit, command line, devices; environment-0001.json likewise
-        run.json             the run's id, which its checkpoints have too
+        run.json             the run's id, which its checkpoints have too, and the format of this folder (`FORMAT`)
         metrics.jsonl        one event a line
         ranks/rank-0000.jsonl
         traces/rank-0000.json of the steps of log.profile
@@ -45,6 +45,8 @@ from shardwise.redaction import recorded_variables, redacted_arguments
 from shardwise.units import size
 
 RUNS = Path("runs")
+FORMAT = 1
+"""Of a run's folder. It grows when those who read the folder of an earlier one would misread that of a later one."""
 _LOCK = ".lock"
 
 
@@ -175,7 +177,7 @@ class RunDirectory:
         run = self.stored_id()
         if run is None:
             run = rebuilt or uuid.uuid4().hex
-            write_atomic(self.identity, json_text({"id": run}) + "\n")
+            write_atomic(self.identity, json_text({"id": run, "format": FORMAT}) + "\n")
         return run
 
     def finished_steps(self) -> int | None:
@@ -339,8 +341,8 @@ class RunLock:
         """Whether a process runs in this folder; True also where the file system cannot tell."""
         try:
             descriptor = os.open(run / _LOCK, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
         try:
             return not lock(descriptor, wait=False, shared=True)
         except OSError:

@@ -12,6 +12,8 @@ from tests.arch.source import ROOT
 TORCH_FREE = (
     "cli",
     "cluster",
+    "monitor.devices",
+    "monitor.export",
     "launch",
     "config",
     "cost",
@@ -78,6 +80,9 @@ def test_package_imports_without_torch(package: str, tmp_path: Path) -> None:
         ["recipes"],
         ["recipes", "quickstart"],
         ["checkpoint", "inspect", "--help"],
+        ["ls"],
+        ["ls", "--json"],
+        ["monitor", "--help"],
         ["train", "llama2-tiny", "--dry-run"],
         ["submit", "llama2-tiny", "--nodes", "128", "launch.ranks_per_node=1", "train.global_batch=256", "--dry-run"],
         ["compare", CURVE, CURVE],

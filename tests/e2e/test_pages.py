@@ -45,6 +45,9 @@ ELSEWHERE = {
     ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/data.md", "Megatron's .bin and .idx"): "tests/e2e/test_megatron.py::test_the_page_runs",
     ("docs/data.md", "BERT's HDF5 shards"): "tests/e2e/test_hdf5.py::test_the_page_runs",
+    ("docs/watching.md", "List devices and runs"): "tests/unit/cli/test_ls.py::test_the_table",
+    ("docs/watching.md", "Numbers for programs"): "tests/unit/cli/test_monitor.py::test_once",
+    ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/cli/test_monitor.py::test_prometheus_until_a_signal",
 }
 """Page and heading ("": the whole page) of blocks that the named test runs, with what they need."""
 _BLOCK = re.compile(

@@ -2,77 +2,153 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
-from mmap import ACCESS_READ, mmap
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-_NO_STEP = re.compile(rb'^\{"event": "(?!step"|eval").*$', re.MULTILINE)
-_START, _STEP = b'{"event": "start"', b'\n{"event": "step"'
-_END_BYTES = 1 << 16
+import orjson
+
+from shardwise.monitor.lost import seconds_of
+
+_START, _STEP = b'{"event": "start"', b'{"event": "step"'
+_TIME = b'"time": "'
+_CHUNK_BYTES = 1 << 22
+_HEAD_BYTES = 256
+_STEPS_AT_THE_END = 64
+_BLOCK_BYTES = 1 << 13
+"""Much more than a line of a rank's file has."""
 
 
 class Growing:
-    """A file of JSON lines that another process appends to."""
+    """A file of JSON lines that another process appends to.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._read = 0
+    Args:
+        whole: whether `new` returns all steps. Otherwise it returns the last ones, and the last one before each "start"
+            event: the others are not parsed, as they are many.
+    """
 
-    def new(self) -> list[dict[str, Any]]:
-        """The whole lines that were added since the last call; of a file that was cut or replaced, all lines again."""
+    def __init__(self, path: Path, *, whole: bool) -> None:
+        self.path, self.whole = path, whole
+        self._read, self._head = 0, b""
+
+    def was_replaced(self) -> bool:
+        """Whether the file is another one than before, or was cut: `new` then returns all its lines again.
+
+        Raises:
+            OSError: it cannot be read.
+        """
         try:
             with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._read:
-                    self._read = 0
-                file.seek(self._read)
-                content = file.read(size - self._read)
-        except OSError:
-            return []
-        whole = content.rfind(b"\n") + 1  # the rest is still being written
-        self._read += whole
-        return list(_parsed(content[:whole]))
+                same = file.read(len(self._head)) == self._head and file.seek(0, 2) >= self._read
+        except FileNotFoundError:
+            same = self._read == 0
+        if not same:
+            self._read, self._head = 0, b""
+        return not same
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """The whole lines that were added since the last call, in their order.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        lines = self._lines()
+        return _parsed(lines if self.whole else _few(lines))
+
+    def _lines(self) -> Iterator[bytes]:
+        """Read in chunks: a file may have gigabytes. What follows the last line end is still being written."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            if len(self._head) < _HEAD_BYTES:
+                self._head = file.read(_HEAD_BYTES)
+            file.seek(self._read)
+            begun = b""
+            while chunk := file.read(_CHUNK_BYTES):
+                *lines, begun = (begun + chunk).split(b"\n")
+                self._read += sum(map(len, lines)) + len(lines)
+                yield from lines
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    """All events of `metrics.jsonl` but evaluations and steps, in their order, and the last step before each start.
+def last(path: Path, bytes_: int) -> list[dict[str, Any]]:
+    """The whole lines among the last bytes of a file, in their order; none of one that is not there.
 
-    The other steps are not parsed: they are many.
+    Raises:
+        OSError: it cannot be read.
     """
-    found: list[bytes] = []
-    try:
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
-            for match in _NO_STEP.finditer(lines):
-                if match[0].startswith(_START):
-                    at = lines.rfind(_STEP, 0, match.start())
-                    if at >= 0:
-                        found.append(lines[at + 1 : lines.find(b"\n", at + 1)])
-                found.append(match[0])
-    except (OSError, ValueError):  # ValueError: an empty file cannot be mapped
-        pass
-    return list(_parsed(b"\n".join(found)))
-
-
-def last(path: Path, bytes_: int = _END_BYTES) -> list[dict[str, Any]]:
-    """The whole lines among the last bytes of a file, in their order."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - bytes_))
-            content = file.read(bytes_)
-    except OSError:
+            return list(_parsed(_block(file.fileno(), max(0, file.seek(0, 2) - bytes_), bytes_)))
+    except FileNotFoundError:
         return []
-    begin = content.find(b"\n") + 1 if size > bytes_ else 0
-    return list(_parsed(content[begin : content.rfind(b"\n") + 1]))
 
 
-def _parsed(content: bytes) -> Iterator[dict[str, Any]]:
-    for line in content.splitlines():
+def last_of_rank(path: Path, *, start: bool, after: float | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The last "start" line and the last step of a rank's file; {} where there is none.
+
+    Args:
+        start: whether to look for the start where it is not at the end of the file; {} otherwise.
+        after: when the rank's process started last, in seconds since the epoch; None: it started once.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    file = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(file).st_size
+        lines = _block(file, max(0, size - _BLOCK_BYTES))
+        step = next((line for line in _parsed(reversed(lines)) if "step" in line), {})
+        begun = _start_among(lines)
+        if not begun and start:
+            begun = _start_among(_block(file, 0 if after is None else _begin_of(file, size, after), 2 * _BLOCK_BYTES))
+    finally:
+        os.close(file)
+    return begun, step
+
+
+def _begin_of(file: int, size: int, after: float) -> int:
+    """A place in a rank's file within a block before its first line after a time, found by halving."""
+    low, high = 0, size
+    while high - low > _BLOCK_BYTES:
+        middle = (low + high) // 2
+        _, _, found = os.pread(file, _BLOCK_BYTES // 2, middle).partition(_TIME)
+        time = found[: found.find(b'"')].decode(errors="replace")
+        low, high = (low, middle) if seconds_of({"time": time}) >= after else (middle, high)
+    return low
+
+
+def _block(file: int, at: int, bytes_: int = _BLOCK_BYTES) -> list[bytes]:
+    """The whole lines of a part of a file."""
+    return os.pread(file, bytes_, at).split(b"\n")[(at > 0) : -1]
+
+
+def _start_among(lines: list[bytes]) -> dict[str, Any]:
+    return next(_parsed(line for line in reversed(lines) if line.startswith(_START)), {})
+
+
+def _few(lines: Iterable[bytes]) -> list[bytes]:
+    """All lines but steps, the last step before each start, and the last steps."""
+    found: list[tuple[int, bytes]] = []
+    steps: deque[tuple[int, bytes]] = deque(maxlen=_STEPS_AT_THE_END)
+    for number, line in enumerate(lines):
+        if line.startswith(_STEP):
+            steps.append((number, line))
+            continue
+        if line.startswith(_START) and steps:
+            found.append(steps[-1])
+            steps.clear()
+        found.append((number, line))
+    return [line for _, line in sorted([*found, *steps])]
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
-            value = json.loads(line)
+            value = orjson.loads(line)
         except ValueError:  # a crash, or a full disk, cut the line short
             continue
         if isinstance(value, dict):

@@ -13,50 +13,85 @@ CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost ste
 
 start: from the start of the processes to the training, without loading. data: waiting for batches. checkpoint: training
 waited until a checkpoint was copied. load: reading a checkpoint. restart: from the last sign of one start of the run to
-the next one. lost steps: steps that were done again.
+the next one, unless the first one reached its end. lost steps: steps that were done again, without their waits, which
+count as such.
 """
+_WAITS = ("data", "checkpoint")
+_AT_ITS_END = ("finished", "stop_after")
+
+
+@dataclass
+class _Start:
+    """One start of the run: when it began, the steps that were done before, what it lost, and its last step."""
+
+    began: float = math.nan
+    steps: int = 0
+    compiling: float = 0.0
+    last: Mapping[str, Any] = field(default_factory=dict)
+
+    def waited(self, cause: str) -> float:
+        """Seconds; `waited_seconds` of a step are sums since the start."""
+        return number((self.last.get("waited_seconds") or {}).get(cause), 0.0)
+
+    def seconds_of_a_step(self) -> float:
+        """The mean of its steps, without waits and compilation; that of the last one where times are unknown."""
+        waits = self.compiling + sum(self.waited(cause) for cause in _WAITS)
+        steps = number(self.last.get("step"), 0.0) - self.steps
+        mean = (seconds_of(self.last) - self.began - waits) / steps if steps > 0 else math.nan
+        return number(self.last.get("step_seconds"), 0.0) if math.isnan(mean) else max(0.0, mean)
 
 
 @dataclass
 class LostTime:
-    """Seconds of a run, from its events in their order (`add`). Of the steps it needs the last one before each start.
+    """Seconds of a run, from its events in their order (`add`).
+
+    Of the steps it needs the last one before each start, and the last one of all.
 
     Attributes:
-        by_cause: by `CAUSES`, of the starts before the last one, and what is known at once of the last.
         steps: that were done again.
         starts: of the run.
     """
 
-    by_cause: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     steps: int = 0
     starts: int = 0
-    _first: float | None = None
+    _lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    _first: float = math.nan
     _last: float = math.nan
-    _step: Mapping[str, Any] = field(default_factory=dict)
-    _undone: Mapping[str, Any] = field(default_factory=dict)
+    _is_over: bool = False
+    _former: _Start = field(default_factory=_Start)
+    _start: _Start = field(default_factory=_Start)
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Count an event of `metrics.jsonl`."""
-        kind, now = event.get("event"), seconds_of(event)
+        kind = event.get("event")
+        if kind == "step":
+            self._start.last = event
+            return
+        now = seconds_of(event)
         if kind == "start":
             self._begin(event, now)
         elif kind == "resume":
             loading = number(event.get("load_seconds"), 0.0)
-            self.by_cause["load"] += loading
-            self.by_cause["start"] = max(0.0, self.by_cause["start"] - loading)
+            self._lost["load"] += loading
+            self._lost["start"] = max(0.0, self._lost["start"] - loading)
             self._undo_after(int(number(event.get("step"), 0.0)))
         elif kind == "compile":
-            self.by_cause["compile"] += number(event.get("seconds"), 0.0)
-        elif kind == "step":
-            self._count_waits(event)
-            self._step = event
-        if not math.isnan(now):
-            self._last = now
+            self._start.compiling += number(event.get("seconds"), 0.0)
+        self._is_over = kind == "stop" and event.get("reason") in _AT_ITS_END
+        self._last = _later(self._last, now)
+
+    @property
+    def by_cause(self) -> dict[str, float]:
+        """Seconds by `CAUSES`."""
+        lost = dict(self._lost)
+        _count(lost, self._start)
+        return lost
 
     @property
     def whole(self) -> float:
         """Seconds from the first start of the run to its last sign."""
-        return 0.0 if self._first is None or math.isnan(self._last) else max(0.0, self._last - self._first)
+        seconds = self._sign() - self._first
+        return 0.0 if math.isnan(seconds) else max(0.0, seconds)
 
     @property
     def useful(self) -> float:
@@ -68,28 +103,33 @@ class LostTime:
         """`useful` over `whole`; None before there is anything."""
         return self.useful / self.whole if self.whole > 0 else None
 
+    def _sign(self) -> float:
+        """When the run wrote last."""
+        return _later(self._last, seconds_of(self._start.last))
+
     def _begin(self, event: Mapping[str, Any], now: float) -> None:
         before = number(event.get("seconds_before_training"), 0.0)
-        self.by_cause["start"] += before
-        self.starts += 1
-        if self._first is None:
+        gap = max(0.0, now - before - self._sign())
+        if self._is_over:
+            self._first += gap  # nothing was lost: nothing was left to do
+        elif not math.isnan(gap):
+            self._lost["restart"] += gap
+        if math.isnan(self._first):
             self._first = now - before
-        elif not math.isnan(now - self._last):
-            self.by_cause["restart"] += max(0.0, now - before - self._last)
-        self._undone, self._step = self._step, {}
+        _count(self._lost, self._start)
+        self._lost["start"] += before
+        self.starts += 1
+        if self._start.last:
+            self._former = self._start
+        self._start = _Start(now, int(number(event.get("steps_before"), 0.0)))
 
     def _undo_after(self, step: int) -> None:
         """Count the steps of the start before that come after `step`."""
-        lost = int(number(self._undone.get("step"), 0.0)) - step
+        former, self._former, self._start.steps = self._former, _Start(), step
+        lost = int(number(former.last.get("step"), 0.0)) - max(step, former.steps)
         if lost > 0:
             self.steps += lost
-            self.by_cause["lost steps"] += lost * number(self._undone.get("step_seconds"), 0.0)
-
-    def _count_waits(self, event: Mapping[str, Any]) -> None:
-        """`waited_seconds` are sums since the start."""
-        waited, before = event.get("waited_seconds") or {}, self._step.get("waited_seconds") or {}
-        for cause in ("data", "checkpoint"):
-            self.by_cause[cause] += number(waited.get(cause), 0.0) - number(before.get(cause), 0.0)
+            self._lost["lost steps"] += lost * former.seconds_of_a_step()
 
 
 def number(value: Any, default: float = math.nan) -> float:
@@ -106,3 +146,14 @@ def seconds_of(event: Mapping[str, Any]) -> float:
         return datetime.fromisoformat(event["time"]).timestamp()
     except (KeyError, TypeError, ValueError):
         return math.nan
+
+
+def _later(one: float, other: float) -> float:
+    return other if math.isnan(one) or other > one else one
+
+
+def _count(lost: dict[str, float], start: _Start) -> None:
+    """Add what a start lost to waits and compilation."""
+    lost["compile"] += start.compiling
+    for cause in _WAITS:
+        lost[cause] += start.waited(cause)

@@ -6,24 +6,28 @@ field that an older run did not record is None.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
+import platform
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import orjson
 import yaml
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.lines import Growing, events, last
+from shardwise.files import reason_of
+from shardwise.monitor.lines import Growing, last, last_of_rank
 from shardwise.monitor.lost import LostTime, number, seconds_of
-from shardwise.runlog import RUNS, RunDirectory, RunLock
+from shardwise.runlog import FORMAT, RUNS, RunDirectory, RunLock
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: it should run, and has written nothing for long. `killed`: it ended, and nothing says why."""
+STATES: tuple[State, ...] = get_args(State)
 
 NUMBERS = (
     "loss",
@@ -45,9 +49,10 @@ NUMBERS = (
 """Numbers of a step that the series of a run has; NaN where a step lacks one."""
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step's time (`split_seconds`), in the order in which they are shown."""
+_ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
 _SILENT_STEPS = 20.0
 _SILENT_SECONDS = 60.0
-_RANK_END = 1 << 13
+_RECENT_STEPS = 20
 
 
 @dataclass
@@ -67,14 +72,16 @@ class Series:
     parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
 
     def add(self, event: Mapping[str, Any]) -> None:
-        self.undo_after(event["step"] - 1)
-        self.steps.append(event["step"])
+        """Add a "step" event; steps from its number on are undone."""
+        step = event["step"]
+        if self.steps and self.steps[-1] >= step:
+            self.undo_after(step - 1)
+        self.steps.append(step)
         self.seconds.append(seconds_of(event))
-        for name, values in self.numbers.items():
-            values.append(number(event.get(name)))
-        split = event.get("split_seconds") or {}
-        for name, values in self.parts.items():
-            values.append(number(split.get(name)))
+        for fields, columns in ((event, self.numbers), (event.get("split_seconds") or {}, self.parts)):
+            for name, values in columns.items():
+                value = fields.get(name)
+                values.append(value if type(value) is float else number(value))  # there are many: most are floats
 
     def undo_after(self, step: int) -> None:
         """Forget the steps after `step`: the run went back to it."""
@@ -92,6 +99,7 @@ class RankView:
     """What the last line of a rank's file tells.
 
     Attributes:
+        pid: of its process, on its host.
         place: its rank along each axis of the mesh: `pp`, `dp`, `tp`.
         work_seconds: of its own work in the step, without waiting for other ranks.
         relative: `work_seconds` over that of the rank with the least; None where ranks recorded none.
@@ -101,6 +109,7 @@ class RankView:
 
     rank: int
     host: str
+    pid: int | None
     device: str
     place: Mapping[str, int]
     step: int | None
@@ -141,31 +150,47 @@ class Run:
 
     def __init__(self, path: Path, *, whole: bool) -> None:
         self.path, self.directory = path, RunDirectory(path)
+        self._metrics = Growing(self.directory.metrics, whole=whole)
+        self._files: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._ranks: dict[int, tuple[float, RankView]] = {}
+        self._starts: dict[int, dict[str, Any]] = {}
+        self._clear()
+        try:
+            self._read()
+        except OSError as error:
+            unread = error.filename or path
+            raise ConfigError(f"RUN ({path}) must be readable: {unread} cannot be read: {reason_of(error)}") from None
+        if number(self._file(self.directory.identity, orjson.loads).get("format"), 0.0) > FORMAT:
+            raise ConfigError(
+                f"RUN ({path}) must have a format that this shardwise reads, a newer one wrote it: update shardwise"
+            )
+
+    def refresh(self) -> bool:
+        """Read what was added; returns whether anything was. While the files cannot be read, nothing is new."""
+        try:
+            return self._read()
+        except OSError:  # as while a network disk is away for a moment: `heard` tells how old everything is
+            return False
+
+    def _clear(self) -> None:
         self.series = Series()
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
-        self.config: dict[str, Any] = {}
-        self.environment: dict[str, Any] = {}
-        self.results: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         self.lost = LostTime()
-        self._changed: int | None = None
-        self._metrics = Growing(self.directory.metrics) if whole else None
-        self._ranks: dict[int, tuple[float, RankView]] = {}
-        self._starts: dict[int, dict[str, Any]] = {}
-        self.refresh()
+        self._recent = 0
+        self._trains = False
 
-    def refresh(self) -> bool:
-        """Read what was added; returns whether anything was."""
-        self.config, self.environment = _yaml(self.directory.config), _json(self.directory.environment)
-        self.results = _json(self.directory.results)
-        if self._metrics is not None:
-            new = self._metrics.new()
-        else:
-            new = self._newest()
-        for event in new:
+    def _read(self) -> bool:
+        self.config = self._file(self.directory.config, _yaml)
+        self.environment = self._file(self.directory.environment, orjson.loads)
+        self.results = self._file(self.directory.results, orjson.loads)
+        if is_new := self._metrics.was_replaced():
+            self._clear()
+        for event in self._metrics.new():
             self._take(event)
-        return bool(new)
+            is_new = True
+        return is_new
 
     @property
     def name(self) -> str:
@@ -173,16 +198,13 @@ class Run:
 
     @property
     def state(self) -> State:
-        ending = self.events[-1] if self.events and self.events[-1].get("event") == "stop" else None
-        reason = "" if ending is None else str(ending.get("reason", ""))
-        if reason:
-            return "failed" if reason.startswith("failed") else "finished" if reason == "finished" else "stopped"
-        if not RunLock.is_held(self.path):
-            return "killed" if self.events else "starting"
-        heard = self.heard
-        if heard is not None and time.time() - heard > max(_SILENT_SECONDS, _SILENT_STEPS * (self.step_seconds or 0.0)):
+        if self.reason and not self._goes_on():
+            return _ENDINGS.get(self.reason.partition(":")[0], "stopped")
+        if not self._is_alive():
+            return "finished" if self.results else "killed"
+        if self._is_silent():
             return "silent"
-        return "running" if self.last.get("time", "") >= self.start.get("time", "~") else "starting"
+        return "running" if self._trains else "starting"
 
     @property
     def reason(self) -> str:
@@ -210,8 +232,11 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        """The mean of the last 20 recorded steps."""
-        recent = [value for value in self.series.numbers["step_seconds"][-20:] if not math.isnan(value)]
+        """The mean of the last 20 recorded steps since the last start."""
+        seconds = self.series.numbers["step_seconds"]
+        recent = [
+            value for value in seconds[max(self._recent, len(seconds) - _RECENT_STEPS) :] if not math.isnan(value)
+        ]
         return sum(recent) / len(recent) if recent else None
 
     @property
@@ -224,8 +249,8 @@ class Run:
     @property
     def heard(self) -> float | None:
         """When the run last wrote to its folder, in seconds since the epoch."""
-        times = [path.stat().st_mtime for path in (self.directory.metrics, self.directory.log(0)) if path.exists()]
-        return max(times, default=None)
+        times = (_changed(path) for path in (self.directory.metrics, self.directory.log(0)))
+        return max((time for time in times if time is not None), default=None)
 
     @property
     def goodput(self) -> float | None:
@@ -234,13 +259,17 @@ class Run:
 
     def restarts(self) -> list[dict[str, Any]]:
         """How each start of a submitted job ended (`restarts.jsonl`)."""
-        return last(self.path / "restarts.jsonl", 1 << 20)
+        try:
+            return last(self.path / "restarts.jsonl", 1 << 20)
+        except OSError:
+            return []
 
     def ranks(self) -> list[RankView]:
         """All ranks that have a file, by the last line of each."""
-        for path in sorted((self.path / "ranks").glob("rank-*.jsonl")):
-            self._read_rank(int(path.stem[5:]), path)
-        views = [view for _, view in self._ranks.values()]
+        for path in (self.path / "ranks").glob("rank-*.jsonl"):
+            if path.stem[5:].isdecimal():
+                self._read_rank(int(path.stem[5:]), path)
+        views = [view for _, (_, view) in sorted(self._ranks.items())]
         work = [view.work_seconds for view in views if view.work_seconds]
         best = min(work, default=None)
         if best is None:
@@ -254,73 +283,124 @@ class Run:
             hosts.setdefault(view.host, []).append(view)
         return [_node(host, views, self._starts) for host, views in hosts.items()]
 
-    def _newest(self) -> list[dict[str, Any]]:
-        """All events but steps, and the last steps, in their order; None of them where nothing has changed."""
-        metrics = self.directory.metrics
-        changed = metrics.stat().st_mtime_ns if metrics.exists() else 0
-        if changed == self._changed:
-            return []
-        self._changed = changed
-        self.series, self.lost, self.evaluations, self.events = Series(), LostTime(), [], []
-        ends, others = last(metrics), events(metrics)
-        steps = [event for event in ends if event.get("event") in ("step", "eval")]
-        return sorted(others + steps, key=lambda event: event.get("time", ""))
-
     def _take(self, event: dict[str, Any]) -> None:
         self.lost.add(event)
         kind = event.get("event")
-        if kind == "step" and isinstance(event.get("step"), int):
-            self.series.add(event)
-            self.last = event
+        if kind == "step":
+            if isinstance(event.get("step"), int):
+                self.series.add(event)
+                self.last, self._trains = event, True
         elif kind == "eval":
             self.evaluations.append(event)
         elif kind is not None:
             self.events.append(event)
+            self._trains = self._trains and kind not in ("start", "stop")
+            if kind == "start":
+                self._recent = len(self.series.steps)
             if kind == "resume" and isinstance(event.get("step"), int):
                 self.series.undo_after(event["step"])
+                self._recent = min(self._recent, len(self.series.steps))
                 self.evaluations = [one for one in self.evaluations if one.get("step", 0) <= event["step"]]
 
+    def _goes_on(self) -> bool:
+        """Whether the run was started again after its last event, which told its end."""
+        holder = RunLock.holder(self.path) or {}
+        return seconds_of({"time": holder.get("started")}) > seconds_of(self.events[-1]) and RunLock.is_held(self.path)
+
+    def _is_alive(self) -> bool:
+        """Whether its process runs, here or on another host."""
+        if RunLock.is_held(self.path):
+            return True
+        # Some file systems keep locks within a host, so that those of another one are not seen.
+        holder = RunLock.holder(self.path)
+        return holder is not None and holder["host"] != platform.node() and not self._is_silent()
+
+    def _is_silent(self) -> bool:
+        patience = max(_SILENT_SECONDS, _SILENT_STEPS * (self.step_seconds or 0.0))
+        return self.heard is not None and time.time() - self.heard > patience
+
     def _read_rank(self, rank: int, path: Path) -> None:
-        changed = path.stat().st_mtime
-        if rank in self._ranks and self._ranks[rank][0] == changed:
+        changed = _changed(path)
+        if changed is None or (rank in self._ranks and self._ranks[rank][0] == changed):
             return
-        lines = last(path, _RANK_END)
-        starts = [line for line in lines if line.get("event") == "start"]
-        if starts or rank not in self._starts:
-            self._starts[rank] = starts[-1] if starts else _first_start(path)
-        start, steps = self._starts[rank], [line for line in lines if "step" in line]
-        self._ranks[rank] = (changed, _rank(rank, start, steps[-1] if steps else {}, changed))
+        known = self._starts.get(rank)
+        began = seconds_of(self.start) - number(self.start.get("seconds_before_training"), 0.0)
+        # A start that is known may be an earlier one: the rank may have moved to another machine since.
+        is_known = known is not None and not seconds_of(known) < began
+        try:
+            start, step = last_of_rank(path, start=not is_known, after=began if self.lost.starts > 1 else None)
+        except OSError:
+            return
+        if start:
+            self._starts[rank] = start
+        self._ranks[rank] = (changed, _rank(rank, self._starts.setdefault(rank, {}), step, changed))
+
+    def _file(self, path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+        """The mapping in a file that is replaced as a whole; {} where it is not there or damaged."""
+        try:
+            changed = path.stat().st_mtime_ns
+            if path not in self._files or self._files[path][0] != changed:
+                value = parse(path.read_text(encoding="utf-8"))
+                self._files[path] = changed, value if isinstance(value, dict) else {}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, yaml.YAMLError):
+            self._files[path] = changed, {}
+        return self._files[path][1]
 
 
 def open_run(path: Path | None, *, whole: bool) -> Run:
     """The run in a folder; `path` None: the newest of `runs`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, it cannot be read, or a newer shardwise wrote it.
     """
     chosen = path or RUNS / "latest"
-    if not RunDirectory(chosen).holds_run:
-        if path is None:
-            raise ConfigError(f"there is no {chosen}: name the folder of a run")
+    try:
+        if RunDirectory(chosen).holds_run:
+            return Run(chosen, whole=whole)
         what = "is not there" if not chosen.exists() else "holds no run" if chosen.is_dir() else "is a file"
-        raise ConfigError(
-            f"RUN ({chosen}) must be the folder of a run, it {what}: `shardwise ls` lists those of {RUNS}/"
-        )
-    return Run(chosen, whole=whole)
+    except OSError as error:
+        what = f"cannot be read: {reason_of(error)}"
+    if path is None:
+        raise ConfigError(f"RUN must be named where {chosen} {what}: `shardwise ls` lists the runs of {RUNS}/")
+    raise ConfigError(f"RUN ({chosen}) must be the folder of a run, it {what}: `shardwise ls` lists those of {RUNS}/")
+
+
+def folders(root: Path = RUNS) -> list[Path]:
+    """The folders of the runs in a folder, in the order of their names.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        found = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink())
+        return [path for path in found if RunDirectory(path).holds_run]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ConfigError(f"{error.filename or root} must be readable: {reason_of(error)}") from None
 
 
 def runs(root: Path = RUNS) -> list[Run]:
-    """The runs in a folder, the one that wrote last first."""
-    folders = [path for path in root.glob("*") if not path.is_symlink() and RunDirectory(path).holds_run]
-    found = [Run(path, whole=False) for path in folders]
+    """The runs in a folder that can be read, the one that wrote last first."""
+    found = []
+    for path in folders(root):
+        with contextlib.suppress(ConfigError):
+            found.append(Run(path, whole=False))
     return sorted(found, key=lambda run: run.heard or 0.0, reverse=True)
 
 
 def _rank(rank: int, start: Mapping[str, Any], line: Mapping[str, Any], heard: float) -> RankView:
-    work, used = line.get("work_seconds"), line.get("memory_in_use_bytes", line.get("peak_memory_bytes"))
+    pid, work, used = (
+        start.get("pid"),
+        line.get("work_seconds"),
+        line.get("memory_in_use_bytes", line.get("peak_memory_bytes")),
+    )
     return RankView(
         rank=rank,
         host=str(start.get("host", "")),
+        pid=pid if isinstance(pid, int) else None,
         device=str(start.get("device", "")),
         place=start.get("place") or {},
         step=line.get("step"),
@@ -351,27 +431,13 @@ def _node(host: str, views: Sequence[RankView], starts: Mapping[int, Mapping[str
     )
 
 
-def _first_start(path: Path) -> dict[str, Any]:
-    """The first line of a rank's file, where it is that of a start."""
+def _changed(path: Path) -> float | None:
+    """When a file was changed, in seconds since the epoch; None where it is not there, or cannot be seen."""
     try:
-        with path.open("rb") as file:
-            line = json.loads(file.readline(1 << 12))
-    except (OSError, ValueError):
-        return {}
-    return line if isinstance(line, dict) and line.get("event") == "start" else {}
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        value = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _yaml(text: str) -> Any:
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))

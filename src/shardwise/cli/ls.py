@@ -1,0 +1,146 @@
+"""List the devices of this machine, with what uses them, and the runs in runs/, the newest first.
+
+Devices are GPUs as NVML tells of them, chips of AWS as neuron-ls does, or else the CPU. A process that is a rank of a
+run in runs/ is shown as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shardwise import units
+from shardwise.cli import output
+from shardwise.errors import ConfigError
+from shardwise.monitor.devices import Device, Process, devices, owners
+from shardwise.monitor.lost import number
+from shardwise.monitor.run import Run, folders
+from shardwise.monitor.summary import SCHEMA, row
+from shardwise.runlog import RUNS
+
+_DEVICES = ("device", "memory", "busy", "links", "process")
+_RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard")
+_SHORTEST = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every field")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found, problems = _runs()
+    here = devices(owners(found))
+    problems += here.problems
+    if arguments.json:
+        machine = {"schema": SCHEMA, "host": platform.node(), "devices": [asdict(device) for device in here.devices]}
+        output.json({**machine, "runs": [row(one) for one in found], "problems": problems})
+        return 0
+    _table([_device(device) for device in here.devices], _DEVICES, (2,), widest=4)
+    output.line()
+    if found:
+        _table([_run(one) for one in found], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
+    else:
+        output.line(f"no run in {RUNS}/")
+    for problem in problems:
+        output.progress(problem)
+    return 0
+
+
+def _runs() -> tuple[list[Run], list[str]]:
+    """The runs that can be read, the one that wrote last first, and what is wrong with the others."""
+    found, problems = [], []
+    for path in folders():
+        try:
+            found.append(Run(path, whole=False))
+        except ConfigError as error:
+            problems.append(str(error))
+    return sorted(found, key=lambda one: one.heard or 0.0, reverse=True), problems
+
+
+def _device(device: Device) -> tuple[str, ...]:
+    used, total = device.memory_bytes, device.memory_total_bytes
+    memory = (
+        "" if total is None else units.size(total) if used is None else f"{units.size(used)} of {units.size(total)}"
+    )
+    cores = "" if device.cores is None else f", {units.counted(device.cores, 'core')}"
+    name = f"{device.name}{cores}" if device.kind == "cpu" else f"{device.index}: {device.name}{cores}"
+    return name, memory, _share(device.utilization), "; ".join(device.links), _processes(device.processes)
+
+
+def _processes(processes: Sequence[Process]) -> str:
+    """The ranks of each run together; of other processes the numbers."""
+    ranks: dict[str, list[int]] = {}
+    for process in processes:
+        if process.run is not None and process.rank is not None:
+            ranks.setdefault(process.run, []).append(process.rank)
+    named = [f"{'ranks' if len(some) > 1 else 'rank'} {_spans(some)} of {run}" for run, some in ranks.items()]
+    return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """`0-3, 6`."""
+    spans: list[list[int]] = []
+    for one in sorted(numbers):
+        if spans and one == spans[-1][1] + 1:
+            spans[-1][1] = one
+        else:
+            spans.append([one, one])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _run(one: Run) -> tuple[str, ...]:
+    fields = row(one)
+    loss, speed = number(fields["loss"]), fields["tokens_per_second"]
+    eta, heard = one.eta_seconds, one.heard
+    return (
+        one.name,
+        one.state,
+        f"{one.step}/{'?' if one.steps is None else one.steps}",
+        "" if fields["loss"] is None else f"{loss:.4f}",
+        "" if speed is None else units.count(number(speed)).replace(" ", ""),
+        _share(fields["mfu"]),
+        "" if eta is None else _short(eta),
+        _share(one.goodput),
+        "" if heard is None else _short(max(0.0, time.time() - heard)),
+    )
+
+
+def _share(value: Any) -> str:
+    return "" if value is None else f"{number(value):.0%}"
+
+
+def _short(seconds: float) -> str:
+    """A duration in its largest unit: `50s`, `3min`, `2.5h`, `14d`."""
+    for unit, length in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= length:
+            count = seconds / length
+            return f"{count:.0f}{unit}" if count >= 10 or unit == "min" else f"{count:.1f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Sequence[int], *, widest: int) -> None:
+    """A table as wide as the terminal at most: its column `widest` gives way. Elsewhere nothing is left out."""
+    if not sys.stdout.isatty():
+        output.table(rows, head, right=right)
+        return
+    kept = [i for i in range(len(head)) if any(line[i] for line in rows)]
+    lines = [[output.printable(line[i]) for i in kept] for line in (head, *rows)]
+    at, width = kept.index(widest) if widest in kept else 0, shutil.get_terminal_size().columns
+    others = sum(max(map(len, column)) for i, column in enumerate(zip(*lines, strict=True)) if i != at)
+    full = others + max(len(line[at]) for line in lines)
+    gap = 2 if full + 2 * (len(kept) - 1) <= width else 1
+    room = max(_SHORTEST, width - others - gap * (len(kept) - 1))
+    first, *rest = [[_cut(cell, room) if i == at else cell for i, cell in enumerate(line)] for line in lines]
+    output.table(rest, first, right=[i for i, column in enumerate(kept) if column in right], gap=gap)
+
+
+def _cut(text: str, room: int) -> str:
+    """`text` without its middle: a run's name tells most at its ends."""
+    end = (room - 1) // 2
+    return text if len(text) <= room else f"{text[: room - 1 - end]}…{text[len(text) - end :]}"

@@ -1,0 +1,66 @@
+"""Tell what a run does: one JSON object on each line of stdout, now and every few seconds.
+
+It is made of the run's folder alone, so that any machine that sees the folder can tell. docs/watching.md has the
+fields. With --prometheus nothing is printed; the same numbers are served at http://HOST:PORT/metrics, read anew at each
+scrape. Ctrl-C and SIGTERM end it, with exit code 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from shardwise.cli import output
+from shardwise.errors import ConfigError
+from shardwise.monitor.run import open_run
+from shardwise.monitor.summary import snapshot
+from shardwise.runlog import RUNS, json_text
+
+_LARGEST_PORT = 65_535
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    latest = RUNS / "latest"
+    parser.add_argument("run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: {latest})")
+    parser.add_argument("--once", action="store_true", help="print one object and end")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=5.0, help="seconds from one object to the next (default: 5)"
+    )
+    parser.add_argument("--prometheus", metavar="PORT", type=int, help="serve Prometheus at this port instead")
+    parser.add_argument(
+        "--host", metavar="H", default="127.0.0.1", help="the address to serve at (default: 127.0.0.1, this machine)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    interval, port = arguments.interval, arguments.prometheus
+    if not 0 < interval < math.inf:
+        raise ConfigError(f"--interval ({interval:g}) must be a number of seconds above 0, such as 5")
+    if port is not None and not 0 < port <= _LARGEST_PORT:
+        raise ConfigError(f"--prometheus ({port}) must be a port from 1 to {_LARGEST_PORT:,}, such as 9400")
+    if port is not None and arguments.once:
+        raise ConfigError("--once prints one object, and --prometheus prints none: leave one of them out")
+    watched = open_run(arguments.run, whole=False)
+    if arguments.once:
+        output.raw(json_text(snapshot(watched)))
+        return 0
+    end = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: end.set())
+    if port is not None:
+        from shardwise.monitor.export import serve  # costly to import, for a server alone
+
+        serve(watched, port, arguments.host)
+        output.progress(f"serving {watched.name} at http://{arguments.host}:{port}/metrics")
+        end.wait()
+        return 0
+    while True:
+        output.raw(json_text(snapshot(watched)))
+        sys.stdout.flush()
+        if end.wait(interval):
+            return 0
+        watched.refresh()

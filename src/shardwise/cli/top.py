@@ -1,0 +1,117 @@
+"""Watch a run: its curve, where the time of a step goes, every rank, pipeline, nodes, events and lost time.
+
+It only reads the run's folder, so it works on any machine that sees it, and the run does not notice. `--once` prints a
+table, for scripts and for terminals without a screen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from shardwise import units
+from shardwise.cli import output
+from shardwise.errors import ConfigError
+from shardwise.monitor.run import open_run
+from shardwise.monitor.screen import ink
+from shardwise.monitor.screen.frame import UNEXPECTED, Frame, Reader, frame_of
+from shardwise.runlog import RUNS
+
+_LEAST_SECONDS = 0.2
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {RUNS / 'latest'})"
+    )
+    parser.add_argument("--once", action="store_true", help="print a table and end")
+    parser.add_argument(
+        "--interval", metavar="S", type=float, default=2.0, help="seconds between two readings (default: 2)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.interval >= _LEAST_SECONDS:
+        raise ConfigError(f"--interval ({arguments.interval:g}) must be at least {_LEAST_SECONDS} seconds")
+    if arguments.once:
+        try:
+            rows = _rows(frame_of(open_run(arguments.run, whole=False)))
+        except UNEXPECTED as error:
+            raise ConfigError(
+                f"the files of the run must be as `shardwise train` writes them: {type(error).__name__}: {error}"
+            ) from None
+        output.table(rows)
+        return 0
+    _require_screen()
+    reader = Reader(arguments.run)
+    from shardwise.monitor.screen.app import Top  # costly to import, for the screen alone
+
+    Top(reader.read, arguments.interval).run(mouse=False)  # so that the terminal still selects text
+    return 0
+
+
+def _require_screen() -> None:
+    """ConfigError where no screen can be drawn."""
+    terminal = os.environ.get("TERM", "")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("standard input and output must be a terminal: `shardwise top --once` prints a table")
+    if terminal in ("", "dumb", "unknown"):
+        raise ConfigError(f"TERM ({terminal}) must be a terminal with a screen: `shardwise top --once` prints a table")
+
+
+def _rows(frame: Frame) -> list[tuple[str, str]]:
+    """What is known of the run, by names that stay."""
+    last, lost, slowest = frame.last, frame.lost, frame.slowest
+    heard = "" if frame.heard is None else f", heard {units.duration(max(0.0, frame.now - frame.heard))} ago"
+    total = "" if frame.steps is None else f" of {frame.steps:,}"
+    pace = "" if frame.step_seconds is None else f", {ink.seconds(frame.step_seconds)} a step"
+    left = "" if frame.eta_seconds is None else f", {ink.seconds(frame.eta_seconds)} left"
+    rows = [
+        ("run", str(frame.path.resolve())),
+        ("state", f"{frame.state}{f' ({frame.reason})' if frame.state in ('failed', 'stopped') else ''}{heard}"),
+        ("step", f"{frame.step:,}{total}{pace}{left}"),
+        ("loss", _loss(frame)),
+        ("speed", f"{ink.rate(last.get('tokens_per_second'))} tokens/s, MFU {ink.percent(last.get('mfu'))}"),
+        ("split", _shares(frame.split)),
+        ("ranks", _ranks(frame)),
+    ]
+    if slowest is not None and slowest.relative is not None:
+        place = " ".join(f"{axis} {at}" for axis, at in slowest.place.items())
+        where = ", ".join(filter(None, [slowest.host, place]))
+        rows.append(("slowest", f"rank {slowest.rank} ({where}): {slowest.relative:.2f} times the work of the best"))
+    if last.get("bubble") is not None:
+        rows.append(("bubble", ink.percent(last["bubble"])))
+    if frame.graphs:
+        graphs = ", ".join(f"{frame.graphs[name]:.0f} {name}" for name in ("graphs", "hits", "misses"))
+        rows.append(("compile", f"{graphs}, {ink.seconds(frame.graphs['seconds'])}"))
+    causes = ", ".join(f"{cause} {ink.seconds(seconds)}" for cause, seconds in lost.by_cause.items() if seconds)
+    restarts = f", {units.counted(lost.starts - 1, 'restart')}" if lost.starts > 1 else ""
+    rows.append(("goodput", f"{ink.percent(lost.goodput)}{restarts}"))
+    rows.append(("lost", causes or "nothing recorded"))
+    warnings = [event for event in frame.events if event.get("event") == "warning"]
+    if warnings:
+        rows.append(("warning", f"{warnings[-1].get('text', '')} ({units.counted(len(warnings), 'warning')})"))
+    return rows
+
+
+def _loss(frame: Frame) -> str:
+    last = frame.last
+    if not last:
+        return "no step is recorded yet"
+    rate, norm = ink.plain(last.get("lr"), ".2e"), ink.plain(last.get("grad_norm"), ".3g")
+    return f"{ink.plain(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
+
+
+def _shares(split: object) -> str:
+    assert isinstance(split, dict)
+    whole = sum(split.values())
+    return ", ".join(f"{name} {amount / whole:.0%}" for name, amount in split.items()) if whole else "not recorded"
+
+
+def _ranks(frame: Frame) -> str:
+    memory = [view.memory_bytes for view in frame.ranks if view.memory_bytes is not None]
+    used = f", memory {ink.size(min(memory))} to {ink.size(max(memory))}" if memory else ""
+    silent = f", {units.counted(len(frame.silent), 'rank')} silent" if frame.silent else ""
+    return f"{len(frame.ranks):,} on {units.counted(len(frame.nodes), 'node')}{used}{silent}"

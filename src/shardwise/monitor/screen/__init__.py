@@ -1,0 +1,1 @@
+"""The screen of `shardwise top`. Of its modules only `app` imports Textual: `--once` prints a frame without it."""

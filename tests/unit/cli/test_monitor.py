@@ -1,0 +1,142 @@
+"""`shardwise monitor`: its JSON, its metrics, its end, and what it refuses."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.runlog import RunDirectory
+from tests.monitor_runs import Mesh, Start, write_run
+
+COMMAND = (sys.executable, "-m", "shardwise", "monitor")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("runs/one"), [Start(0, 27, "failed: x"), Start(20, 35, None)], steps=70, straggler=3, spike=25)
+    RunDirectory("runs/one").mark_latest()
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["monitor", "--once"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert text.count("\n") == 1
+    assert {name: found[name] for name in ("schema", "run", "state", "step", "steps")} == {
+        "schema": 1,
+        "run": "one",
+        "state": "killed",
+        "step": 35,
+        "steps": 70,
+    }
+    assert (found["starts"], found["lost_steps"], found["warnings"]) == (2, 7, 2)
+    assert found["straggler"] == {"rank": 3, "relative": 2.0, "own": 2.0}
+    assert found["train"]["loss"] == found["loss"]
+    assert found["eval"]["step"] == 30
+    assert [rank["relative"] for rank in found["ranks"]] == [1, 1, 1, 2, 1, 1, 1, 1]
+    assert [node["ranks"] for node in found["nodes"]] == [4, 4]
+
+
+def test_the_page_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the fields are those of schema 1: to rename or to remove one, or to change its meaning, asks for schema 2."""
+    assert main(["monitor", "--once"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    page = (Path(__file__).parents[3] / "docs/watching.md").read_text(encoding="utf-8")
+    fields = {*found, *found["train"], *found["ranks"][0], *found["nodes"][0], *found["lost_seconds"]}
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
+
+
+def test_an_object_each_interval_until_a_signal() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with started("--interval", "0.02") as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+            assert first["time"] < second["time"]
+            process.send_signal(number)
+            process.stdout.read()
+            assert process.wait(20) == 0
+            assert process.stderr.read() == ""
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
+    with started("--interval", "0.02") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(20) == 1
+        assert process.stderr.read() == ""
+
+
+def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with started("--prometheus", str(port)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"serving one at http://127.0.0.1:{port}/metrics\n"
+        for step in (35, 36):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+                assert f'shardwise_train_step{{run="one"}} {step}.0\n' in answer.read().decode()
+            write_run(Path("runs/one"), [Start(0, 36)], mesh=Mesh(1, 1, 1, 1))
+        assert main(["monitor", "--prometheus", str(port)]) == 2
+        said = capsys.readouterr().err
+        assert f"--prometheus ({port}) must be a port of 127.0.0.1 that is free and open to you" in said
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stdout.read() == process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none"], "RUN (none) must be the folder of a run, it is not there: `shardwise ls` lists those of runs/"),
+        (["runs"], "RUN (runs) must be the folder of a run, it holds no run"),
+        (["--interval", "0"], "--interval (0) must be a number of seconds above 0, such as 5"),
+        (["--interval", "inf"], "--interval (inf) must be"),
+        (["--interval", "soon"], "argument --interval: invalid float value: 'soon'"),
+        (["--prometheus", "70000"], "--prometheus (70000) must be a port from 1 to 65,535, such as 9400"),
+        (["--prometheus", "http"], "argument --prometheus: invalid int value: 'http'"),
+        (["--prometheus", "9400", "--once"], "leave one of them out"),
+        (["--prometheus", "9400", "--host", "name.invalid"], "must be a port of name.invalid that is free"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["monitor", *arguments]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_no_run_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert main(["monitor", "--once"]) == 2
+    assert "RUN must be named where runs/latest is not there" in capsys.readouterr().err

@@ -1,0 +1,207 @@
+"""The devices of this machine, as a library in NVML's place, a program in neuron-ls's place, and the system tell."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise.monitor.devices import Device, Process, devices, owners
+from shardwise.monitor.run import Run
+from shardwise.runlog import RunLock
+from tests import monitor_runs
+from tests.monitor_runs import GIB, Mesh, Start, write_run
+
+RANKS = {4711: Process(4711, "gpt3", 0), 4712: Process(4712, "gpt3", 1)}
+NEURON_LS = """[
+    {"instance_type": "trn2.48xlarge", "instance_id": "i-0dcf246b9a7d5f066", "neuron_device": 1, "bdf": "0000:e3:00.0",
+     "cpu_affinity": "48-95,144-191", "numa_node": "1", "connected_to": [13, 0], "nc_count": 4,
+     "logical_neuroncore_config": 2, "memory_size": 103079215104, "neuroncore_ids": [4, 5, 6, 7],
+     "neuron_processes": []},
+    {"instance_type": "trn2.48xlarge", "instance_id": "i-0dcf246b9a7d5f066", "neuron_device": 0, "bdf": "0000:e1:00.0",
+     "cpu_affinity": "48-95,144-191", "numa_node": "1", "connected_to": [12, 1], "nc_count": 4,
+     "logical_neuroncore_config": 2, "memory_size": 103079215104, "neuroncore_ids": [0, 1, 2, 3],
+     "neuron_processes": [{"pid": 4711, "command": "python train.py", "neuron_runtime_version": "2.34.10"},
+                          {"pid": 99, "command": "", "neuron_runtime_version": "2.34.10"}]}
+]"""
+"""As the tool prints it on a machine with Trainium2."""
+OLD_NEURON_LS = """[{"neuron_device": 0, "bdf": "00:1e.0", "connected_to": null, "nc_count": 2,
+"memory_size": 34359738368, "neuron_processes": []}]"""
+
+
+class NVMLError(Exception):
+    pass
+
+
+class NVMLError_LibraryNotFound(NVMLError):
+    pass
+
+
+class NVMLError_LibRmVersionMismatch(NVMLError):
+    pass
+
+
+def nvml(*, lost: int | None = None, links: int = 2, fails: type[NVMLError] | None = None) -> ModuleType:
+    """A module with what `pynvml` has of two GPUs, of which the second supports little."""
+    module: Any = ModuleType("pynvml")
+    module.NVMLError, module.NVML_NVLINK_MAX_LINKS = NVMLError, 4
+
+    def init() -> None:
+        if fails is not None:
+            raise fails("Driver/library version mismatch")
+
+    def handle(index: int) -> int:
+        if index == lost:
+            raise NVMLError("GPU is lost")
+        return index
+
+    def only_of_the_first(value: Any) -> Any:
+        def answer(handle: int, *_: object) -> Any:
+            if handle:
+                raise NVMLError("Not Supported")
+            return value
+
+        return answer
+
+    def far_end(_: int, link: int) -> Any:
+        return SimpleNamespace(busId="0000:0B:00.0" if link == 0 else "00000000:FF:00.0")
+
+    module.nvmlInit, module.nvmlShutdown = init, lambda: None
+    module.nvmlDeviceGetCount = lambda: 2
+    module.nvmlDeviceGetHandleByIndex = handle
+    module.nvmlDeviceGetName = lambda _: "NVIDIA H100 80GB HBM3"
+    module.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(busId=f"00000000:{10 + handle:02X}:00.0".encode())
+    module.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=(handle + 1) * GIB, total=80 * GIB)
+    module.nvmlDeviceGetUtilizationRates = only_of_the_first(SimpleNamespace(gpu=93, memory=40))
+    processes = [SimpleNamespace(pid=4712, usedGpuMemory=GIB), SimpleNamespace(pid=99, usedGpuMemory=None)]
+    module.nvmlDeviceGetComputeRunningProcesses = only_of_the_first(processes)
+    module.nvmlDeviceGetNvLinkState = lambda handle, link: handle == 0 and link < links
+    module.nvmlDeviceGetNvLinkRemotePciInfo = far_end
+    module.nvmlDeviceGetCurrPcieLinkGeneration = lambda _: 5
+    module.nvmlDeviceGetCurrPcieLinkWidth = lambda _: 16
+    return module
+
+
+@pytest.fixture
+def dev(tmp_path: Path) -> Path:
+    folder = tmp_path / "dev"
+    folder.mkdir()
+    (folder / "nvidiactl").touch()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+def neuron_ls(tmp_path: Path, script: str) -> None:
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    program = tmp_path / "bin/neuron-ls"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def test_gpus_by_nvml(dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    found = devices(RANKS, dev=dev, sys_root=tmp_path)
+    name = "NVIDIA H100 80GB HBM3"
+    assert found.devices == [
+        Device(
+            "nvidia",
+            0,
+            name,
+            memory_bytes=GIB,
+            memory_total_bytes=80 * GIB,
+            utilization=0.93,
+            links=("1 NVLink to GPU 1", "1 NVLink to a switch"),
+            processes=(RANKS[4712], Process(99)),
+        ),
+        Device("nvidia", 1, name, memory_bytes=2 * GIB, memory_total_bytes=80 * GIB, links=("PCIe 5 x16",)),
+    ]
+    assert found.problems == []
+
+
+def test_a_gpu_that_is_lost_does_not_hide_the_others(
+    dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(lost=0))
+    found = devices({}, dev=dev, sys_root=tmp_path)
+    assert [device.index for device in found.devices] == [1]
+    assert found.problems == ["NVML does not tell of GPU 0, which may have failed: nvidia-smi says why"]
+
+
+@pytest.mark.parametrize(("error", "problems"), [(NVMLError_LibraryNotFound, 0), (NVMLError_LibRmVersionMismatch, 1)])
+def test_without_nvml_the_cpu_is_shown(
+    error: type[NVMLError], problems: int, dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(fails=error))
+    found = devices(RANKS, dev=dev, sys_root=tmp_path)
+    [cpu] = found.devices
+    assert (cpu.kind, cpu.processes) == ("cpu", tuple(RANKS.values()))
+    assert cpu.cores == len(os.sched_getaffinity(0))
+    assert cpu.memory_total_bytes is not None
+    assert cpu.memory_bytes is not None
+    assert 0 < cpu.memory_bytes < cpu.memory_total_bytes
+    assert 0 <= (cpu.utilization or 0.0) <= 1
+    assert len(found.problems) == problems
+
+
+def test_chips_by_neuron_ls(tmp_path: Path) -> None:
+    neuron_ls(tmp_path, f'[ "$1" = -j ] && /bin/cat <<END\n{NEURON_LS}\nEND')
+    driver = tmp_path / "devices/virtual/neuron_device/neuron0"
+    for core, used in enumerate((3, 4)):
+        usage = driver / f"neuron_core{core}/stats/memory_usage/device_mem"
+        usage.mkdir(parents=True)
+        (usage / "present").write_text(f"{used * GIB}\n")
+    (driver / "info/architecture").mkdir(parents=True)
+    (driver / "info/architecture/device_name").write_text("Trainium2\n")
+    found = devices(RANKS, dev=tmp_path, sys_root=tmp_path)
+    total = 96 * GIB
+    link = ("NeuronLink to 12, 1",)
+    processes = (RANKS[4711], Process(99))
+    assert found.devices == [
+        Device("neuron", 0, "Trainium2", 2, 7 * GIB, total, None, link, processes),
+        Device("neuron", 1, "trn2.48xlarge", 2, None, total, None, ("NeuronLink to 13, 0",)),
+    ]
+
+
+def test_an_older_neuron_ls(tmp_path: Path) -> None:
+    neuron_ls(tmp_path, f"/bin/cat <<END\n{OLD_NEURON_LS}\nEND")
+    assert devices({}, dev=tmp_path, sys_root=tmp_path).devices == [
+        Device("neuron", 0, "Neuron device", 2, None, 32 * GIB)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("exit 1", None),
+        ("echo '[{]'", r"-j must print a list of devices in JSON, and prints '\[{\]"),
+        ("echo '[{\"neuron_device\": 0}]'", "must print a list of devices"),
+    ],
+)
+def test_a_neuron_ls_that_tells_nothing(script: str, problem: str | None, tmp_path: Path) -> None:
+    neuron_ls(tmp_path, script)
+    found = devices({}, dev=tmp_path, sys_root=tmp_path)
+    assert [device.kind for device in found.devices] == ["cpu"]
+    assert len(found.problems) == (problem is not None)
+    if problem is not None:
+        assert re.search(problem, found.problems[0])
+
+
+def test_processes_are_ranks_of_runs_that_go_on_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "node-000")
+    own = os.getpid()
+    monkeypatch.setattr(monitor_runs, "FIRST_PID", own)
+    path = write_run(tmp_path / "run", [Start(0, 3, None)], mesh=Mesh(1, 2, 1, 2), steps=9)
+    ended = write_run(tmp_path / "ended", [Start(0, 3)], mesh=Mesh(1, 2, 1, 2))
+    assert owners([Run(path, whole=False)]) == {}, "it was killed, and its process may be another program's"
+    with RunLock(path):
+        found = owners([Run(path, whole=False), Run(ended, whole=False)])
+    assert found == {own: Process(own, "run", 0)}

@@ -1,0 +1,264 @@
+"""What a run's folder tells: its steps, its ranks, its state; from old, damaged and unreadable folders too."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.monitor.run import Run, folders, open_run, runs
+from shardwise.runlog import FORMAT, RunLock, json_text
+from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, loss_of, write_big, write_run
+
+RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
+
+
+def append(run: Path, *records: dict[str, Any], end: str = "\n") -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(map(json_text, records)) + end)
+
+
+@pytest.fixture
+def restarted(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", RESTARTED, compiles=True, straggler=3, spike=15)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_both_ways_of_reading_tell_the_same(whole: bool, restarted: Path) -> None:
+    run, all_of_it = Run(restarted, whole=whole), Run(restarted, whole=True)
+    for name in ("state", "step", "steps", "step_seconds", "last", "events", "evaluations", "goodput", "reason"):
+        assert getattr(run, name) == getattr(all_of_it, name), name
+    assert run.lost.by_cause == all_of_it.lost.by_cause
+    assert (run.step, run.steps, run.lost.starts) == (130, 130, 3)
+    assert run.lost.steps == 7 + 5
+    assert run.series.steps[-1] == 130
+    assert run.series.numbers["loss"][-1] == loss_of(130)
+
+
+def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
+    run = Run(restarted, whole=True)
+    assert list(run.series.steps) == list(range(1, 131))
+    assert all(len(column) == 130 for column in (*run.series.numbers.values(), *run.series.parts.values()))
+    assert [one["step"] for one in run.evaluations] == list(range(10, 131, 10))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_steps_that_were_undone_are_gone_before_others_are_taken(whole: bool, tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", [Start(0, 27, None), Start(20, 20, None)]), whole=whole)
+    assert (run.step, run.evaluations[-1]["step"], run.lost.steps) == (20, 20, 7)
+    assert max(run.series.steps, default=0) == (20 if whole else 0)
+    assert run.step_seconds is None, "what it took before the restart may not come again"
+
+
+def test_a_growing_run_is_read_on(restarted: Path) -> None:
+    text = (restarted / "metrics.jsonl").read_text()
+    for whole in (True, False):
+        (restarted / "metrics.jsonl").write_text("")
+        run = Run(restarted, whole=whole)
+        for length in range(0, len(text), 7000):
+            (restarted / "metrics.jsonl").write_text(text[:length])
+            run.refresh()
+        (restarted / "metrics.jsonl").write_text(text)
+        assert run.refresh()
+        assert not run.refresh()
+        assert run.lost.by_cause == Run(restarted, whole=True).lost.by_cause
+        assert run.step == 130
+        assert run.state == "finished"
+
+
+def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", [Start(0, 50)]), whole=True)
+    (tmp_path / "run/metrics.jsonl").unlink()
+    write_run(tmp_path / "run", [Start(0, 12)], first=FIRST + 1000)
+    assert run.refresh()
+    assert (run.step, len(run.series.steps), run.lost.starts) == (12, 12, 1)
+    assert len([one for one in run.events if one["event"] == "start"]) == 1
+
+
+def test_numbers_that_are_texts_or_missing(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 3)], losses={2: math.nan, 3: math.inf})
+    append(
+        path, {"event": "step", "step": 4, "loss": None, "lr": [1]}, {"event": "step"}, {"event": "step", "step": "x"}
+    )
+    loss = Run(path, whole=True).series.numbers["loss"]
+    assert loss[0] == 6.0
+    assert math.isnan(loss[1])
+    assert loss[2] == math.inf
+    assert math.isnan(loss[3])
+    assert len(loss) == 4
+
+
+def test_a_run_of_an_older_version(tmp_path: Path) -> None:
+    """Its steps have no time, and its ranks no start."""
+    path = tmp_path / "run"
+    (path / "ranks").mkdir(parents=True)
+    append(path, {"event": "start", "time": "2026-01-01T00:00:10+00:00", "steps": 9})
+    append(path, *({"event": "step", "step": step, "loss": 2.0, "step_seconds": 0.5} for step in (1, 2)))
+    (path / "ranks/rank-0000.jsonl").write_text('{"step": 2, "step_seconds": 0.5, "peak_memory_bytes": 5}\n{"ha')
+    with RunLock(path):
+        run = Run(path, whole=False)
+        assert (run.state, run.step, run.steps, run.eta_seconds) == ("running", 2, 9, 3.5)
+    assert run.config == run.environment == run.results == {}
+    [rank] = run.ranks()
+    assert (rank.rank, rank.host, rank.step, rank.memory_bytes, rank.relative) == (0, "", 2, 5, None)
+    [node] = run.nodes([rank])
+    assert (node.host, node.cpu, node.cores) == ("", None, None)
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [
+        ("finished", "finished"),
+        ("failed: OSError: no room", "failed"),
+        ("stop_after", "stopped"),
+        ("stopped by SIGTERM", "stopped"),
+        ("closed", "stopped"),
+        (None, "killed"),
+    ],
+)
+def test_the_state_of_a_run_that_is_over(ending: str | None, state: str, tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", [Start(0, 5, ending)], steps=9), whole=False)
+    assert (run.state, run.reason, run.eta_seconds) == (state, ending or "", None)
+
+
+def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, "stopped by SIGTERM")], steps=9)
+    with RunLock(path):
+        run = Run(path, whole=False)
+        assert run.state == "starting", "it goes on, and has not said so yet"
+        append(path, {"event": "stop", "time": "2100-01-01T00:00:00+00:00", "reason": "stopped by SIGTERM"})
+        run.refresh()
+        assert run.state == "stopped", "it has not ended yet, but says that it does"
+        append(path, {"event": "start"})
+        run.refresh()
+        assert run.state == "starting"
+        append(path, {"event": "step", "step": 6, "step_seconds": 10.0})
+        run.refresh()
+        assert (run.state, run.eta_seconds) == ("running", 30.0)
+        for ago, state in ((100, "running"), (300, "silent")):
+            written = time.time() - ago
+            os.utime(path / "metrics.jsonl", (written, written))
+            assert run.state == state, f"{ago} s, with 10 s a step"
+    assert run.state == "killed"
+
+
+def test_a_lock_of_another_host_that_is_not_seen_here(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)
+    holder = {"host": "elsewhere", "pid": 1, "started": "2026-01-01T00:00:00+00:00"}
+    (path / ".lock").write_text(json.dumps(holder))
+    run = Run(path, whole=False)
+    assert run.state == "running"
+    os.utime(path / "metrics.jsonl", (FIRST, FIRST))
+    assert run.state == "killed"
+
+
+def test_ranks_and_nodes(restarted: Path) -> None:
+    run = Run(restarted, whole=False)
+    views = run.ranks()
+    assert [view.rank for view in views] == list(range(8))
+    assert [view.relative for view in views] == [2.0 if rank == 3 else 1.0 for rank in range(8)]
+    assert (views[5].place, views[5].host, views[5].step) == ({"pp": 1, "dp": 0, "tp": 1}, "node-001", 130)
+    assert views[1].memory_bytes == 14 * GIB + GIB // 64
+    nodes = run.nodes(views)
+    assert [(node.host, node.ranks) for node in nodes] == [("node-000", (0, 1, 2, 3)), ("node-001", (4, 5, 6, 7))]
+    assert [(node.cpu, node.cores, node.memory_total_bytes) for node in nodes] == [(0.35, 64, 512 * GIB)] * 2
+
+
+def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 2, 1, 1), steps=9)
+    run = Run(path, whole=False)
+    assert {view.host for view in run.ranks()} == {"node-000"}
+    os.utime(path / "ranks/rank-0000.jsonl", (FIRST, FIRST))  # another time than that of what follows
+    os.utime(path / "ranks/rank-0001.jsonl", (FIRST, FIRST))
+    write_run(path, [Start(0, 300)], mesh=Mesh(1, 2, 1, 2), first=FIRST + 100)
+    run.refresh()
+    assert [view.host for view in run.ranks()] == ["node-000", "node-001"]
+
+
+def test_a_rank_writes_no_whole_line(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "ranks/rank-0003.jsonl").write_text('{"event": "sta')
+    (path / "ranks/rank-notes.jsonl").touch()
+    views = Run(path, whole=False).ranks()
+    assert len(views) == 8
+    assert (views[3].step, views[3].work_seconds, views[3].relative) == (None, None, None)
+
+
+def test_damaged_files_beside_the_metrics(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    for name in ("config.yaml", "environment.json", "results.json"):
+        (path / name).write_text('{"a: [')
+    (path / "restarts.jsonl").write_text('{"how": "failed"}\n{"how"')
+    run = Run(path, whole=False)
+    assert run.config == run.environment == run.results == {}
+    assert (run.state, run.steps, run.restarts()) == ("finished", 20, [{"how": "failed"}])
+
+
+def test_bad_input_is_told_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    newer = write_run(tmp_path / "newer")
+    (newer / "run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    unreadable = write_run(tmp_path / "unreadable")
+    (unreadable / "metrics.jsonl").unlink()
+    (unreadable / "metrics.jsonl").mkdir()
+    for path, message in (
+        (None, r"^RUN must be named where runs/latest is not there"),
+        (tmp_path / "none", r"must be the folder of a run, it is not there"),
+        (tmp_path / "empty", r"it holds no run"),
+        (tmp_path / "file", r"it is a file"),
+        (newer, r"a newer one wrote it: update shardwise$"),
+        (unreadable, r"metrics\.jsonl cannot be read: Is a directory$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_run(path, whole=False)
+
+
+def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = write_run(tmp_path / "run")
+    run = Run(path, whole=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        assert run.refresh() is False, "what was read stays"
+        with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: Permission denied"):
+            open_run(path, whole=False)
+        assert runs(tmp_path) == []
+        patched.setattr(Path, "exists", refuse)
+        with pytest.raises(ConfigError, match="it cannot be read: Permission denied"):
+            open_run(path, whole=False)
+        patched.setattr(Path, "iterdir", refuse)
+        with pytest.raises(ConfigError, match="must be readable: Permission denied"):
+            folders(tmp_path)
+    assert run.step == 20
+
+
+def test_runs_newest_first(tmp_path: Path) -> None:
+    for name, written in (("a", 100), ("b", 300), ("c", 200)):
+        path = write_run(tmp_path / name, mesh=Mesh(1, 1, 1, 1))
+        os.utime(path / "metrics.jsonl", (written, written))
+    (tmp_path / "latest").symlink_to("a")
+    (tmp_path / "reserved").mkdir()
+    assert [run.name for run in runs(tmp_path)] == ["b", "c", "a"]
+    assert runs(tmp_path / "none") == []
+    assert open_run(tmp_path / "latest", whole=False).name == "a"
+
+
+def test_the_big_run_is_one_run(tmp_path: Path) -> None:
+    run = Run(write_big(tmp_path / "run", ranks=64, steps=2000, tail=4), whole=True)
+    assert (run.step, len(run.series.steps), run.lost.starts, run.lost.steps) == (2000, 2000, 4, 300)
+    views = run.ranks()
+    assert len(views) == 64
+    assert len(run.nodes(views)) == 8
+    assert {view.step for view in views} == {2000}
+    assert asdict(run.lost)["_lost"]["start"] == 4 * BEFORE_TRAINING - 3 * 2

@@ -1,0 +1,274 @@
+"""The screen of `shardwise top`: what it looks like, its keys, and runs and terminals that are not as it wants."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from shardwise.cli import top
+from shardwise.errors import ConfigError
+from shardwise.monitor.screen import ink
+from shardwise.monitor.screen.app import Panel, Top
+from shardwise.monitor.screen.frame import Frame, Reader, Span
+from tests.monitor_runs import FIRST, Mesh, Start, write_run
+
+STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
+NOW = FIRST + 500
+SCREENS = Path(__file__).with_name("screens")
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a restart, a spike and a straggler, whose ranks wrote at the same moment."""
+    path = write_run(
+        tmp_path / "gpt3-tiny-1",
+        STARTS,
+        mesh=Mesh(pp=2, dp=4, tp=2, nodes=2),
+        steps=1000,
+        straggler=5,
+        spike=200,
+        compiles=True,
+        checkpoint_every=50,
+        eval_every=50,
+    )
+    for file in path.rglob("*"):
+        os.utime(file, (NOW - 2, NOW - 2))
+    return path
+
+
+def fixed(path: Path) -> Top:
+    """The screen of a run, read once, as if it ran at the moment NOW."""
+    reader = Reader(path)
+
+    def read(columns: int, span: Span) -> Frame:
+        return replace(reader.read(columns, span), now=NOW, state="running", eta_seconds=600.0)
+
+    return Top(read, 0)
+
+
+async def loaded(pilot: Pilot[None]) -> None:
+    """Wait until all steps are read."""
+    assert isinstance(pilot.app, Top)
+    while pilot.app.frame is None or not (pilot.app.frame.has_history or pilot.app.frame.problem):
+        await pilot.pause(0.01)
+    await pilot.pause()
+
+
+def shown(app: Top) -> str:
+    """The text of the screen."""
+    return "\n".join(panel.render().plain for panel in app.query(Panel) if panel.is_on_screen and panel.size)
+
+
+def picture(app: Top) -> str:
+    """The screen as lines of text, without colours."""
+    rows = [[" "] * app.size.width for _ in range(app.size.height)]
+    for panel in app.query(Panel):
+        if panel.is_on_screen and panel.size:
+            place = panel.content_region
+            for y, line in enumerate(panel.render().plain.split("\n"), place.y):
+                rows[y][place.x : place.x + len(line)] = line
+    return "".join("".join(row).rstrip() + "\n" for row in rows)
+
+
+def on_screen(
+    app: Top, body: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (80, 24), wait: bool = True
+) -> None:
+    async def act() -> None:
+        async with app.run_test(size=size) as pilot:
+            if wait:
+                await loaded(pilot)
+            await body(pilot)
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "size"),
+    [
+        ("overview-80x24", "1", (80, 24)),
+        ("overview-160x48", "1", (160, 48)),
+        ("ranks-80x24", "2", (80, 24)),
+        ("pipeline-80x24", "3", (80, 24)),
+        ("nodes-80x24", "4", (80, 24)),
+        ("events-80x24", "5", (80, 24)),
+    ],
+)
+def test_look(run: Path, name: str, key: str, size: tuple[int, int]) -> None:
+    """As stored in `screens`; after a deliberate change run the test with WRITE_SCREENS=1 and look at what changed."""
+    app, stored = fixed(run), SCREENS / f"{name}.txt"
+
+    async def body(pilot: Pilot[None]) -> None:
+        await pilot.press(key)
+        await pilot.pause()
+        now = picture(app)
+        assert all(len(line) <= size[0] for line in now.splitlines())
+        if "WRITE_SCREENS" in os.environ:
+            stored.write_text(now, encoding="utf-8")
+        assert now == stored.read_text(encoding="utf-8")
+
+    on_screen(app, body, size)
+
+
+def test_colours(run: Path) -> None:
+    """The straggler has the colour of what is wrong, and nothing else in the strips has it."""
+    app = fixed(run)
+
+    async def body(_: Pilot[None]) -> None:
+        text = app.query_one("#strips", Panel).render()
+        wrong = [text.plain[span.start : span.end].strip() for span in text.spans if ink.BAD in str(span.style)]
+        assert wrong == ["rank 5 ×2.00", "██"]
+        assert app.export_screenshot().startswith("<svg")
+
+    on_screen(app, body)
+
+
+def test_keys(run: Path) -> None:
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        async def after(*keys: str) -> str:
+            await pilot.press(*keys)
+            await pilot.pause()
+            return shown(app)
+
+        assert "slowest rank 5 ×2.00 on node-000" in shown(app)
+        ranks = await after("tab")
+        assert "▸   5" in ranks
+        assert "×2.00" in ranks
+        assert "▸   0" in await after("down")
+        assert "▸   5" in await after("pageup")
+        assert "15.0 GiB" not in ranks.split("\n")[1]
+        assert "14.0 GiB to 14.2 GiB" in await after("right")
+        pipeline = await after("3")
+        assert "1f1b, 8 micro-batches: bubble 11.1%" in pipeline
+        assert "pp 1   8–15" in pipeline
+        nodes = await after("4")
+        assert "compiled graphs 4  hits 1  misses 3" in nodes
+        assert "8 × H100" in nodes
+        events = await after("5")
+        assert "checkpoint of step 400" in events
+        assert "checkpoint of step 400" not in await after("up", "up")
+        assert "quit; the run goes on" in await after("question_mark")
+        assert "lost time" in await after("escape")
+        assert "paused" in await after("p")
+        assert "last tenth" in await after("p", "1", "z")
+        assert "overview" in await after("shift+tab", "tab")
+        await pilot.press("q")
+        await pilot.pause()
+        assert not app.is_running
+
+    on_screen(app, body)
+
+
+def test_a_spike_stays_visible(run: Path) -> None:
+    reader = Reader(run)
+    reader.read()
+    curve = reader.read(20).curves["loss"]
+    assert (curve.first, curve.last, len(curve.highs)) == (1, 400, 20)
+    assert max(curve.highs[5:]) > 7.0
+
+
+@pytest.mark.parametrize("size", [(79, 24), (80, 19), (20, 5)])
+def test_a_terminal_that_is_too_small(run: Path, size: tuple[int, int]) -> None:
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        told = " ".join(shown(app).split())
+        assert told.startswith(f"the terminal ({size[0]} × {size[1]}) must have at least 80 × 20")
+        await pilot.resize_terminal(80, 20)
+        await pilot.pause()
+        assert "overview" in shown(app)
+
+    on_screen(app, body, size)
+
+
+def test_a_folder_that_vanishes_and_returns(run: Path) -> None:
+    app, away = fixed(run), run.with_name("away")
+
+    async def body(pilot: Pilot[None]) -> None:
+        async def read_again() -> str:
+            app._refresh_frame()
+            while app._is_reading:
+                await pilot.pause(0.01)
+            await pilot.pause()
+            return shown(app)
+
+        run.rename(away)
+        told = await read_again()
+        assert f"the run's folder {run}"[:70] in told
+        assert "loss" in told
+        away.rename(run)
+        assert "is gone" not in await read_again()
+        shutil.rmtree(run / "ranks")
+        (run / "metrics.jsonl").write_text('{"event": "start", "layout": 3}\n{"event": "step", "step": 1, "spl')
+        for key in "12345":
+            await pilot.press(key)
+            await read_again()
+
+    on_screen(app, body)
+
+
+def test_a_run_that_has_written_little(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("parallel: {pipeline: [")
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "rank-0000.jsonl").write_text('{"event": "sta')
+    app = fixed(tmp_path)
+
+    async def body(pilot: Pilot[None]) -> None:
+        assert "no step is recorded yet" in shown(app)
+        for key in "2345":
+            await pilot.press(key)
+            await pilot.pause()
+
+    on_screen(app, body)
+
+
+def test_once(run: Path) -> None:
+    code = (
+        "import sys; from shardwise.cli import main; code = main(['top', sys.argv[1], '--once']); "
+        "assert not {'textual', 'torch', 'pydantic'} & set(sys.modules); sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert rows["step"] == "400 of 1,000, 1.0 s a step"
+    assert rows["slowest"] == "rank 5 (node-000, pp 0 dp 2 tp 1): 2.00 times the work of the best"
+    assert rows["ranks"] == "16 on 2 nodes, memory 14.0 GiB to 14.2 GiB"
+    assert "1 restart" in rows["goodput"]
+    assert "lost steps 19.6 s" in rows["lost"]
+
+
+def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = Namespace(run=run, once=False, interval=2.0)
+    with pytest.raises(ConfigError, match=r"must be a terminal: `shardwise top --once` prints a table"):
+        top.run(arguments)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    with pytest.raises(ConfigError, match=r"TERM \(dumb\) must be a terminal with a screen"):
+        top.run(arguments)
+    with pytest.raises(ConfigError, match=r"--interval \(nan\) must be at least 0.2 seconds"):
+        top.run(Namespace(run=run, once=True, interval=float("nan")))
+    with pytest.raises(ConfigError, match=r"RUN \(.*\) must be the folder of a run, it is not there"):
+        top.run(Namespace(run=run / "missing", once=True, interval=2.0))
