@@ -73,7 +73,7 @@ def state_of(job: Submitted, run: Path, present: slurm.Job | None) -> JobState:
         if present.state == "PENDING":
             state = "requeued" if endings or slurm.restarts(job.id) else "queued"
         elif present.state == "RUNNING":
-            reason, state = "", "running" if _steps_since(run, _seconds(present.elapsed)) else "starting"
+            reason, state = "", "running" if _steps_since(run, slurm.seconds(present.elapsed)) else "starting"
         else:
             state = present.state.lower()
     loss = step.get("loss")
@@ -137,12 +137,3 @@ def _steps_since(run: Path, seconds: float) -> bool:
     """Whether the run has recorded a step within some seconds."""
     metrics = RunDirectory(run).metrics
     return metrics.exists() and last_step_event(run) is not None and time.time() - metrics.stat().st_mtime < seconds
-
-
-def _seconds(elapsed: str) -> int:
-    """Of squeue's D-HH:MM:SS, HH:MM:SS or MM:SS."""
-    days, _, clock = elapsed.rpartition("-")
-    total = 0
-    for part in clock.split(":"):
-        total = 60 * total + int(part)
-    return total + 86400 * int(days or 0)

@@ -190,19 +190,8 @@ def _node_hours(job: JobPlan) -> str:
     limit, most = job.config.launch.time, job.nodes[1]
     if limit is None:
         return "the partition's limit (launch.time=null)"
-    hours = _seconds(limit) / 3600
+    hours = slurm.seconds(limit) / 3600
     return f"{limit} for each start, {most * hours:,.1f} node-hours"
-
-
-def _seconds(limit: str) -> int:
-    """Of SLURM's D-HH:MM:SS, HH:MM:SS or MM:SS."""
-    days, dash, rest = limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    else:
-        hours, minutes, seconds = ([0, *parts] if len(parts) == 2 else parts)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _cluster_notes() -> list[str]:

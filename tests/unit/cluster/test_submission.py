@@ -1,7 +1,7 @@
 import pytest
 
 from shardwise.cluster import slurm
-from shardwise.cluster.submission import _seconds, check_counts, ranks_per_node, reserved
+from shardwise.cluster.submission import check_counts, ranks_per_node, reserved
 from shardwise.config import Config, load_config
 from shardwise.errors import ConfigError
 
@@ -38,11 +38,3 @@ def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
     assert notes == ["of 1 to 3 nodes the layout fills 1 and 2; of others a part is used"]
     with pytest.raises(ConfigError, match=r"train\.global_batch \(8\) must be a multiple"):
         check_counts(config("train.global_batch=8"), (3, 3), 1, as_it_is)
-
-
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [("01:30:00", 5400), ("90:00", 5400), ("2-00:00:00", 172_800), ("1-12", 129_600), ("1-12:30", 131_400)],
-)
-def test_limits_of_time(limit: str, seconds: int) -> None:
-    assert _seconds(limit) == seconds
