@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, required=True)
     parser.add_argument("--ranks-per-node", metavar="N", type=int, required=True)
+    parser.add_argument("--killed-by", metavar="SIGNAL", type=int, help="what killed the supervisor before this one")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,10 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
             output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
         launcher += ["--nproc", str(ranks), "--run-dir", str(run_path)]
-        Supervisor(config, run_path, Place(allocation, nodes, ranks), launcher, _say).run()
+        Supervisor(config, run_path, Place(allocation, nodes, ranks), launcher, _say, arguments.killed_by).run()
     return 0
 
 
 def _say(text: str) -> None:
-    for line in text.splitlines():
-        output.progress(f"shardwise: {line}")
+    with contextlib.suppress(OSError):  # the disk of the log is full
+        for line in text.splitlines():
+            output.progress(f"shardwise: {line}")

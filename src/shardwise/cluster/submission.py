@@ -23,6 +23,7 @@ from shardwise.runlog import JsonLines, RunDirectory, RunLock, git_state
 
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
+_REPLACED = '%\\"'
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,9 @@ def check_run_folder(run_path: Path, config: Config) -> None:
     """Raises ConfigError where a run is under way in the folder, or its disk lacks room for a checkpoint."""
     directory = RunDirectory(run_path)
     directory.require_folder()
+    if found := {c for c in str(run_path) if c in _REPLACED or not c.isprintable()}:
+        signs = listing(repr(c) for c in sorted(found))
+        raise ConfigError(f"--run-dir ({run_path}) must be without {signs}: SLURM replaces them in the path of the log")
     if RunLock.is_held(run_path):
         holder = RunLock.holder(run_path) or {}
         who = f" (process {holder['pid']} on {holder['host']})" if holder else ""

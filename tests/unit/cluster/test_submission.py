@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from shardwise.cluster import slurm
-from shardwise.cluster.submission import check_counts, ranks_per_node, reserved
+from shardwise.cluster.submission import check_counts, check_run_folder, ranks_per_node, reserved
 from shardwise.config import Config, load_config
 from shardwise.errors import ConfigError
 
@@ -38,3 +40,9 @@ def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
     assert notes == ["of 1 to 3 nodes the layout fills 1 and 2; of others a part is used"]
     with pytest.raises(ConfigError, match=r"train\.global_batch \(8\) must be a multiple"):
         check_counts(config("train.global_batch=8"), (3, 3), 1, as_it_is)
+
+
+def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be without '%' and '\\\\': SLURM replaces them"):
+        check_run_folder(tmp_path / "50%\\x", config())
+    check_run_folder(tmp_path / "a #b", config())
