@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -54,7 +55,11 @@ def submitted(run_path: Path) -> list[Submitted]:
         lines = (run_path / _JOBS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    return [Submitted(**json.loads(line)) for line in lines]
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # a crash cut the line short
+            found.append(Submitted(**json.loads(line)))
+    return found
 
 
 def commit_text() -> str | None:
@@ -222,8 +227,7 @@ def write_inputs(job: JobPlan, script: str, recipe: str) -> Path:
     The job may wait for days, and start again: it must not depend on whether the user edits the recipe meanwhile.
     """
     folder = RunDirectory(job.run_path).create().path
-    write_atomic(folder / "recipe.yaml", recipe)
-    write_atomic(folder / "job.sh", script)
-    if redacted(script) != script:
-        (folder / "job.sh").chmod(0o700)  # a URL in it has a secret, which the job needs
+    for name, text in (("recipe.yaml", recipe), ("job.sh", script)):
+        # A URL may have a secret, which the job needs, and nobody else may read.
+        write_atomic(folder / name, text, mode=0o666 if redacted(text) == text else 0o600)
     return folder / "job.sh"

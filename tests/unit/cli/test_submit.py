@@ -1,0 +1,100 @@
+"""`shardwise submit` before and after SLURM's answer, which is played."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import following, main, submit
+from shardwise.cluster import slurm
+from shardwise.errors import ConfigError, RunError
+
+TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1", "train.global_batch=8")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    monkeypatch.setattr(slurm, "require", lambda: None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+
+
+def made() -> list[str]:
+    return [path.name for path in Path("runs").iterdir()] if Path("runs").exists() else []
+
+
+@pytest.mark.parametrize("answer", ["n", EOFError, KeyboardInterrupt])
+def test_who_does_not_want_it_is_left_without_a_folder(
+    answer: str | type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(_question: str) -> str:
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.setattr("builtins.input", ask)
+    code = main(TWO)
+    assert made() == []
+    if answer is KeyboardInterrupt:
+        assert code == 1
+    else:
+        assert code == 0
+        assert capsys.readouterr().out.endswith("nothing was submitted\n")
+
+
+def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [one if one != "data.dataset=tiny" else "data.path=nowhere" for one in TWO]
+    assert main([*wrong, "-y"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert made() == []
+    assert main([*wrong, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert "#SBATCH --nodes=2" in shown.out, "the script is shown all the same"
+    assert "nowhere" in shown.err
+
+
+def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+
+    def answer(script: str, options: tuple[str, ...] = ()) -> str:
+        if options:
+            raise ConfigError("SLURM refuses the job: Invalid qos")
+        return "7"
+
+    monkeypatch.setattr(slurm, "submit", answer)
+    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    assert main([*TWO, "-y", "--precompile", "compile.enabled=true"]) == 2
+    assert cancelled == ["7"]
+    assert made() == []
+
+
+def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "submit", lambda *_: "7")
+    monkeypatch.setattr(submit, "glance_at_inputs", lambda *_: ([], []))
+    for name, path in (("open", "s3://bucket/a.txt"), ("closed", "https://me:word@example.org/a.txt")):
+        wrong = [one if one != "data.dataset=tiny" else f"data.path={path}" for one in TWO]
+        assert main([*wrong, "-y", "--detach", "--run-dir", name]) == 0
+    script = {name: Path(name) / "job.sh" for name in ("open", "closed")}
+    assert script["open"].stat().st_mode & 0o077
+    assert script["closed"].stat().st_mode & 0o777 == 0o600
+    assert "me:word@" in script["closed"].read_text()
+
+
+def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [RunError("squeue did not answer within 60 s"), None]
+
+    def jobs(**_options: object) -> list[slurm.Job]:
+        problem = said.pop(0)
+        if problem is not None:
+            raise problem
+        return []
+
+    monkeypatch.setattr(slurm, "jobs", jobs)
+    monkeypatch.setattr(following, "_ASK_SLURM_SECONDS", 0)
+    monkeypatch.setattr(following, "_POLL_SECONDS", 0)
+    following.follow(tmp_path / "job.log", "7", tmp_path)
+    shown = capsys.readouterr()
+    assert "squeue did not answer" in shown.err
+    assert shown.out.endswith("job 7 has ended\n")
