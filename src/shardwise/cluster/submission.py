@@ -165,6 +165,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str]) -> list[tuple[str, 
         ("nodes", f"{job.where}{f', partition {launch.partition}' if launch.partition else ''}"),
         ("layout", f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {layout.world} ranks"),
         ("memory", "unknown: the model is your own" if memory is None else _memory(job, memory.total)),
+        *_copies(job, layout, accelerator),
         ("time", _node_hours(job)),
         ("restarts", f"at most {launch.max_restarts} without a newer checkpoint (launch.max_restarts)"),
     ]
@@ -193,6 +194,17 @@ def _memory(job: JobPlan, total: int) -> str:
             "train.recompute=full"
         )
     return f"{text}, of {units.size(device)}"
+
+
+def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
+    """What copies of the state take of each node's memory, where some are made."""
+    keys = job.config.checkpoint
+    every = keys.every if keys.memory_every is None else keys.memory_every
+    taken = cost.memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)
+    if not every or taken is None:
+        return []
+    bound = f"none are made where this is more than {keys.memory_share:.0%} of it (checkpoint.memory_share)"
+    return [("copies", f"every {every:,} steps, {units.size(taken)} of each node's memory; {bound}")]
 
 
 def _node_hours(job: JobPlan) -> str:

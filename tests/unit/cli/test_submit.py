@@ -53,6 +53,17 @@ def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.Ca
     assert "nowhere" in shown.err
 
 
+def test_the_memory_of_copies_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*keys: str) -> str:
+        assert main([*TWO, *keys, "--dry-run"]) == 0
+        return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("copies ")), "")
+
+    assert told() == ""
+    assert "every 20 steps, " in told("checkpoint.every=20")
+    assert "more than 50% of it" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
+    assert told("checkpoint.every=20", "checkpoint.memory_every=0") == ""
+
+
 def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[str] = []
 
