@@ -198,8 +198,8 @@ class Watch:
             while line := await reader.readline():
                 member.heard = time.monotonic()
                 self._hear(member, json.loads(line))
-        except (OSError, ValueError, TimeoutError):
-            pass  # what a lost connection means is decided in `_watch`
+        except (OSError, ValueError, TimeoutError, AttributeError, KeyError, TypeError):
+            pass  # another program's message; or what a lost connection means is decided in `_watch`
         finally:
             if member is not None:
                 member.is_connected = False
