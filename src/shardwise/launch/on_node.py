@@ -50,7 +50,7 @@ def launch_on_node(
             stopping.handle_signals(lambda number, _: control.tell("signal", name=signal_name(number)))
             try:
                 prepare()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  the supervisor would take this node for lost
                 failure = _failure(error, node, nproc)
                 log = "" if isinstance(error, ShardwiseError) else redacted(traceback.format_exc())
                 control.tell("ended", code=failure.exit_code, reported=asdict(failure), log=log)
