@@ -114,6 +114,7 @@ def goodput(endings: Sequence[Ending], loading: float = 0.0) -> list[tuple[str, 
         if ending.step > kept:
             lost_steps += ending.step - kept
             lost += max(0.0, taken) * min(1.0, (ending.step - kept) / max(1, steps))
+    rest = max(0.0, start - loading)
     useful = max(0.0, whole - launch - start - lost - detection)
     return [
         ("goodput", f"{100 * useful / whole:.1f} % of {whole:,.0f} s in {units.counted(len(endings), 'start')}"),
@@ -121,7 +122,10 @@ def goodput(endings: Sequence[Ending], loading: float = 0.0) -> list[tuple[str, 
         ("  detection", f"{detection:,.0f} s from the last step before a failure to the end of its start"),
         ("  restart", f"{launch:,.0f} s until the launchers of all nodes were there"),
         ("  load", f"{loading:,.1f} s in which checkpoints were loaded"),
-        ("  first step", f"{start - loading:,.0f} s more until the first step: Python, torch, data and the model"),
+        (
+            "  first step",
+            f"{rest:,.0f} s more until the first step: Python, torch, data and the model",
+        ),
     ]
 
 

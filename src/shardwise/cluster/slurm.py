@@ -105,6 +105,13 @@ def cancel(job: str) -> None:
         raise RunError(f"SLURM cannot cancel the job {job}: {own_words(done.stderr)}")
 
 
+def warn(job: str) -> None:
+    """Send a job's script SIGUSR1, as before a preemption. Raises RunError: SLURM cannot."""
+    done = _run(["scancel", "--signal=USR1", "--batch", job])
+    if done.returncode != 0:
+        raise RunError(f"SLURM cannot send a signal to the job {job}: {own_words(done.stderr)}")
+
+
 def requeue(job: str) -> str | None:
     """Have SLURM end a job and queue it again; returns why it cannot, or None."""
     problem = ""

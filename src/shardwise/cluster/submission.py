@@ -211,7 +211,13 @@ def _node_hours(job: JobPlan) -> str:
     limit, most = job.config.launch.time, job.nodes[1]
     if limit is None:
         return "the partition's limit (launch.time=null)"
-    hours = slurm.seconds(limit) / 3600
+    warning, seconds = job.config.launch.warning_seconds, slurm.seconds(limit)
+    if warning >= seconds:
+        raise ConfigError(
+            f"launch.warning_seconds ({warning}) must be less than launch.time ({limit}, {seconds:,} s): SLURM would "
+            "warn the job as it starts"
+        )
+    hours = seconds / 3600
     return f"{limit} for each start, {most * hours:,.1f} node-hours"
 
 

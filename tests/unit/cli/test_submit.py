@@ -1,5 +1,7 @@
 """`shardwise submit` before and after SLURM's answer, which is played."""
 
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,33 @@ def test_the_memory_of_copies_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     assert "every 20 steps, " in told("checkpoint.every=20")
     assert "more than 50% of it" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
     assert told("checkpoint.every=20", "checkpoint.memory_every=0") == ""
+
+
+def test_a_warning_before_the_job_starts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "--time", "04:00", "--dry-run"]) == 2
+    assert "launch.warning_seconds (300) must be less than launch.time (04:00, 240 s)" in capsys.readouterr().err
+    assert main([*TWO, "--time", "04:00", "launch.warning_seconds=60", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "folder"), [("login", None), ("login:~/my project", "my project"), ("login:/data", "/data")]
+)
+def test_another_machine_gets_the_same_command(
+    where: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 5)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["submit", "llama2-tiny", "--ssh", where, "launch.environment={A: it's}"]
+    monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
+    assert main(arguments) == 5
+    ((*ssh, command),) = ran
+    assert ssh == ["ssh", "-t", "login"]
+    assert shlex.split(command) == ["cd", folder or str(tmp_path), "&&", "shardwise", *arguments[:2], arguments[-1]]
 
 
 def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
