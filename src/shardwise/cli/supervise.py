@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from shardwise.cluster import slurm
 from shardwise.cluster.supervisor import Place, Supervisor, usable_nodes
 from shardwise.config import check_layout, load_config
 from shardwise.errors import ConfigError
+from shardwise.runlog import RunLock
+
+_LOCK_TRIES, _LOCK_PAUSE = 60, 2.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
             return str(error)
         return None
 
+    if allocation.requeues or arguments.killed_by is not None:
+        _await_lock(run_path)
     with ExitStack() as held:
         if is_finished(held, config, run_path, None):
             return 0
@@ -54,6 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
         launcher += ["--nproc", str(ranks), "--run-dir", str(run_path)]
         Supervisor(config, run_path, Place(allocation, nodes, ranks), launcher, _say, arguments.killed_by).run()
     return 0
+
+
+def _await_lock(run_path: Path) -> None:
+    """Wait for the folder's lock: a network file system keeps that of a machine that was lost for a minute or two."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(ConfigError), RunLock(run_path):
+            return
+        time.sleep(_LOCK_PAUSE)
 
 
 def _say(text: str) -> None:
