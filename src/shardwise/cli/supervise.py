@@ -17,6 +17,7 @@ from shardwise.cluster import slurm
 from shardwise.cluster.supervisor import Place, Supervisor, usable_nodes
 from shardwise.config import check_layout, load_config
 from shardwise.errors import ConfigError
+from shardwise.launch import stopping
 from shardwise.runlog import RunLock
 
 _LOCK_TRIES, _LOCK_PAUSE = 60, 2.0
@@ -58,7 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
             output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
         launcher += ["--nproc", str(ranks), "--run-dir", str(run_path)]
-        Supervisor(config, run_path, Place(allocation, nodes, ranks), launcher, _say, arguments.killed_by).run()
+        place = Place(allocation, nodes, ranks)
+        supervisor = Supervisor(config, run_path, place, launcher, _say, arguments.killed_by)
+        try:
+            supervisor.run()
+        finally:
+            stopping.ignore()  # a late signal would kill this process, and the job's script start another one
     return 0
 
 

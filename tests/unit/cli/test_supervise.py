@@ -1,5 +1,6 @@
 """The start of a job's supervisor."""
 
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main, supervise
+from shardwise.errors import StoppedError
+from shardwise.launch import stopping
 from shardwise.runlog import RunLock
 
 COMMAND = ("supervise", "llama2-tiny", "data.dataset=tiny", "--run-dir", "run", "--ranks-per-node", "1")
@@ -36,6 +39,25 @@ def test_the_lock_of_a_lost_machine_is_awaited(lock: ExitStack, monkeypatch: pyt
     monkeypatch.setattr(time, "sleep", lambda seconds: lock.close() if seconds == supervise._LOCK_PAUSE else None)
     with pytest.raises(Started):
         main(COMMAND)
+
+
+def test_a_late_signal_starts_no_other_supervisor(lock: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Supervisor:
+        def __init__(self, *_arguments: object) -> None:
+            pass
+
+        def run(self) -> None:
+            raise StoppedError("the run was stopped")
+
+    lock.close()
+    monkeypatch.setattr(supervise, "Supervisor", Supervisor)
+    former = {number: signal.getsignal(number) for number in stopping.SIGNALS}
+    try:
+        assert main(COMMAND) == 75
+        assert {signal.getsignal(number) for number in stopping.SIGNALS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def test_a_folder_that_stays_in_use_is_told(
