@@ -176,6 +176,7 @@ def test_what_cannot_run_is_refused_and_leaves_nothing(slurm: Slurm, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_twenty_random_kills_of_ranks_launchers_supervisors_and_nodes_are_survived(
     slurm: Slurm, tmp_path: Path
 ) -> None:

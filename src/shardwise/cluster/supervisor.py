@@ -130,7 +130,9 @@ class Supervisor:
         nodes = str(self._place.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if slurm.binds_nothing() else ["--cpu-bind=none"]
-        return [*_SRUN, *unbound, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
+        # Of some of the nodes the first must be one: this process is there, whose address all are given.
+        first = ["--relative=0"] if self._place.nodes < self._place.allocation.nodes else []
+        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
 
     def _ask(self, by: str) -> None:
         """Stop: with a checkpoint where steps are taken, else at once.
@@ -157,7 +159,7 @@ class Supervisor:
     def _end_unless_training(self, by: str) -> None:
         """End an attempt that has nothing to save."""
         if self._watch is not None and not self._watch.is_training:
-            self._watch.end(f"the job was stopped by {by} before it trained")
+            self._watch.end("it did not train yet")
 
     def _end_unsaved(self) -> None:
         """End an attempt that the time limit would end: SLURM would not queue the job again."""
@@ -205,8 +207,9 @@ class Supervisor:
         if ending.how == "stopped":
             raise StoppedError(outcome.stopped or "")
         if self._asked is not None:
-            cause = ending.text or f"the job was stopped by {self._asked}"
-            self._leave(outcome.stopped or f"{cause}; {_saved(ending)}", ending)
+            cause = f" ({outcome.failure.text})" if outcome.failure is not None else ""
+            told = f"the job was stopped by {self._asked}{cause}; {_saved(ending)}"
+            self._leave(outcome.stopped or told, ending)
         return self._starts_again(ending)
 
     def _starts_again(self, ending: Ending) -> bool:

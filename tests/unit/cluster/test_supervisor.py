@@ -39,16 +39,18 @@ class Job:
         told: what the user read.
         requeued: how often SLURM was asked to queue the job again.
         ids: of the attempts.
+        command: that starts the launchers.
     """
 
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.told, self.requeued, self.ids = run, list[str](), 0, list[str]()
-        self._patch = monkeypatch
+        self._patch, self.command = monkeypatch, list[str]()
         (run / "logs").mkdir(parents=True, exist_ok=True)
         monkeypatch.setattr(supervisor, "address_of", lambda name: name)
         monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
         monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0)
         monkeypatch.setattr(slurm, "requeue", self._requeue)
+        monkeypatch.setattr(slurm, "binds_nothing", lambda: True)
 
     def _requeue(self, _job: str) -> None:
         self.requeued += 1
@@ -67,7 +69,8 @@ class Job:
             def end(self, why: str) -> None:
                 self.ended = why
 
-            async def run(self, _program: object) -> Outcome:
+            async def run(self, program: Callable[[object], tuple[list[str], object]]) -> Outcome:
+                job.command = program(None)[0]
                 while isinstance(number := left.pop(0), int):
                     os.kill(os.getpid(), number)
                     await asyncio.sleep(0.01)
@@ -77,7 +80,7 @@ class Job:
 
         self._patch.setattr(supervisor, "Watch", Watch)
         config = load_config("llama2-tiny", ["launch.max_restarts=3"])
-        place = Place(Allocation("7", options.pop("requeues", 0), 2, "n1", ends), 2, 2)
+        place = Place(Allocation("7", options.pop("requeues", 0), options.pop("nodes", 2), "n1", ends), 2, 2)
         Supervisor(config, self.run, place, ["train"], self.told.append, **options).run()
 
 
@@ -93,6 +96,13 @@ def how(job: Job) -> list[str]:
 def test_a_failure_is_followed_by_an_attempt_in_place(job: Job) -> None:
     job.supervise(FAILED, DONE)
     assert (how(job), job.requeued, job.ids) == (["failed", "finished"], 0, ["7.0.0", "7.0.1"])
+
+
+def test_of_a_part_of_the_nodes_the_first_is_one(job: Job) -> None:
+    job.supervise(DONE)
+    assert "--relative=0" not in job.command
+    job.supervise(DONE, nodes=3)
+    assert {"--relative=0", "--nodes=2", "--ntasks=2"} < set(job.command)
 
 
 def test_launchers_that_do_not_start_have_the_job_queued_again(job: Job) -> None:
@@ -131,8 +141,9 @@ def test_a_run_that_does_not_save_in_time_is_queued_again_before_the_limit(job: 
 
 
 def test_sigterm_leaves_it_to_slurm(job: Job) -> None:
-    with pytest.raises(StoppedError):
-        job.supervise(signal.SIGTERM, SAVED)
+    told = r"the job was stopped by SIGTERM \(rank 3 was killed by SIGKILL\); no checkpoint was saved"
+    with pytest.raises(StoppedError, match=told):
+        job.supervise(signal.SIGTERM, FAILED)
     assert (how(job), job.requeued) == (["ended by SLURM"], 0)
 
 
