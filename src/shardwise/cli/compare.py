@@ -20,6 +20,7 @@ from shardwise.cli import output
 from shardwise.cli.curve import read_curve
 from shardwise.errors import ConfigError, listing
 from shardwise.files import reason_of
+from shardwise.monitor.report.numbers import difference
 from shardwise.units import counted
 
 _FORMATS = (".png", ".svg")
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
     a = read_curve(paths[0])
     b = {step + arguments.shift: loss for step, loss in read_curve(paths[1], arguments.loss).items()}
-    differences = {step: _difference(loss, b[step]) for step, loss in a.items() if step in b}
+    differences = {step: difference(loss, b[step]) for step, loss in a.items() if step in b}
     if not differences:
         raise ConfigError(f"A and B must have steps in common: {paths[0]} has {_steps(a)}; {paths[1]} has {_steps(b)}")
     largest = max(differences, key=differences.__getitem__)
@@ -83,11 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     output.table(rows)
     return int(bool(beyond))
-
-
-def _difference(a: float, b: float) -> float:
-    """Of `a` from `b`, relative to `b`."""
-    return abs(a - b) / abs(b) if b else math.inf if a else 0.0
 
 
 def _steps(curve: Mapping[int, float]) -> str:

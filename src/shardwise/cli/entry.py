@@ -23,6 +23,7 @@ COMMANDS = {
     "submit": "submit a training to SLURM, and follow it",
     "jobs": "list submitted jobs, show one, or print its log",
     "ls": "list this machine's devices and what uses them, and the runs",
+    "report": "write what a run did as one HTML file, or two runs laid over each other",
     "top": "watch a run: curve, ranks, pipeline, nodes, events, lost time",
     "monitor": "tell what a run does, as JSON every few seconds or to Prometheus",
     "stop": "stop a run after the step under way, with a checkpoint",

@@ -1,0 +1,56 @@
+"""Write the report of a run, or of two laid over each other, as one HTML file that needs no network.
+
+It has curves, where the time went, memory, layout, events, configuration and environment. `--json` prints every number
+of it instead, and `--png` draws the curves as pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardwise.cli import output
+from shardwise.errors import ConfigError
+from shardwise.files import reason_of, write_atomic
+from shardwise.monitor.report.numbers import comparison, report_of
+from shardwise.monitor.run import open_run
+from shardwise.runlog import RUNS
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    latest = RUNS / "latest"
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {latest})"
+    )
+    parser.add_argument(
+        "other", metavar="RUN", nargs="?", type=Path, help="a second run, B, laid over the first one, A"
+    )
+    parser.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: report.html in RUN)")
+    parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    paths = [arguments.run] if arguments.other is None else [arguments.run, arguments.other]
+    watched = [open_run(path, whole=True) for path in paths]
+    reports = [report_of(one) for one in watched]
+    compared = comparison(*watched) if len(watched) == 2 else None
+    file: Path = arguments.output or watched[0].path / "report.html"
+    try:
+        if arguments.png is not None:
+            from shardwise.monitor.report.pictures import draw  # costly to import, for pictures alone
+
+            files = draw(reports, arguments.png)
+            if not arguments.json:
+                output.line(f"pictures: {len(files)} in {arguments.png}")
+        if arguments.json:
+            output.json(reports[0] if compared is None else {"a": reports[0], "b": reports[1], "compared": compared})
+            return 0
+        from shardwise.monitor.report.page import page  # costly to import, for the page alone
+
+        write_atomic(file, page(reports, compared))
+    except OSError as error:
+        where = error.filename or file
+        raise ConfigError(f"{where} cannot be written: {reason_of(error)}; --output chooses another file") from None
+    output.line(f"report: {file}")
+    return 0

@@ -1,0 +1,47 @@
+"""The curves of a report as PNG files."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.monitor.report.numbers import CURVES
+
+_LABELS = {"loss": "training loss", "lr": "learning rate", "grad_norm": "gradient norm", "param_norm": "parameter norm"}
+
+
+def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw each curve that has a value into `folder`; returns the files.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        raise ConfigError("--png needs matplotlib, which is not installed: pip install 'shardwise[plot]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name in CURVES:
+        curves = {str(report["run"]): report["curves"][name] for report in reports if report["curves"][name]}
+        if not curves:
+            continue
+        figure = figures.Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for label, points in curves.items():
+            marker = "." if len(points) == 1 else ""
+            axes.plot(
+                [point[0] for point in points], [point[1] for point in points], label=label, lw=1.2, marker=marker
+            )
+        axes.set_xlabel("step")
+        axes.set_ylabel(_LABELS.get(name, name.replace("_", " ")))
+        axes.grid(alpha=0.25)
+        if len(curves) > 1:
+            axes.legend()
+        file = folder / f"{name}.png"
+        figure.savefig(file, dpi=150)
+        files.append(file)
+    return files
