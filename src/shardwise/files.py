@@ -54,15 +54,18 @@ def open_own(path: Path, flags: int) -> int:
     raise OSError(errno.ELOOP, f"{path.name} is a link or no plain file, and links are not followed: remove it")
 
 
-def new_file(path: Path) -> BinaryIO:
+def new_file(path: Path, mode: int = 0o666) -> BinaryIO:
     """An empty file to write and read. What had the name before is removed; of a link, the link alone.
+
+    Args:
+        mode: who may read and write it, before the process's umask.
 
     Raises:
         OSError: it cannot be removed or made.
     """
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w+b")
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b")
 
 
 # ---- locks
@@ -118,8 +121,8 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces a file: a reader or a crash sees the old content or the new one, never a part.
+def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+    """Replaces a file: a reader or a crash sees the old content or the new one, never a part. `mode` as in `new_file`.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
@@ -127,7 +130,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     # Processes of several machines or containers, which may have the same number, can write to one folder.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
-        with new_file(temporary) as file:
+        with new_file(temporary, mode) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             to_disk(file)
         temporary.replace(path)

@@ -51,7 +51,8 @@ _VARIABLES = {
     "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE",
     *(f"SLURM_{name}" for name in _SLURM.split()),
 }  # fmt: skip
-_SECRET_VARIABLE = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE"
+_SECRET_VARIABLE = "(?i)TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH|JWT|COOKIE|^SHARDWISE_NODE$"
+"""The last one holds what the launchers of a job show to its supervisor."""
 # Arguments are matched by the end of their name: data.tokenizer and data.text_key are not secrets.
 _SECRET_ARGUMENT = r"(?i)(?:^|[._-])(?:token|secret|password|(?:api|access|secret)[_-]?key)$"
 

@@ -90,9 +90,10 @@ class Slurm:
         self.nodes[name].kill()
         self.nodes[name].wait()
         steps, tasks = set[int](), list[int]()
+        here = {f"SLURMD_NODENAME={name}".encode(), f"SLURM_CONF={self.folder}/slurm.conf".encode()}
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                if f"SLURMD_NODENAME={name}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                if here <= {*(folder / "environ").read_bytes().split(b"\0")}:
                     tasks.append(int(folder.name))
                     parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                     if (Path("/proc") / str(parent) / "comm").read_text().strip() == "slurmstepd":
@@ -125,7 +126,8 @@ def running(folder: Path, nodes: int) -> Iterator[Slurm]:
         _await_nodes(cluster, nodes)
         yield cluster
     finally:
-        daemons += cluster.nodes.values()
+        for name in cluster.nodes:  # with jobs that a failed test has left
+            cluster.fail_node(name)
         for daemon in reversed(daemons):
             daemon.terminate()
         for daemon in daemons:

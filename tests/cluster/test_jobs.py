@@ -176,7 +176,10 @@ def test_what_cannot_run_is_refused_and_leaves_nothing(slurm: Slurm, tmp_path: P
 
 
 @pytest.mark.slow
-def test_twenty_random_kills_of_ranks_launchers_and_nodes_are_survived(slurm: Slurm, tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_twenty_random_kills_of_ranks_launchers_supervisors_and_nodes_are_survived(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     """Each costs one step at most, and the curve is that of a run without any."""
     saving = ("checkpoint.every=20", "checkpoint.memory_every=1")
     job, draw = Submission(slurm, tmp_path, "train.steps=4000", *saving, *TWO), random.Random(19)
@@ -189,7 +192,8 @@ def test_twenty_random_kills_of_ranks_launchers_and_nodes_are_survived(slurm: Sl
             slurm.start_node("n2")
             job.wait_for_requeue()
         else:
-            program = draw.choice([b"shardwise\0train", b"shardwise.launch.agent", b"--nproc\x002\0"])
+            programs = [b"shardwise\0train", b"shardwise.launch.agent", b"--nproc\x002\0", b"shardwise\0supervise"]
+            program = draw.choice(programs)
             job.kill(program, rank=draw.randrange(4) if program == b"shardwise\0train" else None)
         done = steps(job.run)[-1]
         print(f"kill {kill + 1} at step {done}")

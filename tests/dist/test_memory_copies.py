@@ -1,15 +1,18 @@
 """Copies of the state in the memory of two nodes of two ranks, which are folders of one disk here."""
 
+import errno
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from shardwise import comm
-from shardwise.config import Config
+from shardwise.config import Config, check_layout
+from shardwise.cost import memory_copies_bytes
 from shardwise.files import lock, open_lock
 from shardwise.train.memory_copies import MemoryCopies, is_undone, newest_complete
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
@@ -32,6 +35,7 @@ class Seen:
     step: int | None
     received: int
     problem: str | None
+    node_bytes: int
 
 
 def train(
@@ -57,7 +61,7 @@ def train(
         for path in memory.glob(damage):
             path.write_bytes(path.read_bytes()[:-3] + b"xyz")
     step, received = (None, 0) if loaded is None else (loaded.manifest.step, loaded.received)
-    return Seen(losses, state, step, received, copies.problem)
+    return Seen(losses, state, step, received, copies.problem, copies.node_bytes)
 
 
 def folder(memory: Path, node: int) -> Path:
@@ -67,8 +71,11 @@ def folder(memory: Path, node: int) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_run_goes_on_from_memory_to_the_bit(layout: str, tmp_path: Path, ranks: Any) -> None:
     config = config_of(**LAYOUTS[layout])
-    first = ranks(4).run(train, config, tmp_path, 3, 2)[0]
+    everywhere = ranks(4).run(train, config, tmp_path, 3, 2)
+    first = everywhere[0]
     assert first.step is None
+    expected = memory_copies_bytes(config, check_layout(config, 4), 2)
+    assert max(one.node_bytes for one in everywhere) == expected, "as `submit` tells it"
     assert len(list(folder(tmp_path, 0).iterdir())) == 9, "two steps of two ranks and of two others, the lock"
     again = ranks(4).run(train, config, tmp_path, 0, 2)[0]
     assert (again.step, again.received) == (3, 0)
@@ -89,6 +96,25 @@ def test_a_lost_node_gets_its_parts_from_the_other_one(tmp_path: Path, ranks: An
         for path in folder(tmp_path, node).iterdir():
             path.unlink()
     assert ranks(4).run(train, config, tmp_path, 0, 0)[0].step is None, "nobody has it"
+
+
+def train_where_a_part_does_not_fit(config: Config, memory: Path) -> Seen:
+    """As `train`, with a memory of rank 0's node that is full when it gets the part of another node."""
+    receive = MemoryCopies._receive
+
+    def full(copies: MemoryCopies, *arguments: int) -> None:
+        receive(copies, *arguments)
+        if copies._mesh.world.rank == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with mock.patch.object(MemoryCopies, "_receive", full):
+        return train(config, memory, 3, 0)
+
+
+def test_a_part_that_does_not_fit_ends_the_copies_and_no_training(tmp_path: Path, ranks: Any) -> None:
+    seen = ranks(4).run(train_where_a_part_does_not_fit, config_of(), tmp_path)[0]
+    assert len(seen.losses) == 3
+    assert seen.problem == f"{folder(tmp_path, 0)}: No space left on device"
 
 
 def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:

@@ -69,6 +69,7 @@ def test_only_variables_that_help_are_recorded() -> None:
     secret = {
         "SLURM_JWT": "eyJ0", "SLURM_SPANK_X": "word", "OMPI_MCA_orte_hnp_uri": "17;tcp://node1", "HF_TOKEN": "hf_x",
         "PMIX_SECURITY_MODE": "munge", "PMI_FD": "7", "NCCL_TEST_TOKEN": "word", "SHARDWISE_API_KEY": "word",
+        "SHARDWISE_NODE": '{"secret": "word"}',
         "AWS_SESSION_TOKEN": "word", "MY_DIARY": "word", "PATH": "/bin",
     }  # fmt: skip
     assert recorded_variables({**helpful, **secret}) == helpful

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.cli import output
 from shardwise.cluster import slurm
+from shardwise.errors import RunError
 from shardwise.launch.ending import how_it_ended
 
 _POLL_SECONDS = 0.5
@@ -37,9 +38,13 @@ def _follow(log: Path, job: str, run_path: Path) -> None:
         if not present:
             break
         if time.monotonic() - asked > _ASK_SLURM_SECONDS:
-            asked, found = time.monotonic(), slurm.jobs(user=False, ids=[job])
-            present = bool(found)
-            waits = f"job {job} waits: {found[0].reason}" if found and found[0].reason else ""
+            asked = time.monotonic()
+            try:
+                found = slurm.jobs(user=False, ids=[job])
+                present = bool(found)
+                waits = f"job {job} waits: {found[0].reason}" if found and found[0].reason else ""
+            except RunError as error:  # a controller that restarts: the job goes on
+                waits = str(error)
             if waits and waits != said:
                 output.progress(waits)
             said = waits

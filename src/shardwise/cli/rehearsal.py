@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ def rehearse(job: str, run_path: Path) -> int:
     """
     _await(lambda: last_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
     output.line(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], check=True)
+    slurm.warn(job)
     _await(lambda: slurm.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
     saved = newest_checkpoint(run_path)
     output.line(f"it saved step {saved:,} and was queued again")

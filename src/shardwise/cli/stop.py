@@ -36,10 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not path.is_dir():
         raise ConfigError(f"there is no run {path}: name its folder")
     is_here, holder = RunLock.is_held(path), RunLock.holder(path)
-    waiting = None if is_here else _waiting_job(path)
-    if waiting is not None:
-        slurm.cancel(waiting)
-        output.line(f"job {waiting}, which waited in SLURM's queue, is cancelled{how_it_ended(path)}")
+    cancelled = [] if is_here else _jobs_before_a_start(path)
+    for job in cancelled:
+        slurm.cancel(job.id)
+        what = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
+        output.line(f"job {job.id}, which {what}, is cancelled{how_it_ended(path)}")
+    if cancelled:
         return 0
     # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
     is_elsewhere = holder is not None and holder["host"] != platform.node()
@@ -61,9 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _waiting_job(run_path: Path) -> str | None:
-    """The job of this run that waits in SLURM's queue; None where none does."""
-    ids = {job.id for job in submitted(run_path)}
-    if not ids or shutil.which("squeue") is None:
-        return None
-    return next((job.id for job in slurm.jobs() if job.id in ids and job.state == "PENDING"), None)
+def _jobs_before_a_start(run_path: Path) -> list[slurm.Job]:
+    """The jobs of this run that wait in SLURM's queue, and those that compile for it; none where none waits."""
+    kinds = {job.id: job.kind for job in submitted(run_path)}
+    if not kinds or shutil.which("squeue") is None:
+        return []
+    found = [job for job in slurm.jobs() if job.id in kinds]
+    is_waiting = any(job.state == "PENDING" for job in found)
+    # The training first: it waits for the graphs, and would be found without them.
+    found.sort(key=lambda job: kinds[job.id] == "compile")
+    return [job for job in found if is_waiting and (job.state == "PENDING" or kinds[job.id] == "compile")]

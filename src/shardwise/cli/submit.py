@@ -8,18 +8,20 @@ again in place (docs/cluster.md). Ctrl-C ends the following of the log, never th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from shardwise.cli import output
 from shardwise.cli.following import follow
-from shardwise.cli.train import with_batch
+from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.cluster import slurm, submission
 from shardwise.cluster.script import JobPlan, compile_script, job_log, job_script, job_set
 from shardwise.config import OwnConfig, load_config, recipe_name, recipe_text, require_data
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, RunError
 from shardwise.redaction import redacted
 from shardwise.runlog import RUNS, RunDirectory, new_run_path
 
@@ -73,22 +75,37 @@ def run(arguments: argparse.Namespace) -> int:
 
         check_own(config)
     submission.check_run_folder((run_path or RUNS / recipe_name(recipe)).absolute(), config)
+    inputs, problems = ([], []) if arguments.kubernetes is not None else glance_at_inputs(recipe, config)
+    if problems and not is_shown_only:
+        raise ConfigError(problems)
     name = run_path or (RUNS / recipe_name(recipe) if is_shown_only else new_run_path(recipe))
     job = JobPlan(config, recipe, tuple(_overrides(arguments)), name.absolute(), Path.cwd(), nodes, ranks, gres)
     if arguments.kubernetes is not None:
         output.raw(job_set(job, arguments.kubernetes))
         return 0
-    output.table(submission.rows(job, layout, notes))
-    output.line()
-    output.raw(redacted(job_script(job)))
-    if arguments.dry_run:
-        return 0
-    if not arguments.yes and input("submit? [y/n] ").strip().lower() not in ("y", "yes"):
-        if run_path is None:
-            name.rmdir()
+    try:
+        output.table([*submission.rows(job, layout, notes), *inputs])
+        output.line()
+        output.raw(redacted(job_script(job)))
+        if problems:  # last: the numbers and the script are of use on a machine without the files too
+            raise ConfigError(problems)
+        if not arguments.dry_run and (arguments.yes or _is_wanted()):
+            return _submit(job, arguments)
+    finally:
+        if run_path is None and not is_shown_only:
+            with contextlib.suppress(OSError):  # the job uses it
+                name.rmdir()
+    if not arguments.dry_run:
         output.line("nothing was submitted")
-        return 0
-    return _submit(job, arguments)
+    return 0
+
+
+def _is_wanted() -> bool:
+    try:
+        return input("submit? [y/n] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        output.line()
+        return False
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
@@ -102,7 +119,7 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     text = recipe_text(job.recipe)
     kept = JobPlan(**{**vars(job), "recipe": str(job.run_path / "recipe.yaml")})
     script = submission.write_inputs(kept, job_script(kept), text)
-    options = []
+    options, compiling = [], None
     try:
         if arguments.precompile:
             compiling = slurm.submit(compile_script(kept))
@@ -113,8 +130,11 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
             options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
         number = slurm.submit(script.read_text(), options)
     except ConfigError:
+        if compiling is not None:
+            with contextlib.suppress(RunError):
+                slurm.cancel(compiling)
         if arguments.run_dir is None:
-            _forget(job.run_path)
+            shutil.rmtree(job.run_path)
         raise
     submission.record(job.run_path, number, "train")
     RunDirectory(job.run_path).mark_latest()
@@ -129,17 +149,10 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _forget(run_path: Path) -> None:
-    """Remove the folder of a run that SLURM refused: nothing else is in it."""
-    for path in (run_path / "recipe.yaml", run_path / "job.sh"):
-        path.unlink(missing_ok=True)
-    for folder in (run_path / "logs", run_path / "ranks", run_path):
-        folder.rmdir()
-
-
 def _by_ssh(where: str) -> int:
     """Run this command on another machine, in this folder's path there or in that of HOST:DIR."""
     host, _, folder = where.partition(":")
+    folder = folder.removeprefix("~/")  # ssh starts there
     given = sys.argv[sys.argv.index("submit") + 1 :]
     kept = [one for number, one in enumerate(given) if one != "--ssh" and (number == 0 or given[number - 1] != "--ssh")]
     kept = [one for one in kept if not one.startswith("--ssh=")]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +17,10 @@ from shardwise.cluster import slurm
 from shardwise.cluster.supervisor import Place, Supervisor, usable_nodes
 from shardwise.config import check_layout, load_config
 from shardwise.errors import ConfigError
+from shardwise.launch import stopping
+from shardwise.runlog import RunLock
+
+_LOCK_TRIES, _LOCK_PAUSE = 60, 2.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, required=True)
     parser.add_argument("--ranks-per-node", metavar="N", type=int, required=True)
+    parser.add_argument("--killed-by", metavar="SIGNAL", type=int, help="what killed the supervisor before this one")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             return str(error)
         return None
 
+    if allocation.requeues or arguments.killed_by is not None:
+        _await_lock(run_path)
     with ExitStack() as held:
         if is_finished(held, config, run_path, None):
             return 0
@@ -50,10 +59,24 @@ def run(arguments: argparse.Namespace) -> int:
             output.line(f"{nodes} of the job's {allocation.nodes} nodes are used: {refusal(allocation.nodes * ranks)}")
         launcher = [sys.executable, "-P", "-m", "shardwise", "train", recipe, *overrides]
         launcher += ["--nproc", str(ranks), "--run-dir", str(run_path)]
-        Supervisor(config, run_path, Place(allocation, nodes, ranks), launcher, _say).run()
+        place = Place(allocation, nodes, ranks)
+        supervisor = Supervisor(config, run_path, place, launcher, _say, arguments.killed_by)
+        try:
+            supervisor.run()
+        finally:
+            stopping.ignore()  # a late signal would kill this process, and the job's script start another one
     return 0
 
 
+def _await_lock(run_path: Path) -> None:
+    """Wait for the folder's lock: a network file system keeps that of a machine that was lost for a minute or two."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(ConfigError), RunLock(run_path):
+            return
+        time.sleep(_LOCK_PAUSE)
+
+
 def _say(text: str) -> None:
-    for line in text.splitlines():
-        output.progress(f"shardwise: {line}")
+    with contextlib.suppress(OSError):  # the disk of the log is full
+        for line in text.splitlines():
+            output.progress(f"shardwise: {line}")

@@ -109,6 +109,16 @@ def _show(recipe: str, config: Config, layout: Layout) -> int:
     """The dry run. Problems of the files are reported last: the numbers are of use on a machine without them too."""
     from shardwise.train.summary import dry_run
 
+    rows, problems = glance_at_inputs(recipe, config)
+    device, count = accelerators()
+    output.raw(dry_run(recipe_name(recipe), config, layout, device, count > 0, rows))
+    if problems:
+        raise ConfigError(problems)
+    return 0
+
+
+def glance_at_inputs(recipe: str, config: Config) -> tuple[list[tuple[str, str]], list[str]]:
+    """What a run would read, for the user; and why it could not."""
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     data, load = config.data, config.checkpoint.load
@@ -129,11 +139,7 @@ def _show(recipe: str, config: Config, layout: Layout) -> int:
             rows.append(("weights", found))
         except ConfigError as error:
             problems += error.problems
-    device, count = accelerators()
-    output.raw(dry_run(recipe_name(recipe), config, layout, device, count > 0, rows))
-    if problems:
-        raise ConfigError(problems)
-    return 0
+    return rows, problems
 
 
 def _names_weights(recipe: str, load: str) -> bool:

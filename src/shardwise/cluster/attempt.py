@@ -161,7 +161,9 @@ class Watch:
             if self._ending is not None:
                 return self._ending
             if process.returncode is not None:
-                return f"srun ended with exit code {process.returncode}{self._absent()}"
+                code = process.returncode
+                ending = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal_name(-code)}"
+                return f"srun {ending}{self._absent()}"
             failed = any(member.ended["code"] != 0 if member.ended else not member.is_connected for member in members)
             if failed:
                 deadline = deadline or now + _GRACE_SECONDS
@@ -198,8 +200,8 @@ class Watch:
             while line := await reader.readline():
                 member.heard = time.monotonic()
                 self._hear(member, json.loads(line))
-        except (OSError, ValueError, TimeoutError):
-            pass  # what a lost connection means is decided in `_watch`
+        except (OSError, ValueError, TimeoutError, AttributeError, KeyError, TypeError):
+            pass  # another program's message; or what a lost connection means is decided in `_watch`
         finally:
             if member is not None:
                 member.is_connected = False

@@ -73,7 +73,7 @@ def state_of(job: Submitted, run: Path, present: slurm.Job | None) -> JobState:
         if present.state == "PENDING":
             state = "requeued" if endings or slurm.restarts(job.id) else "queued"
         elif present.state == "RUNNING":
-            reason, state = "", "running" if _steps_since(run, _seconds(present.elapsed)) else "starting"
+            reason, state = "", "running" if _steps_since(run, slurm.seconds(present.elapsed)) else "starting"
         else:
             state = present.state.lower()
     loss = step.get("loss")
@@ -114,6 +114,7 @@ def goodput(endings: Sequence[Ending], loading: float = 0.0) -> list[tuple[str, 
         if ending.step > kept:
             lost_steps += ending.step - kept
             lost += max(0.0, taken) * min(1.0, (ending.step - kept) / max(1, steps))
+    rest = max(0.0, start - loading)
     useful = max(0.0, whole - launch - start - lost - detection)
     return [
         ("goodput", f"{100 * useful / whole:.1f} % of {whole:,.0f} s in {units.counted(len(endings), 'start')}"),
@@ -121,7 +122,10 @@ def goodput(endings: Sequence[Ending], loading: float = 0.0) -> list[tuple[str, 
         ("  detection", f"{detection:,.0f} s from the last step before a failure to the end of its start"),
         ("  restart", f"{launch:,.0f} s until the launchers of all nodes were there"),
         ("  load", f"{loading:,.1f} s in which checkpoints were loaded"),
-        ("  first step", f"{start - loading:,.0f} s more until the first step: Python, torch, data and the model"),
+        (
+            "  first step",
+            f"{rest:,.0f} s more until the first step: Python, torch, data and the model",
+        ),
     ]
 
 
@@ -137,12 +141,3 @@ def _steps_since(run: Path, seconds: float) -> bool:
     """Whether the run has recorded a step within some seconds."""
     metrics = RunDirectory(run).metrics
     return metrics.exists() and last_step_event(run) is not None and time.time() - metrics.stat().st_mtime < seconds
-
-
-def _seconds(elapsed: str) -> int:
-    """Of squeue's D-HH:MM:SS, HH:MM:SS or MM:SS."""
-    days, _, clock = elapsed.rpartition("-")
-    total = 0
-    for part in clock.split(":"):
-        total = 60 * total + int(part)
-    return total + 86400 * int(days or 0)

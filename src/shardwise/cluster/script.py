@@ -67,13 +67,15 @@ def job_script(job: JobPlan) -> str:
         "",
         "# Network: ranks take the interface of the route to the job's first node. To choose another one:",
         "#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0",
-        "# NCCL finds InfiniBand by itself, and EFA through the plugin aws-ofi-nccl, which these make it take:",
-        "#   export FI_PROVIDER=efa NCCL_NET=ofi",
-        "# Threads: each rank has its share of the node's processors (OMP_NUM_THREADS), and none is bound to some of",
-        "# them, unless you set this. Devices: a rank takes that of its number on the node (LOCAL_RANK).",
+        "# NCCL finds InfiniBand by itself. For EFA it needs the plugin aws-ofi-nccl, libnccl-net-ofi.so on",
+        "# LD_LIBRARY_PATH, and takes TCP in silence where it finds none; NCCL_DEBUG=INFO tells what it has taken.",
+        "#   export NCCL_NET_PLUGIN=ofi FI_PROVIDER=efa",
+        "# Threads: each rank has its share of the node's processors. To give it another number:",
         "#   export OMP_NUM_THREADS=8",
+        "# NUMA: no rank is bound to some of the processors; Linux keeps its memory near those that it runs on.",
+        "# Devices: a rank takes that of its number on the node (LOCAL_RANK).",
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(launch.environment.items())),
-        f"exec {shlex.join(supervise)}",
+        *_SUPERVISED.format(command=shlex.join(supervise), restarts=launch.max_restarts).splitlines(),
     ]
     return "\n".join(lines) + "\n"
 
@@ -100,6 +102,25 @@ def job_log(run_path: Path, job: str = "%j") -> Path:
     return run_path / "logs" / f"job-{job}.log"
 
 
+_SUPERVISED = """\
+
+# One process supervises the launchers of all nodes. It gets the signals that SLURM sends to this script. Where it is
+# killed, by a lack of memory for example, it is started again and goes on.
+supervise() {{
+    {command} "$@" &
+    supervisor=$!
+    while kill -0 "$supervisor" 2> /dev/null; do wait "$supervisor"; done
+    wait "$supervisor"
+}}
+for signal in USR1 TERM INT; do trap "kill -$signal \\$supervisor 2> /dev/null" "$signal"; done
+supervise
+code=$?
+for ((restart = 0; code > 128 && code != 128 + 15 && restart < {restarts}; restart++)); do
+    supervise --killed-by "$((code - 128))"
+    code=$?
+done
+exit "$code"
+"""
 _PROGRAM = (sys.executable, "-P", "-m", "shardwise")
 
 
@@ -130,8 +151,8 @@ def _shared(job: JobPlan) -> list[str]:
 
 
 def _quoted(value: str) -> str:
-    """As sbatch reads its lines: in quotes where there are spaces."""
-    return f'"{value}"' if any(c.isspace() for c in value) else value
+    """As sbatch reads its lines: in quotes where there are spaces, or a sign that begins a comment."""
+    return f'"{value}"' if any(c.isspace() or c == "#" for c in value) else value
 
 
 def job_set(job: JobPlan, image: str) -> str:

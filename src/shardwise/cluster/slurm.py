@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, RunError
 
 _SECONDS = 60
+_REQUEUE_TRIES, _REQUEUE_PAUSE = 6, 10.0
+"""A controller that restarts, or ends many jobs at once, does not answer for a while."""
 _FIELDS = ("%i", "%T", "%r", "%D", "%N", "%M", "%l", "%P", "%S", "%V", "%k")
 MARK = "shardwise:"
 """What the comment of a job begins with; the run's folder follows."""
@@ -101,10 +105,27 @@ def cancel(job: str) -> None:
         raise RunError(f"SLURM cannot cancel the job {job}: {own_words(done.stderr)}")
 
 
+def warn(job: str) -> None:
+    """Send a job's script SIGUSR1, as before a preemption. Raises RunError: SLURM cannot."""
+    done = _run(["scancel", "--signal=USR1", "--batch", job])
+    if done.returncode != 0:
+        raise RunError(f"SLURM cannot send a signal to the job {job}: {own_words(done.stderr)}")
+
+
 def requeue(job: str) -> str | None:
     """Have SLURM end a job and queue it again; returns why it cannot, or None."""
-    done = _run(["scontrol", "requeue", job])
-    return own_words(done.stderr or done.stdout) if done.returncode != 0 else None
+    problem = ""
+    for _ in range(_REQUEUE_TRIES):
+        try:
+            done = _run(["scontrol", "requeue", job])
+        except RunError as error:
+            problem = str(error)
+            continue
+        if done.returncode == 0:
+            return None
+        problem = own_words(done.stderr or done.stdout)
+        time.sleep(_REQUEUE_PAUSE)
+    return problem
 
 
 def start_early(job: str) -> None:
@@ -119,8 +140,27 @@ def restarts(job: str) -> int:
 
 
 def configuration() -> str:
-    """What `scontrol show config` says; empty where it says nothing."""
-    return _run(["scontrol", "show", "config"]).stdout
+    """What `scontrol show config` says; empty where it says nothing, or does not answer."""
+    with contextlib.suppress(RunError):
+        return _run(["scontrol", "show", "config"]).stdout
+    return ""
+
+
+def end_of(job: str) -> float | None:
+    """When the time limit of a job that runs is over, in seconds since the epoch; None without a limit."""
+    with contextlib.suppress(RunError):
+        left = _run(["squeue", "--noheader", f"--jobs={job}", "--format=%L"]).stdout.strip()
+        return time.time() + seconds(left) if re.fullmatch(r"[\d:-]+", left) else None
+    return None
+
+
+def seconds(text: str) -> int:
+    """Of SLURM's D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS or MM:SS."""
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    parts = [*parts, 0, 0][:3] if dash else [0, 0, *parts][-3:]
+    hours, minutes, seconds_ = parts
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds_
 
 
 def binds_nothing() -> bool:
@@ -182,11 +222,11 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
 
     if "SLURM_JOB_ID" not in variables:
         raise ConfigError("SLURM_JOB_ID must be set: only a job of SLURM is supervised; `shardwise submit` makes one")
-    ends = variables.get("SLURM_JOB_END_TIME", "")
+    ends = variables.get("SLURM_JOB_END_TIME", "")  # which SLURM 22.05 does not set
     return Allocation(
         job=variables["SLURM_JOB_ID"],
         requeues=int(variables.get("SLURM_RESTART_COUNT", "0")),
         nodes=int(variables.get("SLURM_JOB_NUM_NODES", "1")),
         first=first_name(variables.get("SLURM_JOB_NODELIST", "")),
-        ends=float(ends) if ends.isdecimal() else None,
+        ends=float(ends) if ends.isdecimal() else end_of(variables["SLURM_JOB_ID"]),
     )

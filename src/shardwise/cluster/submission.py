@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -23,6 +24,7 @@ from shardwise.runlog import JsonLines, RunDirectory, RunLock, git_state
 
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
+_REPLACED = '%\\"'
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,11 @@ def submitted(run_path: Path) -> list[Submitted]:
         lines = (run_path / _JOBS).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    return [Submitted(**json.loads(line)) for line in lines]
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):  # a crash cut the line short
+            found.append(Submitted(**json.loads(line)))
+    return found
 
 
 def commit_text() -> str | None:
@@ -122,6 +128,9 @@ def check_run_folder(run_path: Path, config: Config) -> None:
     """Raises ConfigError where a run is under way in the folder, or its disk lacks room for a checkpoint."""
     directory = RunDirectory(run_path)
     directory.require_folder()
+    if found := {c for c in str(run_path) if c in _REPLACED or not c.isprintable()}:
+        signs = listing(repr(c) for c in sorted(found))
+        raise ConfigError(f"--run-dir ({run_path}) must be without {signs}: SLURM replaces them in the path of the log")
     if RunLock.is_held(run_path):
         holder = RunLock.holder(run_path) or {}
         who = f" (process {holder['pid']} on {holder['host']})" if holder else ""
@@ -156,6 +165,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str]) -> list[tuple[str, 
         ("nodes", f"{job.where}{f', partition {launch.partition}' if launch.partition else ''}"),
         ("layout", f"TP {layout.tensor} × PP {layout.pipeline} × DP {layout.data} = {layout.world} ranks"),
         ("memory", "unknown: the model is your own" if memory is None else _memory(job, memory.total)),
+        *_copies(job, layout, accelerator),
         ("time", _node_hours(job)),
         ("restarts", f"at most {launch.max_restarts} without a newer checkpoint (launch.max_restarts)"),
     ]
@@ -186,23 +196,29 @@ def _memory(job: JobPlan, total: int) -> str:
     return f"{text}, of {units.size(device)}"
 
 
+def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
+    """What copies of the state take of each node's memory, where some are made."""
+    keys = job.config.checkpoint
+    every = keys.every if keys.memory_every is None else keys.memory_every
+    taken = cost.memory_copies_bytes(job.config, layout, job.ranks_per_node, accelerator)
+    if not every or taken is None:
+        return []
+    bound = f"none are made where this is more than {keys.memory_share:.0%} of it (checkpoint.memory_share)"
+    return [("copies", f"every {every:,} steps, {units.size(taken)} of each node's memory; {bound}")]
+
+
 def _node_hours(job: JobPlan) -> str:
     limit, most = job.config.launch.time, job.nodes[1]
     if limit is None:
         return "the partition's limit (launch.time=null)"
-    hours = _seconds(limit) / 3600
+    warning, seconds = job.config.launch.warning_seconds, slurm.seconds(limit)
+    if warning >= seconds:
+        raise ConfigError(
+            f"launch.warning_seconds ({warning}) must be less than launch.time ({limit}, {seconds:,} s): SLURM would "
+            "warn the job as it starts"
+        )
+    hours = seconds / 3600
     return f"{limit} for each start, {most * hours:,.1f} node-hours"
-
-
-def _seconds(limit: str) -> int:
-    """Of SLURM's D-HH:MM:SS, HH:MM:SS or MM:SS."""
-    days, dash, rest = limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    else:
-        hours, minutes, seconds = ([0, *parts] if len(parts) == 2 else parts)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _cluster_notes() -> list[str]:
@@ -229,8 +245,7 @@ def write_inputs(job: JobPlan, script: str, recipe: str) -> Path:
     The job may wait for days, and start again: it must not depend on whether the user edits the recipe meanwhile.
     """
     folder = RunDirectory(job.run_path).create().path
-    write_atomic(folder / "recipe.yaml", recipe)
-    write_atomic(folder / "job.sh", script)
-    if redacted(script) != script:
-        (folder / "job.sh").chmod(0o700)  # a URL in it has a secret, which the job needs
+    for name, text in (("recipe.yaml", recipe), ("job.sh", script)):
+        # A URL may have a secret, which the job needs, and nobody else may read.
+        write_atomic(folder / name, text, mode=0o666 if redacted(text) == text else 0o600)
     return folder / "job.sh"

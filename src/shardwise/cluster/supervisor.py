@@ -2,7 +2,9 @@
 
 It runs on the job's first node, where `srun` starts the launchers of all nodes. Where a rank or a launcher dies and the
 machines live, the next attempt begins at once in the same allocation. A time limit is warned of by SIGUSR1: the run
-saves, and SLURM queues the job again. Where a machine is lost, SLURM ends the job and queues it again by itself.
+saves, and SLURM queues the job again. Where a machine is lost, SLURM ends the job and queues it again by itself; where
+it has not noticed yet, and the launchers cannot start, it is asked to. The job's script starts a supervisor that was
+killed again.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -25,12 +27,16 @@ from shardwise.launch.ending import first_step, last_step, newest_checkpoint
 from shardwise.launch.failure import signal_name
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
-from shardwise.launch.restarts import Ending, How, decide, history, record
+from shardwise.launch.restarts import Decision, Ending, How, decide, history, record
 from shardwise.launch.tasks import address_of
 
 _PAUSE_SECONDS = 1.0
 """Before the next attempt: what caused the failure may go on for a moment."""
+_LEAVE_SECONDS = 30.0
+"""Before the time limit: who has not saved by then goes back to the last checkpoint, but is still queued again."""
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+_WARNING = signal_name(signal.SIGUSR1)
+"""Of the time limit, or of a preemption."""
 _SRUN = ("srun", "--ntasks-per-node=1", "--whole", "--kill-on-bad-exit=0", "--wait=0")
 """One launcher on each node, with all processors of the allocation there. It is this process that ends them."""
 
@@ -56,15 +62,24 @@ class Supervisor:
         run_path: the run's folder, which is locked by this process.
         command: of a node's launcher.
         say: prints a line for the user.
+        killed_by: the signal that killed this job's supervisor before this one, if any.
     """
 
     def __init__(
-        self, config: Config, run_path: Path, place: Place, command: Sequence[str], say: Callable[[str], None]
+        self,
+        config: Config,
+        run_path: Path,
+        place: Place,
+        command: Sequence[str],
+        say: Callable[[str], None],
+        killed_by: int | None = None,
     ) -> None:
         self._config, self._run_path, self._place, self._command, self._say = config, run_path, place, command, say
+        self._killed_by = killed_by
         self._asked: str | None = None
         self._watch: Watch | None = None
-        self._number = 0
+        # Of this job alone: who submits a run again may have mended what ended the job before.
+        self._endings = [ending for ending in history(run_path) if ending.job == place.allocation.job]
 
     def run(self) -> None:
         """Make attempts until the training has ended, or cannot.
@@ -81,18 +96,15 @@ class Supervisor:
             loop.add_signal_handler(number, self._ask, signal_name(number))
         address, logs = address_of(self._place.allocation.first), self._run_path / "logs"
         self._record_lost_start()
-        again = True
+        again = self._record_killed_supervisor()
         while again:
             began = time.time()
             nodes, ranks, silence = self._place.nodes, self._place.ranks_per_node, self._config.launch.timeout
             self._watch = Watch(address, nodes, ranks, logs, id=self._id(), silence=silence, heard=self._ask)
             outcome = await self._watch.run(self._program)
-            for name, text in outcome.logs.items():
-                (logs / f"launcher-{name}.log").write_text(text)
             ending = self._ending(outcome, began)
-            record(self._run_path, ending)
+            self._record(ending, {logs / f"launcher-{name}.log": text for name, text in outcome.logs.items()})
             again = self._goes_on(ending, outcome)
-            self._number += 1
             if again:
                 await asyncio.sleep(_PAUSE_SECONDS)
             if again and self._asked is not None:  # a signal during the pause
@@ -101,20 +113,35 @@ class Supervisor:
     def _id(self) -> str:
         """The name of an attempt: what is left of an earlier one has another."""
         allocation = self._place.allocation
-        return f"{allocation.job}.{allocation.requeues}.{self._number}"
+        number = sum(ending.requeues == allocation.requeues for ending in self._endings)
+        return f"{allocation.job}.{allocation.requeues}.{number}"
+
+    def _record(self, ending: Ending, logs: Mapping[Path, str] | None = None) -> None:
+        """Note an ending, also where the disk is full: it must not end the job."""
+        self._endings.append(ending)
+        try:
+            record(self._run_path, ending)
+            for path, text in (logs or {}).items():
+                path.write_text(text)
+        except OSError as error:
+            self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
 
     def _program(self, attempt: Attempt) -> tuple[list[str], dict[str, str]]:
         nodes = str(self._place.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if slurm.binds_nothing() else ["--cpu-bind=none"]
-        return [*_SRUN, *unbound, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
+        # Of some of the nodes the first must be one: this process is there, whose address all are given.
+        first = ["--relative=0"] if self._place.nodes < self._place.allocation.nodes else []
+        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command], {}
 
     def _ask(self, by: str) -> None:
         """Stop: with a checkpoint where steps are taken, else at once.
 
-        Further requests are ignored: SLURM sends one signal to this process and to all launchers.
+        Further requests are ignored: SLURM sends one signal to this process and to all launchers. So is a warning to a
+        run that the user has stopped: it must not be queued again.
         """
-        if self._asked is not None:
+        is_stopped = by == _WARNING and (self._run_path / stopping.STOP_FILE).exists()
+        if self._asked is not None or is_stopped:
             return
         self._asked = by
         try:
@@ -123,12 +150,22 @@ class Supervisor:
         except OSError as error:
             self._say(f"{by}: the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
         # Heartbeats are late: the first step may have been taken just now.
-        asyncio.get_running_loop().call_later(2 * BEAT_SECONDS, self._end_unless_training, by)
+        loop, ends = asyncio.get_running_loop(), self._place.allocation.ends
+        loop.call_later(2 * BEAT_SECONDS, self._end_unless_training, by)
+        if by == _WARNING and ends is not None:
+            left = ends - time.time()
+            loop.call_later(max(left - _LEAVE_SECONDS, 0.8 * left), self._end_unsaved)
 
     def _end_unless_training(self, by: str) -> None:
         """End an attempt that has nothing to save."""
         if self._watch is not None and not self._watch.is_training:
-            self._watch.end(f"the job was stopped by {by} before it trained")
+            self._watch.end("it did not train yet")
+
+    def _end_unsaved(self) -> None:
+        """End an attempt that the time limit would end: SLURM would not queue the job again."""
+        if self._watch is not None:
+            warning = f"launch.warning_seconds={self._config.launch.warning_seconds}"
+            self._watch.end(f"the run did not save in time before the time limit ({warning})")
 
     def _ending(self, outcome: Outcome, began: float) -> Ending:
         failure, how = outcome.failure, self._how(outcome)
@@ -151,7 +188,9 @@ class Supervisor:
         )
 
     def _how(self, outcome: Outcome) -> How:
-        if self._asked == signal_name(signal.SIGUSR1):
+        if outcome.failure is None and outcome.stopped is None:
+            return "finished"
+        if self._asked == _WARNING:
             ends, warning = self._place.allocation.ends, self._config.launch.warning_seconds
             is_near = ends is not None and ends - time.time() < warning + 120  # SLURM's signals may be a minute early
             return "time limit" if is_near else "preempted"
@@ -159,8 +198,6 @@ class Supervisor:
             return "ended by SLURM"
         if outcome.stopped is not None:
             return "stopped"
-        if outcome.failure is None:
-            return "finished"
         return "lost node" if outcome.lost else "failed"
 
     def _goes_on(self, ending: Ending, outcome: Outcome) -> bool:
@@ -170,37 +207,63 @@ class Supervisor:
         if ending.how == "stopped":
             raise StoppedError(outcome.stopped or "")
         if self._asked is not None:
-            told = outcome.stopped or f"the job was stopped by {self._asked}; {_saved(ending)}"
-            self._leave(told, ending)
-        decision = decide(history(self._run_path), self._config.launch.max_restarts)
+            cause = f" ({outcome.failure.text})" if outcome.failure is not None else ""
+            told = f"the job was stopped by {self._asked}{cause}; {_saved(ending)}"
+            self._leave(outcome.stopped or told, ending)
+        return self._starts_again(ending)
+
+    def _starts_again(self, ending: Ending) -> bool:
+        """After a failure: True where another attempt is to be made in this allocation. Raises where none is."""
+        decision = decide(self._endings, self._config.launch.max_restarts)
         text = f"{ending.text}; {_saved(ending)}"
         if not decision.again:
             raise LaunchError(f"{text}\n{decision.why}", ending.exit_code or RunError.exit_code)
+        if ending.how == "failed" and ending.until_joined is None and self._watch is not None:
+            self._requeue(text, decision)  # a machine may be gone, which SLURM has not noticed yet
         self._say(f"{text}\n{decision.why}, in the same allocation")
         return True
 
     def _leave(self, told: str, ending: Ending) -> NoReturn:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
-        if ending.how == "time limit" or self._asked == signal_name(signal.SIGUSR1):
-            decision = decide(history(self._run_path), self._config.launch.max_restarts)
+        if self._asked == _WARNING:
+            decision = decide(self._endings, self._config.launch.max_restarts)
             if not decision.again:
                 raise StoppedError(f"{told}\n{decision.why}")
-            problem = slurm.requeue(self._place.allocation.job)
-            again = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
-            raise StoppedError(f"{told}\n{again} ({decision.why})")
+            self._requeue(told, decision)
         raise StoppedError(told)
+
+    def _requeue(self, told: str, decision: Decision) -> NoReturn:
+        """Have SLURM queue the job again."""
+        problem = slurm.requeue(self._place.allocation.job)
+        again = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
+        raise StoppedError(f"{told}\n{again} ({decision.why})")
 
     def _record_lost_start(self) -> None:
         """SLURM has started the job again, and the start before left no record: it lost a machine, or was killed."""
-        allocation, endings = self._place.allocation, history(self._run_path)
-        known = [ending.requeues for ending in endings if ending.job == allocation.job]
-        if allocation.requeues == 0 or allocation.requeues - 1 in known:
+        requeues = self._place.allocation.requeues
+        if requeues == 0 or requeues - 1 in [ending.requeues for ending in self._endings]:
             return
-        checkpoint = newest_checkpoint(self._run_path)
-        lost = Ending(
-            how="lost node",
-            job=allocation.job,
-            requeues=allocation.requeues - 1,
+        lost = self._unwatched(
+            "ended by SLURM", requeues - 1, "a machine was lost, or the job was preempted without a warning"
+        )
+        self._record(lost)
+        self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
+
+    def _record_killed_supervisor(self) -> bool:
+        """Whether an attempt is to be made: also after a supervisor that was killed, unless this goes on and on."""
+        if self._killed_by is None:
+            return True
+        text = f"the supervisor of the job was killed by {signal_name(self._killed_by)}"
+        killed = self._unwatched("failed", self._place.allocation.requeues, text)
+        self._record(killed)
+        return self._starts_again(killed)
+
+    def _unwatched(self, how: How, requeues: int, text: str) -> Ending:
+        """An ending of which only the run's folder tells."""
+        return Ending(
+            how=how,
+            job=self._place.allocation.job,
+            requeues=requeues,
             nodes=self._place.nodes,
             began=time.time(),
             seconds=0.0,
@@ -208,12 +271,11 @@ class Supervisor:
             until_training=None,
             first_step=None,
             after_last_step=0.0,
-            step=checkpoint,
-            checkpoint=checkpoint,
-            text="a machine was lost, or the job was preempted without a warning",
+            step=last_step(self._run_path),
+            checkpoint=newest_checkpoint(self._run_path),
+            text=text,
+            exit_code=RunError.exit_code if how == "failed" else 0,
         )
-        record(self._run_path, lost)
-        self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
 
 
 def _saved(ending: Ending) -> str:

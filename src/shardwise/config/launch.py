@@ -37,7 +37,7 @@ class LaunchConfig(Section):
         default=100,
         ge=0,
         description="how often a submitted job starts again after a crash or a time limit while its newest checkpoint "
-        "stays the same; preemptions and lost machines are not counted",
+        "stays the same; what SLURM ends, by preemption or as a machine is lost, is not counted",
     )
     partition: str | None = Field(default=None, description="SLURM's partition; null = the cluster's default")
     account: str | None = Field(default=None, description="SLURM's account; null = the user's default")

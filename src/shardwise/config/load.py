@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -261,8 +261,9 @@ def _list_rule(field: FieldInfo) -> str:
     kind, *others = get_args(tuple_type)
     if others != [...]:
         return "must be a list of two numbers"
-    numbers = "whole numbers" if kind is int else "numbers"
-    return f"must be a list of {numbers}, such as {listing(field.examples or [], 'or')}"
+    is_whole = kind is int or get_args(kind)[:1] == (int,)
+    entries = "names" if get_origin(kind) is Literal else "whole numbers" if is_whole else "numbers"
+    return f"must be a list of {entries}, such as {listing(field.examples or [], 'or')}"
 
 
 def _unknown(path: str, known_paths: Mapping[str, FieldInfo]) -> str:

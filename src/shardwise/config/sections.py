@@ -362,6 +362,13 @@ class LogConfig(Section):
         default=100, ge=0, description="steps between comparisons of replicated parameters over ranks; 0 = never"
     )
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
+    trackers: tuple[Literal["wandb", "trackio"], ...] = Field(
+        default=(),
+        strict=False,
+        examples=[["wandb"], ["wandb", "trackio"]],
+        description="programs that record the same scalars: Weights & Biases (`shardwise[wandb]`; WANDB_MODE=offline "
+        "needs no network) and trackio (`shardwise[trackio]`)",
+    )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
     profile: str | None = Field(
@@ -370,7 +377,10 @@ class LogConfig(Section):
         "null = none",
     )
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
-        default=None, examples=[0, 8], description="the ranks that `log.profile` traces; null = all"
+        default=None,
+        strict=False,
+        examples=[[0], [0, 8]],
+        description="the ranks that `log.profile` traces; null = all",
     )
 
     @field_validator("profile", mode="before")

@@ -13,6 +13,7 @@ from shardwise.cost.memory import (
     expected_memory,
     invariant_dropout,
     memory_by_rank,
+    memory_copies_bytes,
     neediest_rank,
 )
 from shardwise.cost.simulation import bubble, simulate
@@ -28,6 +29,7 @@ __all__ = [
     "flops_per_token",
     "invariant_dropout",
     "memory_by_rank",
+    "memory_copies_bytes",
     "model_flops_utilization",
     "neediest_rank",
     "recomputed_flops_per_token",

@@ -182,6 +182,20 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
     return parameters * (DTYPE_BYTES[precision.parameter] + moments_and_master * DTYPE_BYTES[precision.optimizer])
 
 
+def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
+    """Bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
+
+    Master and two moments of what a rank updates: of two steps, and of the ranks of another node too.
+    """
+    by_rank = memory_by_rank(config, layout, accelerator)
+    if by_rank is None:
+        return None
+    precision = config.precision.resolved(accelerator)
+    moments_and_master = 2 if precision.parameter == precision.optimizer else 3
+    state = 3 * max(memory.optimizer for memory in by_rank) // moments_and_master
+    return state * ranks_per_node * 2 * (2 if layout.world > ranks_per_node else 1)
+
+
 def _embedding_activations(case: Case) -> int:
     """What the embedding saves: the mask of its dropout, one byte for each element, and BERT's norm."""
     mask = case.x_elements if case.model.embedding_dropout_p else 0

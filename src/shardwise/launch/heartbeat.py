@@ -75,14 +75,18 @@ def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
     def beat() -> None:
         doing, began = None, time.monotonic()
         temporary = path.with_suffix(".new")
-        with contextlib.suppress(FileNotFoundError):  # the launcher has ended, and its folder with it
-            while not ended.is_set():
-                facts = dict(describe())
-                if facts["doing"] != doing:
-                    doing, began = facts["doing"], time.monotonic()
+        while not ended.is_set():
+            facts = dict(describe())
+            if facts["doing"] != doing:
+                doing, began = facts["doing"], time.monotonic()
+            try:
                 temporary.write_text(json.dumps({**fixed, **facts, "since": time.monotonic() - began}))
                 temporary.replace(path)
-                ended.wait(SECONDS)
+            except FileNotFoundError:
+                return  # the launcher has ended, and its folder with it
+            except OSError:
+                pass  # the disk is full; the rank must not look silent for ever
+            ended.wait(SECONDS)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()

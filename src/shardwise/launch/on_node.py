@@ -6,12 +6,13 @@ import subprocess
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import RunError, ShardwiseError
 from shardwise.launch import guard, heartbeat, stopping
 from shardwise.launch.failure import Failure, error_text, signal_name
 from shardwise.launch.local import run_ranks
@@ -49,13 +50,14 @@ def launch_on_node(
             stopping.handle_signals(lambda number, _: control.tell("signal", name=signal_name(number)))
             try:
                 prepare()
-            except ShardwiseError as error:
-                failure = Failure(node.number * nproc, redacted(error_text(error)), error.exit_code)
-                control.tell("ended", code=error.exit_code, reported=asdict(failure))
-                return error.exit_code
+            except Exception as error:  # noqa: BLE001  the supervisor would take this node for lost
+                failure = _failure(error, node, nproc)
+                log = "" if isinstance(error, ShardwiseError) else redacted(traceback.format_exc())
+                control.tell("ended", code=failure.exit_code, reported=asdict(failure), log=log)
+                return failure.exit_code
             variables.update(interface_variables(node.attempt.address, variables))
             ended = run_ranks(command, nproc, logs, lambda agent: _end_with(control, agent), beats)
-            log = logs / "launcher.log"
+            path = logs / "launcher.log"
             control.tell(
                 "ended",
                 code=ended.code,
@@ -63,9 +65,18 @@ def launch_on_node(
                 reported=None if ended.reported is None else asdict(ended.reported),
                 exit_codes=dict(ended.exit_codes),
                 beats=[heartbeat.plain(replace(one, host=node.name)) for one in ended.beats],
-                log=log.read_text(errors="replace")[-_LOG_CHARACTERS:] if log.exists() else "",
+                log=path.read_text(errors="replace")[-_LOG_CHARACTERS:] if path.exists() else "",
             )
             return ended.code
+
+
+def _failure(error: Exception, node: Node, nproc: int) -> Failure:
+    """What the user reads of an error before the ranks start."""
+    rank = node.number * nproc
+    if isinstance(error, ShardwiseError):
+        return Failure(rank, redacted(error_text(error)), error.exit_code)
+    text = f"node {node.name} cannot start its ranks: {type(error).__name__}: {error}"
+    return Failure(rank, f"{redacted(text)}; see logs/launcher-{node.name}.log", RunError.exit_code)
 
 
 def _end_with(control: Control, agent: subprocess.Popen[bytes]) -> None:

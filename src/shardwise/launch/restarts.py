@@ -1,8 +1,9 @@
 """Whether a job that ended is started again: the history of its attempts, and the rule.
 
-A preempted job, and one that lost a node, continues without bound. A crash or a time limit counts against
-`launch.max_restarts`; a newer state that is kept, on the disk or in memory, clears the count. What cannot get better is
-not tried again: wrong input, a loss that is not finite, and the same root failure twice at the same step.
+A job that SLURM ends, because it preempts it or a machine is lost, continues without bound. A crash, a node that does
+not answer though SLURM still has it, or a time limit counts against `launch.max_restarts`; a newer state that is kept,
+on the disk or in memory, clears the count. What cannot get better is not tried again: wrong input, a loss that is not
+finite, and the same root failure twice at the same step.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Ending:
     """How one attempt at a job ended.
 
     Attributes:
-        how: "stopped" by the user; "preempted" with a warning; "ended by SLURM" without one, or cancelled; "lost node"
-            has taken ranks with it.
+        how: "stopped" by the user; "preempted" with a warning; "ended by SLURM" without one, or cancelled; "lost node":
+            it did not answer, while SLURM let the job run.
         job: SLURM's number.
         requeues: how often SLURM had started the job again.
         nodes: their number.
@@ -86,8 +87,8 @@ def decide(endings: Sequence[Ending], max_restarts: int) -> Decision:
     last = endings[-1]
     if last.how in ("finished", "stopped"):
         return Decision(again=False, why="")
-    if last.how in ("preempted", "ended by SLURM", "lost node"):
-        return Decision(again=True, why="preemptions and lost nodes are not counted")
+    if last.how in ("preempted", "ended by SLURM"):
+        return Decision(again=True, why="what SLURM ends is not counted")
     if last.exit_code == ConfigError.exit_code:
         return Decision(again=False, why="the job is not started again: its input must be corrected first")
     if last.how == "failed" and _NOT_FINITE in last.text:
@@ -100,7 +101,7 @@ def decide(endings: Sequence[Ending], max_restarts: int) -> Decision:
     for ending in reversed(endings):
         if ending.kept < last.kept:
             break
-        counted += ending.how in ("failed", "time limit")
+        counted += ending.how in ("failed", "lost node", "time limit")
     if counted > max_restarts:
         since = f"since the state of step {last.kept:,} was kept" if last.kept else "without a checkpoint"
         bound = f"launch.max_restarts ({max_restarts})"

@@ -159,7 +159,10 @@ def _node_address(name: str) -> str | None:
     if scontrol is None:
         return None
     command = [scontrol, "show", "node", name, "--oneliner"]
-    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+    except subprocess.TimeoutExpired:
+        return None
     found = re.search(r"\bNodeAddr=(\S+)", said)
     return found[1] if found else None
 

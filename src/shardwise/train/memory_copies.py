@@ -116,6 +116,7 @@ class MemoryCopies:
         self._group: Group = mesh.host_group("memory copies")
         self._folder = memory / f"shardwise-{os.getuid()}-{run}-{self._nodes.name}"
         self._in_use: BinaryIO | None = None
+        self._not_kept: str | None = None  # why a part of another node is not kept; told at the next copy
         self._remove_stale(memory)
         self.node_bytes = self._state_bytes() * self._nodes.per_node * _KEPT * (2 if self._nodes.count > 1 else 1)
         self.problem = self._agreed(self._lack_of_memory(memory))
@@ -138,7 +139,7 @@ class MemoryCopies:
             self._write(step, described)
         except OSError as error:
             problem = f"{self._folder}: {reason_of(error)}"
-        self.problem = self._agreed(problem)
+        self.problem = self._agreed(problem or self._not_kept)
         if self.problem is None and self._nodes.count > 1:
             self._send_to_next_node(step)
         self.count += 1
@@ -276,7 +277,10 @@ class MemoryCopies:
         rank, size, near = self._mesh.world.rank, self._mesh.world.size, self._nodes.per_node
         sent = _bytes_of(self._path(rank, step))
         pending = [comm.send(part, self._group, (rank + near) % size) for part in (_length(sent), sent)]
-        self._receive(step, (rank - near) % size, (rank - near) % size)
+        try:
+            self._receive(step, (rank - near) % size, (rank - near) % size)
+        except OSError as error:
+            self._not_kept = f"{self._folder}: {reason_of(error)}"
         for one in pending:
             one.wait()
 

@@ -26,6 +26,7 @@ from shardwise.runlog import RunDirectory, new_run_path
 from shardwise.storage.root import Root, StoreError
 from shardwise.train.record import Progress
 from shardwise.train.resume import FoundCheckpoints, find_checkpoints
+from shardwise.train.scalars import require_trackers
 
 _R = TypeVar("_R")
 
@@ -158,6 +159,7 @@ def _open(config: Config, run_path: Path, mesh: Mesh) -> Folder:
     directory, resolved = RunDirectory(run_path), config.model_dump(mode="json")
     earlier = earlier_run(directory, config)
     stored, earlier_id = (None, None) if earlier is None else (earlier.config, earlier.id)
+    require_trackers(config)
     # Before anything is written: a folder that is refused must not look like that of a run.
     checkpoints = find_checkpoints(config, directory, stored, earlier_id)
     directory.create()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -33,13 +33,10 @@ from shardwise.train.picture import print_pipeline
 from shardwise.train.progress import ProgressLine, parts_of_loss
 from shardwise.train.rank_file import RankFile, process_seconds, where
 from shardwise.train.record import SMOOTHED_STEPS, StepRecord, Throughput, end_of_run
+from shardwise.train.scalars import Scalars
 from shardwise.train.straggler import Occurrence
 from shardwise.train.summary import start_rows
 from shardwise.train.trace import trace_text, traced_steps
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is told as a spike."""
@@ -85,7 +82,7 @@ class Reporter:
         self._waited = {"data": 0.0, "checkpoint": 0.0}
         self._spike, self._slow = Occurrence(_SPIKE, _SPIKE / 2), Occurrence(_SLOW, (1 + _SLOW) / 2)
         self._metrics = JsonLines(run.metrics) if rank == 0 else None
-        self._tensorboard: SummaryWriter | None = None
+        self._curves: Scalars | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
         if rank == 0:
@@ -115,10 +112,7 @@ class Reporter:
         self._rank_file.start()
         if self._metrics is None:
             return
-        if self.config.log.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(self.run.tensorboard), purge_step=steps_before + 1)
+        self._curves = Scalars(self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning)
         self._event(
             "start",
             **self._facts(),
@@ -150,7 +144,7 @@ class Reporter:
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             line = ProgressLine(console, steps_before, self._end, self._started, every_update=every_update)
             self._progress.append(line)
-        if self._tensorboard is not None:
+        if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
         steps = self.config.log.profile_steps
         if steps is not None and not traced_steps(self.config, self._before, self._end):
@@ -335,7 +329,7 @@ class Reporter:
             if self._log is not None:
                 self._log.write(f"failed: {type(error).__name__}: {text}\n")
         self.stop("closed")
-        for file in (self._rank_file, self._log, self._metrics, self._tensorboard):
+        for file in (self._rank_file, self._log, self._metrics, self._curves):
             if file is not None:
                 file.close()
 
@@ -354,11 +348,8 @@ class Reporter:
             self._metrics.write({"event": event, "time": now(), **fields})
 
     def _scalars(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
-        if self._tensorboard is None:
-            return
-        for name, value in values.items():
-            if value is not None:
-                self._tensorboard.add_scalar(f"{prefix}/{name}", value, step)
+        if self._curves is not None:
+            self._curves.add(prefix, step, values)
 
     def _rates(self, samples_per_second: float) -> dict[str, float | None]:
         tokens_per_second = samples_per_second * self.config.train.sequence_length

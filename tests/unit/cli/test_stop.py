@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.cli import main
+from shardwise.cluster import slurm
+from shardwise.cluster.submission import record
 from shardwise.launch import stopping
 from shardwise.runlog import RunDirectory, RunLock
 
@@ -113,3 +115,25 @@ def test_waiting_ends_with_the_run_and_tells_what_is_saved(capsys: pytest.Captur
     asked, ended = capsys.readouterr().out.splitlines()
     assert asked == "asked run to stop after its current step, with a checkpoint"
     assert ended == ("run ended: stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200")
+
+
+def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else graphs would be compiled for nobody."""
+    run = RunDirectory("run").create().path
+    for number, kind in (("1", "compile"), ("2", "train"), ("3", "compile")):
+        record(run, number, kind)
+    with (run / "jobs.jsonl").open("a") as file:
+        file.write('{"id": "4", "ki')
+    states = {"1": "RUNNING", "2": "PENDING", "3": "PENDING", "9": "PENDING"}
+    waiting = [slurm._job(f"{number}|{state}||1||0:00|1:00|gpu||T|shardwise:/x") for number, state in states.items()]
+    cancelled: list[str] = []
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(slurm, "jobs", lambda: waiting)
+    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    assert main(["stop", "run"]) == 0
+    assert cancelled == ["2", "1", "3"]
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first == "job 2, which waited in SLURM's queue, is cancelled"
+    assert second == "job 1, which compiled for the run, is cancelled"

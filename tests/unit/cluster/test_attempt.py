@@ -1,6 +1,8 @@
 """One attempt at a job, with launchers that are threads of the test."""
 
 import asyncio
+import errno
+import logging
 import socket
 import threading
 import time
@@ -14,6 +16,7 @@ from shardwise.cluster import attempt as attempts
 from shardwise.cluster.attempt import Outcome, Watch
 from shardwise.launch.failure import Failure
 from shardwise.launch.node import Attempt, Control, Node
+from shardwise.launch.on_node import launch_on_node
 
 Launcher = Callable[[Attempt, int], None]
 
@@ -97,17 +100,38 @@ def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
     assert outcome.lost == ("n1",)
 
 
-def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(tmp_path: Path) -> None:
+def test_a_node_that_cannot_prepare_says_why_and_is_not_lost(tmp_path: Path) -> None:
+    def prepare() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def launcher(attempt: Attempt, number: int) -> None:
+        if number == 0:
+            joined(number, attempt)
+        else:
+            assert launch_on_node(Node(attempt, 1, "n1"), [], 2, {}, prepare) == 1
+
+    outcome = watched(tmp_path, launcher)
+    text = "node n1 cannot start its ranks: OSError: [Errno 28] No space left on device; see logs/launcher-n1.log"
+    assert outcome.failure == Failure(2, text, 1)
+    assert outcome.lost == ()
+    assert "in prepare" in outcome.logs["n1"]
+
+
+def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As one of an earlier attempt, or another program that found the port."""
+    caplog.set_level(logging.ERROR)
 
     def launcher(attempt: Attempt, number: int) -> None:
         stranger = Attempt(**{**vars(attempt), "secret": "of another attempt"})
         with socket.create_connection((attempt.address, attempt.control)) as other:
-            other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            other.sendall((b"GET / HTTP/1.1\r\n\r\n", b"[1]\n")[number])
         joined(1 - number, stranger, code=1)
         joined(number, attempt, code=0)
 
     assert watched(tmp_path, launcher).failure is None
+    assert not caplog.text
 
 
 def test_nodes_that_do_not_join_are_told(tmp_path: Path) -> None:
@@ -118,6 +142,9 @@ def test_nodes_that_do_not_join_are_told(tmp_path: Path) -> None:
     ended = watched(tmp_path, launcher, program=("sh", "-c", "sleep 0.5; exit 3"))
     assert ended.failure is not None
     assert ended.failure.text == "srun ended with exit code 3; of 2 nodes, the launcher of number 1 has not joined"
+    killed = watched(tmp_path, launcher, program=("sh", "-c", "sleep 0.5; kill -9 $$"))
+    assert killed.failure is not None
+    assert killed.failure.text.startswith("srun was killed by SIGKILL; of 2 nodes")
     silent = watched(tmp_path, launcher, silence=1.5)
     assert silent.failure is not None
     assert silent.failure.text.startswith(

@@ -1,7 +1,12 @@
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
+from shardwise.cluster import script
 from shardwise.cluster.script import JobPlan, compile_script, job_script, job_set
 from shardwise.config import load_config
 
@@ -38,10 +43,41 @@ def test_the_script_has_what_slurm_and_the_reader_want_to_know() -> None:
     assert max(options) < min(n for n, line in enumerate(lines) if line and line[0] != "#"), (
         "sbatch reads no later ones"
     )
-    command = lines[-1]
-    assert command.startswith("exec ")
+    (command,) = (line for line in lines if "-m shardwise supervise " in line)
     assert "-P -m shardwise supervise llama2-7b launch.partition=gpu" in command
-    assert command.endswith("--run-dir '/runs/a b' --ranks-per-node 8")
+    assert command.endswith("--run-dir '/runs/a b' --ranks-per-node 8 \"$@\" &")
+
+
+SUPERVISOR = """\
+import os, signal, sys
+from pathlib import Path
+starts = Path("starts")
+with starts.open("a") as file:
+    file.write(" ".join(sys.argv[sys.argv.index("--ranks-per-node") + 2:]) + ";")
+if starts.read_text().count(";") <= int(os.environ["KILLS"]):
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+os.kill(os.getppid(), signal.SIGUSR1)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kills", "code", "starts"),
+    [(0, 75, ";"), (2, 75, ";--killed-by 9;--killed-by 9;"), (9, 137, ";--killed-by 9;--killed-by 9;")],
+)
+def test_a_supervisor_that_is_killed_is_started_again(
+    kills: int, code: int, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script passes on the signals that it gets, and ends with the exit code of the last one."""
+    (tmp_path / "supervisor.py").write_text(SUPERVISOR)
+    monkeypatch.setattr(script, "_PROGRAM", (sys.executable, str(tmp_path / "supervisor.py")))
+    text = job_script(plan("launch.max_restarts=2", "launch.environment={A: b}"))
+    variables = {**os.environ, "KILLS": str(kills)}
+    done = subprocess.run(["bash"], input=text, text=True, cwd=tmp_path, env=variables, check=False, timeout=60)
+    assert done.returncode == code
+    assert (tmp_path / "starts").read_text() == starts
 
 
 def test_a_job_without_whole_machines_asks_for_a_processor_a_rank() -> None:

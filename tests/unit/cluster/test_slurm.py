@@ -1,3 +1,7 @@
+import subprocess
+import time
+from collections.abc import Sequence
+
 import pytest
 
 from shardwise.cluster import slurm
@@ -35,7 +39,63 @@ def test_jobs_are_read_with_commas_and_bars_in_their_comments() -> None:
     assert slurm._job(line.replace("shardwise:", "my ")).run is None
 
 
-def test_an_allocation_is_read_from_the_environment() -> None:
+def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence[str]]:
+    """Have SLURM's commands print these in turn, None: not answer; returns where the commands are put."""
+    asked: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        text = said[len(asked) - 1]
+        if text is None:
+            raise subprocess.TimeoutExpired(command, 60)
+        return subprocess.CompletedProcess(command, 1 if "error" in text else 0, stdout=text, stderr=text)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_REQUEUE_PAUSE", 0)
+    asked = answers(monkeypatch, None, "slurm_requeue error: Unable to contact slurm controller", "")
+    assert slurm.requeue("7") is None
+    assert len(asked) == 3
+    answers(monkeypatch, *["scontrol: error: Job is pending"] * 6)
+    assert slurm.requeue("7") == "Job is pending"
+
+
+def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, None, None)
+    assert not slurm.binds_nothing()
+    assert slurm.end_of("7") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("01:30:00", 5400),
+        ("90:00", 5400),
+        ("2-00:00:00", 172_800),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+        ("0:07", 7),
+    ],
+)
+def test_limits_of_time(limit: str, seconds: int) -> None:
+    assert slurm.seconds(limit) == seconds
+
+
+def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it a time limit would be taken for a preemption, which is not counted."""
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    asked = answers(monkeypatch, "1-00:10:00\n", "UNLIMITED\n")
+    ends = allocation(variables).ends
+    assert ends == pytest.approx(time.time() + 87_000, abs=60)
+    assert "--jobs=7" in asked[0]
+    assert allocation(variables).ends is None
+
+
+def test_an_allocation_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "end_of", lambda _job: None)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[2-4]"}
     here = allocation({**variables, "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": "1000"})
     assert (here.job, here.requeues, here.nodes, here.first, here.ends) == ("7", 2, 3, "n2", 1000.0)

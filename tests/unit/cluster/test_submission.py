@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from shardwise.cluster import slurm
-from shardwise.cluster.submission import _seconds, check_counts, ranks_per_node, reserved
+from shardwise.cluster.submission import check_counts, check_run_folder, ranks_per_node, reserved
 from shardwise.config import Config, load_config
 from shardwise.errors import ConfigError
 
@@ -40,9 +42,7 @@ def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
         check_counts(config("train.global_batch=8"), (3, 3), 1, as_it_is)
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
-    [("01:30:00", 5400), ("90:00", 5400), ("2-00:00:00", 172_800), ("1-12", 129_600), ("1-12:30", 131_400)],
-)
-def test_limits_of_time(limit: str, seconds: int) -> None:
-    assert _seconds(limit) == seconds
+def test_a_folder_whose_log_slurm_could_not_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be without '%' and '\\\\': SLURM replaces them"):
+        check_run_folder(tmp_path / "50%\\x", config())
+    check_run_folder(tmp_path / "a #b", config())

@@ -1,3 +1,4 @@
+import errno
 import threading
 from pathlib import Path
 
@@ -58,6 +59,14 @@ def test_a_thread_writes_what_the_rank_does(tmp_path: Path, monkeypatch: pytest.
     for name, value in {HEARTBEATS: str(tmp_path), "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(heartbeat, "SECONDS", 0.01)
+    full, write = iter([True]), Path.write_text
+
+    def write_text(path: Path, text: str) -> int:
+        if next(full, False):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
     with heartbeat.beating(lambda: facts):
         assert processes.wait_for(lambda: len(heartbeat.read(tmp_path)) == 1, 10)
         facts["doing"] = "checkpoint of step 4"

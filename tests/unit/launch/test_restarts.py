@@ -45,10 +45,12 @@ def test_a_state_kept_in_memory_clears_the_count_as_well() -> None:
     assert again.why.endswith("3 restarts since the state of step 3 was kept exceed launch.max_restarts (1)")
 
 
-def test_preemptions_and_lost_nodes_are_not_counted() -> None:
-    for how in ("preempted", "ended by SLURM", "lost node"):
+def test_what_slurm_ends_is_not_counted() -> None:
+    for how in ("preempted", "ended by SLURM"):
         assert decide([replace(CRASH, how=how)] * 50, 0).again, how
-    assert not decide([replace(CRASH, how="time limit")] * 2, 1).again, "a time limit is counted"
+    for how in ("time limit", "lost node"):
+        assert decide([replace(CRASH, how=how)], 1).again, how
+        assert not decide([replace(CRASH, how=how)] * 2, 1).again, f"{how} is counted: it may come for ever"
 
 
 @pytest.mark.parametrize(

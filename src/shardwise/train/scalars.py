@@ -1,0 +1,102 @@
+"""Curves of a run for the programs that show them: TensorBoard, Weights & Biases, trackio."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwise.config import Config
+from shardwise.errors import ConfigError
+from shardwise.redaction import redacted
+from shardwise.runlog import RunDirectory
+
+_PROJECT = "shardwise"
+
+
+def require_trackers(config: Config) -> None:
+    """Raise ConfigError where a package of `log.trackers` is not installed."""
+    for name in config.log.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"log.trackers ({name}) needs the package {name}: pip install 'shardwise[{name}]'")
+
+
+class Scalars:
+    """Writes numbers to TensorBoard's event file and to the trackers of `log.trackers`.
+
+    A tracker that fails is told once and left out from then on: it must not end a training.
+
+    Args:
+        id_: of the run, by which a tracker continues the same run after a resume.
+        first_step: of this run; later ones that were recorded before are replaced in TensorBoard.
+        warn: tells the user.
+    """
+
+    def __init__(
+        self, config: Config, run: RunDirectory, id_: str | None, first_step: int, warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
+        self._tensorboard: Any = None
+        if config.log.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=first_step)
+        self._trackers: dict[str, Any] = {}
+        for name in config.log.trackers:
+            with self._told(name):
+                self._trackers[name] = _begun(name, config, run, id_)
+
+    def add(self, prefix: str, step: int, values: Mapping[str, float | None]) -> None:
+        """Write the values that are known, as `prefix/name`."""
+        known = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+        if self._tensorboard is not None:
+            for name, value in known.items():
+                self._tensorboard.add_scalar(name, value, step)
+        for name, tracker in list(self._trackers.items()):
+            with self._told(name):
+                tracker.log(known, step=step)
+
+    def close(self) -> None:
+        """Write what is left and close the files."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        for name, tracker in list(self._trackers.items()):
+            with self._told(name):
+                tracker.finish()
+        self._trackers.clear()
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Any:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # trackio prints
+                yield
+        except Exception as error:  # noqa: BLE001  whatever a tracker raises
+            self._trackers.pop(name, None)
+            text = redacted(str(error)).strip().partition("\n")[0] or type(error).__name__
+            self._warn(f"log.trackers: {name} failed and records no more of this run ({text})")
+
+
+def _begun(name: str, config: Config, run: RunDirectory, id_: str | None) -> Any:
+    """A tracker's module with a run begun, which has the configuration without secrets and nothing of the machine."""
+    tracker = importlib.import_module(name)
+    settings = config.model_dump(mode="json", exclude={"launch"})
+    facts: dict[str, Any] = {"project": _PROJECT, "name": run.path.resolve().name, "config": _without_secrets(settings)}
+    if name == "trackio":
+        tracker.init(**facts, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        return tracker
+    quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
+    private = {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
+    options = {"id": id_, "resume": "allow"} if id_ is not None else {}
+    tracker.init(**facts, **options, dir=str(run.path), settings=tracker.Settings(**quiet, **private))
+    return tracker
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(entry) for entry in value]
+    return redacted(value) if isinstance(value, str) else value

@@ -1,0 +1,140 @@
+"""`shardwise submit` before and after SLURM's answer, which is played."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import following, main, submit
+from shardwise.cluster import slurm
+from shardwise.errors import ConfigError, RunError
+
+TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1", "train.global_batch=8")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda *_: None)
+    monkeypatch.setattr(slurm, "require", lambda: None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+
+
+def made() -> list[str]:
+    return [path.name for path in Path("runs").iterdir()] if Path("runs").exists() else []
+
+
+@pytest.mark.parametrize("answer", ["n", EOFError, KeyboardInterrupt])
+def test_who_does_not_want_it_is_left_without_a_folder(
+    answer: str | type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(_question: str) -> str:
+        if isinstance(answer, str):
+            return answer
+        raise answer
+
+    monkeypatch.setattr("builtins.input", ask)
+    code = main(TWO)
+    assert made() == []
+    if answer is KeyboardInterrupt:
+        assert code == 1
+    else:
+        assert code == 0
+        assert capsys.readouterr().out.endswith("nothing was submitted\n")
+
+
+def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [one if one != "data.dataset=tiny" else "data.path=nowhere" for one in TWO]
+    assert main([*wrong, "-y"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert made() == []
+    assert main([*wrong, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    assert "#SBATCH --nodes=2" in shown.out, "the script is shown all the same"
+    assert "nowhere" in shown.err
+
+
+def test_the_memory_of_copies_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*keys: str) -> str:
+        assert main([*TWO, *keys, "--dry-run"]) == 0
+        return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("copies ")), "")
+
+    assert told() == ""
+    assert "every 20 steps, " in told("checkpoint.every=20")
+    assert "more than 50% of it" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
+    assert told("checkpoint.every=20", "checkpoint.memory_every=0") == ""
+
+
+def test_a_warning_before_the_job_starts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "--time", "04:00", "--dry-run"]) == 2
+    assert "launch.warning_seconds (300) must be less than launch.time (04:00, 240 s)" in capsys.readouterr().err
+    assert main([*TWO, "--time", "04:00", "launch.warning_seconds=60", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "folder"), [("login", None), ("login:~/my project", "my project"), ("login:/data", "/data")]
+)
+def test_another_machine_gets_the_same_command(
+    where: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 5)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["submit", "llama2-tiny", "--ssh", where, "launch.environment={A: it's}"]
+    monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
+    assert main(arguments) == 5
+    ((*ssh, command),) = ran
+    assert ssh == ["ssh", "-t", "login"]
+    assert shlex.split(command) == ["cd", folder or str(tmp_path), "&&", "shardwise", *arguments[:2], arguments[-1]]
+
+
+def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    cancelled: list[str] = []
+
+    def answer(script: str, options: tuple[str, ...] = ()) -> str:
+        if options:
+            raise ConfigError("SLURM refuses the job: Invalid qos")
+        return "7"
+
+    monkeypatch.setattr(slurm, "submit", answer)
+    monkeypatch.setattr(slurm, "cancel", cancelled.append)
+    assert main([*TWO, "-y", "--precompile", "compile.enabled=true"]) == 2
+    assert cancelled == ["7"]
+    assert made() == []
+
+
+def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "submit", lambda *_: "7")
+    monkeypatch.setattr(submit, "glance_at_inputs", lambda *_: ([], []))
+    for name, path in (("open", "s3://bucket/a.txt"), ("closed", "https://me:word@example.org/a.txt")):
+        wrong = [one if one != "data.dataset=tiny" else f"data.path={path}" for one in TWO]
+        assert main([*wrong, "-y", "--detach", "--run-dir", name]) == 0
+    script = {name: Path(name) / "job.sh" for name in ("open", "closed")}
+    assert script["open"].stat().st_mode & 0o077
+    assert script["closed"].stat().st_mode & 0o777 == 0o600
+    assert "me:word@" in script["closed"].read_text()
+
+
+def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = [RunError("squeue did not answer within 60 s"), None]
+
+    def jobs(**_options: object) -> list[slurm.Job]:
+        problem = said.pop(0)
+        if problem is not None:
+            raise problem
+        return []
+
+    monkeypatch.setattr(slurm, "jobs", jobs)
+    monkeypatch.setattr(following, "_ASK_SLURM_SECONDS", 0)
+    monkeypatch.setattr(following, "_POLL_SECONDS", 0)
+    following.follow(tmp_path / "job.log", "7", tmp_path)
+    shown = capsys.readouterr()
+    assert "squeue did not answer" in shown.err
+    assert shown.out.endswith("job 7 has ended\n")

@@ -1,0 +1,88 @@
+"""Trackers with the real packages, offline, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import Config
+from shardwise.errors import ConfigError
+from shardwise.runlog import RunDirectory
+from shardwise.train import scalars
+from shardwise.train.scalars import Scalars, require_trackers
+from tests.unit.train.test_report import config
+
+SECRET = "s3://me:hunter2@bucket/text"
+SCRIPT = """
+import sys
+from pathlib import Path
+from shardwise.runlog import RunDirectory
+from shardwise.train.scalars import Scalars
+from tests.unit.train.test_scalars import tracked
+told = []
+curves = Scalars(tracked(), RunDirectory(Path(sys.argv[1])), "0123456789abcdef", 1, told.append)
+for step in (1, 2):
+    curves.add("train", step, {"loss": 3.0 / step, "mfu": None})
+curves.close()
+print(told)
+"""
+
+
+def tracked() -> Config:
+    chosen = config(tensorboard=False, trackers=["wandb", "trackio"])
+    return chosen.model_copy(update={"data": chosen.data.model_copy(update={"path": SECRET})})
+
+
+def test_trackers_record_the_curve_and_no_secret(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    run = tmp_path / "runs/one"
+    run.mkdir(parents=True)
+    variables = {**os.environ, "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    variables |= {"WANDB_CONFIG_DIR": str(tmp_path), "WANDB_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SCRIPT, str(run)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n", "nothing but what is said of a failure is printed"
+    with sqlite3.connect(tmp_path / "trackio/shardwise.db") as base:
+        rows = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()
+    base.close()
+    assert [(name, step, json.loads(values)["train/loss"]) for name, step, values in rows] == [
+        ("one", 1, 3.0),
+        ("one", 2, 1.5),
+    ]
+    (written,) = run.glob("wandb/offline-run-*/*.wandb")
+    assert b"train/loss" in written.read_bytes()
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"hunter2" not in path.read_bytes(), path
+
+
+def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def log(self, values: dict[str, float], step: int) -> None:
+            raise OSError("https://me:hunter2@host is not reachable\nand more")
+
+    monkeypatch.setattr(scalars, "_begun", lambda *_: Failing())
+    told: list[str] = []
+    chosen: Any = config(tensorboard=False, trackers=["wandb"])
+    curves = Scalars(chosen, RunDirectory(tmp_path), None, 1, told.append)
+    for step in (1, 2):
+        curves.add("train", step, {"loss": 1.0})
+    curves.close()
+    assert len(told) == 1
+    assert told[0].startswith("log.trackers: wandb failed and records no more of this run (https://")
+    assert "hunter2" not in told[0]
+
+
+def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scalars.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^log\.trackers \(trackio\) needs the package trackio: pip install 'shard"):
+        require_trackers(config(trackers=["trackio"]))
+    require_trackers(config())
