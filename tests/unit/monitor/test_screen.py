@@ -16,7 +16,7 @@ from textual.pilot import Pilot
 
 from shardwise.cli import top
 from shardwise.errors import ConfigError
-from shardwise.monitor.screen import ink
+from shardwise.monitor.screen import ink, ranks
 from shardwise.monitor.screen.app import Panel, Top
 from shardwise.monitor.screen.frame import Frame, Reader, Span
 from tests.monitor_runs import FIRST, Mesh, Start, write_run
@@ -143,6 +143,26 @@ def test_colours(run: Path) -> None:
     on_screen(app, body)
 
 
+def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
+    frame = Reader(run).read()
+    many = replace(frame, ranks=[replace(view, rank=at, place={}) for at, view in enumerate([*frame.ranks] * 64)])
+    strip = ranks.strips(many, 80, 4)[1]
+    assert strip.plain.count("█") == 50  # of 1,024 ranks every 16th is slow, and a cell stands for 20
+
+
+def test_a_silent_rank_is_named(run: Path) -> None:
+    os.utime(run / "ranks" / "rank-0009.jsonl", (NOW - 200, NOW - 200))
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        assert "× silent: 9" in shown(app)
+        await pilot.press("2")
+        await pilot.pause()
+        assert "▸   9  1  0  1 node-001" in shown(app)
+
+    on_screen(app, body)
+
+
 def test_keys(run: Path) -> None:
     app = fixed(run)
 
@@ -153,12 +173,11 @@ def test_keys(run: Path) -> None:
             return shown(app)
 
         assert "slowest rank 5 ×2.00 on node-000" in shown(app)
-        ranks = await after("tab")
-        assert "▸   5" in ranks
-        assert "×2.00" in ranks
+        view = await after("tab")
+        assert "▸   5" in view
+        assert "×2.00" in view
         assert "▸   0" in await after("down")
         assert "▸   5" in await after("pageup")
-        assert "15.0 GiB" not in ranks.split("\n")[1]
         assert "14.0 GiB to 14.2 GiB" in await after("right")
         pipeline = await after("3")
         assert "1f1b, 8 micro-batches: bubble 11.1%" in pipeline
