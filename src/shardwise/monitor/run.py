@@ -50,8 +50,8 @@ NUMBERS = (
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step's time (`split_seconds`), in the order in which they are shown."""
 _ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
-_SILENT_STEPS = 20.0
-_SILENT_SECONDS = 60.0
+_SILENT_STEPS, _SILENT_RECORDS = 20, 3
+_SILENT_SECONDS, _SILENT_AT_THE_START = 60.0, 600.0
 _RECENT_STEPS = 20
 
 
@@ -316,7 +316,10 @@ class Run:
         return holder is not None and holder["host"] != platform.node() and not self._is_silent()
 
     def _is_silent(self) -> bool:
-        patience = max(_SILENT_SECONDS, _SILENT_STEPS * (self.step_seconds or 0.0))
+        """Whether it has written nothing for long: as it starts, it may compile, or prepare data."""
+        every = int(number((self.config.get("log") or {}).get("every"), 1.0))  # steps to a record
+        steps = max(_SILENT_STEPS, _SILENT_RECORDS * every) * (self.step_seconds or 0.0)
+        patience = max(_SILENT_SECONDS if self._trains else _SILENT_AT_THE_START, steps)
         return self.heard is not None and time.time() - self.heard > patience
 
     def _read_rank(self, rank: int, path: Path) -> None:
