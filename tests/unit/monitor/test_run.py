@@ -189,6 +189,14 @@ def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
     assert [view.host for view in run.ranks()] == ["node-000", "node-001"]
 
 
+def test_a_run_that_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 8, 1, 2), steps=9)
+    write_run(path, [Start(5, 9)], mesh=Mesh(1, 4, 1, 1), first=FIRST + 100)
+    run = Run(path, whole=False)
+    assert [view.rank for view in run.ranks()] == [0, 1, 2, 3]
+    assert [node.host for node in run.nodes(run.ranks())] == ["node-000"]
+
+
 def test_a_rank_writes_no_whole_line(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     (path / "ranks/rank-0003.jsonl").write_text('{"event": "sta')
