@@ -11,6 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise.config import check_layout, load_config
 from shardwise.cost import expected_memory
+from shardwise.monitor.run import Run
+from shardwise.monitor.summary import snapshot
 from shardwise.plan import parameter_count
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
@@ -89,6 +91,21 @@ def test_every_rank_has_its_own_lines(trained: Trained) -> None:
         lines = json_lines(trained.run / f"ranks/rank-000{rank}.jsonl")
         assert [line["step"] for line in lines] == [1, 2, 3, 4]
         assert all(set(line) == {"step", "step_seconds", "input_seconds", "peak_memory_bytes"} for line in lines)
+
+
+def test_it_can_be_watched(trained: Trained) -> None:
+    """What `shardwise monitor` reads is what the training writes."""
+    found = snapshot(Run(trained.run, whole=False))
+    assert (found["state"], found["step"], found["steps"], found["starts"]) == ("finished", 4, 4, 1)
+    assert [name for name, value in found["train"].items() if value is None] == ["mfu", "bubble", "loss_spike"]
+    assert all(found[name] for name in ("id", "split_seconds", "communication_bytes", "memory_bytes", "eval", "heard"))
+    assert found["lost_seconds"]["start"] > 0
+    assert 0 < found["goodput"] < 1
+    assert [rank["place"] for rank in found["ranks"]] == [{"pp": 0, "dp": 0, "tp": tp} for tp in (0, 1)]
+    for rank in found["ranks"]:
+        assert [name for name, value in rank.items() if value is None] in ([], ["utilization"])
+    [node] = found["nodes"]
+    assert None not in node.values()
 
 
 def test_results(trained: Trained) -> None:

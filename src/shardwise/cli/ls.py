@@ -7,6 +7,7 @@ run in runs/ is shown as such.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import shutil
 import sys
@@ -96,14 +97,14 @@ def _spans(numbers: Sequence[int]) -> str:
 
 def _run(one: Run) -> tuple[str, ...]:
     fields = row(one)
-    loss, speed = number(fields["loss"]), fields["tokens_per_second"]
+    loss, speed = number(fields["loss"]), number(fields["tokens_per_second"])
     eta, heard = one.eta_seconds, one.heard
     return (
         one.name,
         one.state,
         f"{one.step}/{'?' if one.steps is None else one.steps}",
         "" if fields["loss"] is None else f"{loss:.4f}",
-        "" if speed is None else units.count(number(speed)).replace(" ", ""),
+        units.count(speed).replace(" ", "") if math.isfinite(speed) else "",
         _share(fields["mfu"]),
         "" if eta is None else _short(eta),
         _share(one.goodput),

@@ -8,7 +8,6 @@ scrape. Ctrl-C and SIGTERM end it, with exit code 0.
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
 import threading
@@ -21,6 +20,7 @@ from shardwise.monitor.summary import snapshot
 from shardwise.runlog import RUNS, json_text
 
 _LARGEST_PORT = 65_535
+_LONGEST_INTERVAL = 86_400
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     interval, port = arguments.interval, arguments.prometheus
-    if not 0 < interval < math.inf:
-        raise ConfigError(f"--interval ({interval:g}) must be a number of seconds above 0, such as 5")
+    if not 0 < interval <= _LONGEST_INTERVAL:
+        raise ConfigError(f"--interval ({interval:g}) must be seconds above 0 and up to {_LONGEST_INTERVAL:,}, a day")
     if port is not None and not 0 < port <= _LARGEST_PORT:
         raise ConfigError(f"--prometheus ({port}) must be a port from 1 to {_LARGEST_PORT:,}, such as 9400")
     if port is not None and arguments.once:

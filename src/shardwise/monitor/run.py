@@ -50,8 +50,8 @@ NUMBERS = (
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Of a step's time (`split_seconds`), in the order in which they are shown."""
 _ENDINGS: dict[str, State] = {"finished": "finished", "failed": "failed"}
-_SILENT_STEPS = 20.0
-_SILENT_SECONDS = 60.0
+_SILENT_STEPS, _SILENT_RECORDS = 20, 3
+_SILENT_SECONDS, _SILENT_AT_THE_START = 60.0, 600.0
 _RECENT_STEPS = 20
 
 
@@ -141,6 +141,7 @@ class Run:
         whole: read all steps. Otherwise only the last ones are there: that takes little time for a run of any length.
 
     Attributes:
+        id: of the run; None of one that has none.
         config, environment, results: the files of these names; {} where one is not there or damaged.
         series: its steps.
         evaluations, events: in their order; `events` are all others than steps and evaluations.
@@ -160,7 +161,9 @@ class Run:
         except OSError as error:
             unread = error.filename or path
             raise ConfigError(f"RUN ({path}) must be readable: {unread} cannot be read: {reason_of(error)}") from None
-        if number(self._file(self.directory.identity, orjson.loads).get("format"), 0.0) > FORMAT:
+        identity = self._file(self.directory.identity, orjson.loads)
+        self.id: str | None = identity.get("id")
+        if number(identity.get("format"), 0.0) > FORMAT:
             raise ConfigError(
                 f"RUN ({path}) must have a format that this shardwise reads, a newer one wrote it: update shardwise"
             )
@@ -227,7 +230,7 @@ class Run:
     @property
     def steps(self) -> int | None:
         """Steps of the whole training."""
-        steps = self.config.get("train", {}).get("steps", self.start.get("steps"))
+        steps = (self.config.get("train") or {}).get("steps", self.start.get("steps"))
         return steps if isinstance(steps, int) else None
 
     @property
@@ -265,11 +268,12 @@ class Run:
             return []
 
     def ranks(self) -> list[RankView]:
-        """All ranks that have a file, by the last line of each."""
+        """The ranks that have a file, by the last line of each; without those that the last start has no more."""
         for path in (self.path / "ranks").glob("rank-*.jsonl"):
             if path.stem[5:].isdecimal():
                 self._read_rank(int(path.stem[5:]), path)
-        views = [view for _, (_, view) in sorted(self._ranks.items())]
+        count = number(self.start.get("ranks"), math.inf)
+        views = [view for rank, (_, view) in sorted(self._ranks.items()) if rank < count]
         work = [view.work_seconds for view in views if view.work_seconds]
         best = min(work, default=None)
         if best is None:
@@ -300,7 +304,7 @@ class Run:
             if kind == "resume" and isinstance(event.get("step"), int):
                 self.series.undo_after(event["step"])
                 self._recent = min(self._recent, len(self.series.steps))
-                self.evaluations = [one for one in self.evaluations if one.get("step", 0) <= event["step"]]
+                self.evaluations = [one for one in self.evaluations if number(one.get("step"), 0.0) <= event["step"]]
 
     def _goes_on(self) -> bool:
         """Whether the run was started again after its last event, which told its end."""
@@ -316,7 +320,10 @@ class Run:
         return holder is not None and holder["host"] != platform.node() and not self._is_silent()
 
     def _is_silent(self) -> bool:
-        patience = max(_SILENT_SECONDS, _SILENT_STEPS * (self.step_seconds or 0.0))
+        """Whether it has written nothing for long: as it starts, it may compile, or prepare data."""
+        every = int(number((self.config.get("log") or {}).get("every"), 1.0))  # steps to a record
+        steps = max(_SILENT_STEPS, _SILENT_RECORDS * every) * (self.step_seconds or 0.0)
+        patience = max(_SILENT_SECONDS if self._trains else _SILENT_AT_THE_START, steps)
         return self.heard is not None and time.time() - self.heard > patience
 
     def _read_rank(self, rank: int, path: Path) -> None:

@@ -38,7 +38,7 @@ def snapshot(run: Run) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "time": _stamp(time.time()),
-        "id": run.directory.stored_id(),
+        "id": run.id,
         **row(run),
         "train": {name: last.get(name) for name in NUMBERS},
         "split_seconds": last.get("split_seconds"),

@@ -88,6 +88,14 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["goodput"] == pytest.approx((31 - 10 - 0.4 - 0.5) / 31)
 
 
+def test_numbers_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(Path("runs/odd"), [Start(0, 3)], mesh=Mesh(1, 1, 1, 1))
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "step", "step": 4, "loss": "nan", "tokens_per_second": "nan", "mfu": "inf"}\n')
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:5] == ["odd", "finished", "4/3", "nan", "inf%"]
+
+
 def test_nothing_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0
     assert capsys.readouterr().out.endswith("\n\nno run in runs/\n")

@@ -113,7 +113,7 @@ def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["none"], "RUN (none) must be the folder of a run, it is not there: `shardwise ls` lists those of runs/"),
         (["runs"], "RUN (runs) must be the folder of a run, it holds no run"),
-        (["--interval", "0"], "--interval (0) must be a number of seconds above 0, such as 5"),
+        (["--interval", "0"], "--interval (0) must be seconds above 0 and up to 86,400, a day"),
         (["--interval", "inf"], "--interval (inf) must be"),
         (["--interval", "soon"], "argument --interval: invalid float value: 'soon'"),
         (["--prometheus", "70000"], "--prometheus (70000) must be a port from 1 to 65,535, such as 9400"),

@@ -142,10 +142,17 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
         append(path, {"event": "step", "step": 6, "step_seconds": 10.0})
         run.refresh()
         assert (run.state, run.eta_seconds) == ("running", 30.0)
-        for ago, state in ((100, "running"), (300, "silent")):
+        for ago, every, state in ((100, 1, "running"), (300, 1, "silent"), (300, 20, "running"), (700, 20, "silent")):
             written = time.time() - ago
             os.utime(path / "metrics.jsonl", (written, written))
-            assert run.state == state, f"{ago} s, with 10 s a step"
+            (path / "config.yaml").write_text(f"train: {{steps: 9}}\nlog: {{every: {every}}}\n")
+            run.refresh()
+            assert run.state == state, f"{ago} s, with 10 s a step, of which each {every}. is recorded"
+        append(path, {"event": "start"})
+        for ago, state in ((300, "starting"), (700, "silent")):
+            os.utime(path / "metrics.jsonl", (time.time() - ago, time.time() - ago))
+            run.refresh()
+            assert run.state == state
     assert run.state == "killed"
 
 
@@ -180,6 +187,14 @@ def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
     write_run(path, [Start(0, 300)], mesh=Mesh(1, 2, 1, 2), first=FIRST + 100)
     run.refresh()
     assert [view.host for view in run.ranks()] == ["node-000", "node-001"]
+
+
+def test_a_run_that_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 8, 1, 2), steps=9)
+    write_run(path, [Start(5, 9)], mesh=Mesh(1, 4, 1, 1), first=FIRST + 100)
+    run = Run(path, whole=False)
+    assert [view.rank for view in run.ranks()] == [0, 1, 2, 3]
+    assert [node.host for node in run.nodes(run.ranks())] == ["node-000"]
 
 
 def test_a_rank_writes_no_whole_line(tmp_path: Path) -> None:
