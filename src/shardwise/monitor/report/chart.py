@@ -55,7 +55,7 @@ def line_chart(title: str, curves: Mapping[str, Points], *, dots: Points = (), p
             parts.append(_dot(x(points[0][0]), y(points[0][1]), number))
         parts.append(f'<polyline class="curve c{number}" points="{path}"/>')
     parts += [_dot(x(step), y(value), 0) for step, value in dots]
-    shown = {"x": [low_x, high_x], "percent": percent, "curves": {name: list(points) for name, points in known.items()}}
+    shown = {"x": [low_x, high_x], "percent": percent, "curves": known}
     data = escape(json.dumps(shown, allow_nan=False), quote=True)
     legend = (
         "".join(f'<span class="key c{n}">{escape(name)}</span>' for n, name in enumerate(known))
@@ -81,9 +81,8 @@ def bar(parts: Mapping[str, float], label: Mapping[str, str]) -> str:
         text = f"{escape(name)} {escape(label[name])}, {share:.1f} %"
         if amount > 0:
             pieces.append(f'<span class="b{number}" style="width:{share:.3f}%" title="{text}"></span>')
-        keys.append(
-            f'<li><span class="dot b{number}"></span>{escape(name)}<b>{escape(label[name])}</b><i>{share:.1f} %</i></li>'
-        )
+        amounts = f"<b>{escape(label[name])}</b><i>{share:.1f} %</i>"
+        keys.append(f'<li><span class="dot b{number}"></span>{escape(name)}{amounts}</li>')
     return f'<div class="bar">{"".join(pieces)}</div><ul class="keys">{"".join(keys)}</ul>'
 
 
