@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: cluster-packages env train test test-all test-device lint typecheck bench docs
+.PHONY: test-packages env train test test-all test-device lint typecheck bench docs
 .DEFAULT_GOAL := test
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
@@ -24,14 +24,14 @@ endif
 train: env
 	@.venv/bin/shardwise train quickstart $$(.venv/bin/python scripts/quickstart_layout.py) $(ARGS)
 
-test: env cluster-packages
+test: env test-packages
 	$(PYTEST) $(ARGS)
 
-cluster-packages:
-	@scripts/cluster_packages.sh
+test-packages:
+	@scripts/test_packages.sh
 
 # Also the commands and the layouts on the strict device (tests/strict/README.md).
-test-all: env cluster-packages
+test-all: env test-packages
 	$(PYTEST) -m "slow or not slow" $(ARGS)
 	$(PYTEST) --device strict tests/dist/test_cells.py tests/dist/test_checkpoint.py tests/dist/test_composition.py tests/e2e $(ARGS)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 420, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 10, 10, 26
 _STEPS = (1, 2, 2.5, 5, 10)
 
 Points = Sequence[Sequence[float]]
@@ -67,6 +67,32 @@ def line_chart(title: str, curves: Mapping[str, Points], *, dots: Points = (), p
         f'<output></output></figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
         f'aria-label="{escape(title)}: arrow keys show values">{"".join(parts)}'
         f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" visibility="hidden"/></svg></figure>'
+    )
+
+
+def timeline(rows: Mapping[str, Sequence[tuple[float, float, str]]]) -> str:
+    """What happened when: a row for each kind, from [begin, end] in seconds since the first, with a text each."""
+    known = [span for spans in rows.values() for span in spans]
+    last = max((end for _, end, _ in known), default=0.0)
+    if last <= 0:
+        return ""
+    wide, left, high = 1160, 92, 26
+    parts = []
+    for number, (name, spans) in enumerate(rows.items()):
+        top = number * high
+        parts.append(f'<text x="{left - 8}" y="{top + 16}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<line class="grid" x1="{left}" x2="{wide}" y1="{top + 12}" y2="{top + 12}"/>')
+        for begin, end, text in spans:
+            x = left + begin / last * (wide - left - 4)
+            width = max(3.0, (end - begin) / last * (wide - left - 4))
+            parts.append(
+                f'<rect class="t{number}" x="{x:.1f}" y="{top + 4}" width="{width:.1f}" height="16" rx="2">'
+                f"<title>{escape(text)}</title></rect>"
+            )
+    height = len(rows) * high
+    return (
+        f'<div class="scroll"><svg class="timeline" viewBox="0 0 {wide} {height}" role="img" '
+        f'aria-label="timeline">{"".join(parts)}</svg></div>'
     )
 
 

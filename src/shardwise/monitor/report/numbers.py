@@ -142,14 +142,20 @@ def _events(run: Run) -> list[dict[str, Any]]:
     told = [event for event in run.events if event.get("event") in _TOLD]
     kept = {id(event) for event in told[-_MOST_EVENTS:]}
     found = [
-        {"kind": event["event"], "time": event.get("time"), "step": event.get("step"), "text": _text(event)}
+        {"kind": event["event"], **_when(event), "text": _text(event)}
         for event in told
         if id(event) in kept or event["event"] in ("start", "stop")
     ]
     for event in run.evaluations[-_MOST_EVENTS:]:
         text = f"evaluation loss {event['loss']:.4f}" if _known(event.get("loss")) else "evaluation"
-        found.append({"kind": "eval", "time": event.get("time"), "step": event.get("step"), "text": text})
-    return sorted(found, key=lambda event: _at(event["time"]))
+        found.append({"kind": "eval", **_when(event), "text": text})
+    return sorted(found, key=lambda event: event["at"] or 0.0)
+
+
+def _when(event: Mapping[str, Any]) -> dict[str, Any]:
+    """When an event was recorded, as text and in seconds since the epoch, and after which step."""
+    at = seconds_of(event)
+    return {"time": event.get("time"), "at": None if math.isnan(at) else at, "step": event.get("step")}
 
 
 def _text(event: Mapping[str, Any]) -> str:
@@ -165,11 +171,6 @@ def _text(event: Mapping[str, Any]) -> str:
     if kind == "resume":
         return f"loaded in {event.get('load_seconds') or 0.0:.2f} s"
     return f"after {event.get('seconds_before_training') or 0.0:.1f} s"
-
-
-def _at(stamp: Any) -> float:
-    found = seconds_of({"time": stamp})
-    return 0.0 if math.isnan(found) else found
 
 
 def _points(run: Run) -> Iterable[tuple[int, float]]:

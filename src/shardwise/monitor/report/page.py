@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from shardwise import units
-from shardwise.monitor.report.chart import bar, line_chart, short
+from shardwise.monitor.report.chart import bar, line_chart, short, timeline
 
 _TITLES = {
     "loss": "Training loss",
@@ -81,7 +82,32 @@ def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
         "stages": _stages(report["ranks"]),
         "hosts": sorted({rank["host"] for rank in report["ranks"]}),
         "events": report["events"][::-1],
+        "timeline": Markup(timeline(_rows(report))),
     }
+
+
+def _rows(report: Mapping[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
+    """The timeline of a run: when it trained, and when something happened, in seconds since its first event."""
+    timed = [(event["at"], event) for event in report["events"] if event["at"] is not None]
+    if not timed:
+        return {}
+    first = timed[0][0]
+    begins = [at - first for at, event in timed if event["kind"] == "start"]
+    rows: dict[str, list[tuple[float, float, str]]] = {"training": []}
+    for number, begin in enumerate(begins):
+        until = begins[number + 1] if number + 1 < len(begins) else math.inf
+        end = max((at - first for at, _ in timed if begin <= at - first < until), default=begin)
+        rows["training"].append((begin, end, f"start {number + 1}: {units.duration(end - begin)}"))
+    for name, kind in (("checkpoints", "checkpoint"), ("evaluations", "eval"), ("warnings", "warning")):
+        spans = [(at - first, at - first, _told(event)) for at, event in timed if event["kind"] == kind]
+        if spans:
+            rows[name] = spans
+    return rows
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    step = "" if event["step"] is None else f"step {event['step']:,}: "
+    return f"{step}{event['text']}"
 
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -90,7 +116,7 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     total = "" if report["steps"] is None else f"of {report['steps']:,}"
     evaluated = numbers["final_eval_loss"]
     tiles = [
-        ("state", str(report["state"]), str(report["reason"] or "")),
+        ("state", str(report["state"]), str(report["reason"] or "").removeprefix(str(report["state"]))),
         ("steps", f"{report['step']:,}", total),
         ("loss", _decimals(numbers["final_loss"]), "" if evaluated is None else f"evaluation {_decimals(evaluated)}"),
         ("tokens/s", _count(numbers["tokens_per_second"]), f"at most {_count(numbers['peak_tokens_per_second'])}"),

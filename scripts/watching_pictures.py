@@ -1,0 +1,108 @@
+"""Make the pictures of docs/watching.md from a real run: `gpt3-tiny` at TP 2 × PP 2 × DP 2, on eight CPU ranks.
+
+    .venv/bin/python scripts/watching_pictures.py [--run DIR]
+
+It needs Chromium. `--run` takes a run that is there, instead of training one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+
+from shardwise.monitor.screen.app import Top
+from shardwise.monitor.screen.frame import Reader
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
+RANKS, STEPS = 8, 60
+SIZE = (120, 36)
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or "chromium"
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-background-networking")
+SHOWN = "train%2F(loss%7Clr%7Cgrad_norm%7Ctokens_per_second)%24"
+"""The curves that TensorBoard shows: a regular expression of their names, as a URL has it."""
+
+
+def train(folder: Path) -> Path:
+    """Train the run; returns its folder."""
+    keys = [f"train.steps={STEPS}", "train.eval_every=10", "checkpoint.every=20", "log.every=1"]
+    command = [sys.executable, "-m", "shardwise", "train", "gpt3-tiny", *keys, "--nproc", str(RANKS)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--run-dir", "runs/gpt3-tiny"], cwd=folder, env=variables, check=True)
+    return folder / "runs/gpt3-tiny"
+
+
+async def screen(run: Path) -> str:
+    """The screen of `top` as SVG."""
+    app = Top(Reader(run).read, 0.2)
+    async with app.run_test(size=SIZE) as pilot:
+        await pilot.pause(4)
+        return app.export_screenshot(title="shardwise top")
+
+
+async def photograph(url: str, file: Path, width: int, height: int, seconds: float) -> None:
+    """A picture of a page as PNG, `seconds` after it was opened: TensorBoard draws long after a page has loaded."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        sizes = (f"--remote-debugging-port={port}", f"--user-data-dir={profile}", f"--window-size={width},{height}")
+        browser = subprocess.Popen([BROWSER, *OPTIONS, *sizes, url], stderr=subprocess.DEVNULL)
+        try:
+            async with aiohttp.ClientSession() as session:
+                await asyncio.sleep(seconds)
+                async with session.get(f"http://127.0.0.1:{port}/json") as answer:
+                    pages = [page for page in await answer.json() if page["type"] == "page"]
+                async with session.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0) as socket_:
+                    await socket_.send_json({"id": 1, "method": "Page.captureScreenshot"})
+                    answered = await socket_.receive_json()
+            file.write_bytes(base64.b64decode(answered["result"]["data"]))
+        finally:
+            browser.terminate()
+            browser.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tensorboard(run: Path, file: Path) -> None:
+    """A picture of the run's curves in TensorBoard."""
+    port = free_port()
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(run / "tensorboard"), "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(8)
+        url = f"http://127.0.0.1:{port}/?darkMode=false&tagFilter={SHOWN}#timeseries"
+        asyncio.run(photograph(url, file, 1280, 760, 15))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--run", type=Path, help="a run that is there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        run = arguments.run or train(Path(temporary))
+        (IMAGES / "top.svg").write_text(asyncio.run(screen(run)), encoding="utf-8")
+        page = Path(temporary) / "report.html"
+        command = [sys.executable, "-m", "shardwise", "report", str(run), "--output", str(page)]
+        subprocess.run(command, check=True)
+        asyncio.run(photograph(f"file://{page}", IMAGES / "report.png", 1280, 1500, 4))
+        tensorboard(run, IMAGES / "tensorboard.png")
+
+
+if __name__ == "__main__":
+    main()
